@@ -113,12 +113,17 @@ void PackedCosts::divide_parts(size_t mode, const std::vector<int32_t>& samples,
     out[kEncoderAttentionWeight] = of(forward, kOfForward, false, false) * rates[kWeightPerMille] / 1000;
     out[kEncoderAttentionForward] = of(forward, kOfForward, true, false);
     out[kEncoderAttentionBackward] = of(out[kEncoderBackward], kOfBackward, true, false);
-    const auto divide_memory = [&](Row layer, int first, Row attention, Row mlp) {
-        out[attention] = of(out[layer], first, true, false);
-        out[mlp] = out[layer] - of(out[layer], first + kOfMlp, true, false);
+    const int64_t stored = out[kEncoderStored], peak = out[kEncoderPeak];
+    out[kEncoderAttentionStored] = of(stored, kOfAttentionStored, true, false);
+    out[kEncoderMlpStored] = stored - of(stored, kOfMlpStored, true, false);
+    out[kEncoderAttentionPeak] = out[kEncoderMlpPeak] = peak;
+    if (rates[kMlpPeak] == 0) return;
+    const auto at_most_peak = [&](int64_t once, __int128 units) {
+        return static_cast<int64_t>(std::min<__int128>(once + units / kPeakUnit, peak));
     };
-    divide_memory(kEncoderStored, kOfStored, kEncoderAttentionStored, kEncoderMlpStored);
-    divide_memory(kEncoderPeak, kOfPeak, kEncoderAttentionPeak, kEncoderMlpPeak);
+    out[kEncoderAttentionPeak] = at_most_peak(rates[kAttentionPeakOnce],
+                                              rates[kAttentionPeak] * positions + rates[kAttentionPeakInner] * pairs);
+    out[kEncoderMlpPeak] = at_most_peak(rates[kMlpPeakOnce], rates[kMlpPeak] * positions);
 }
 
 const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {

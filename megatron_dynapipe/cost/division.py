@@ -10,8 +10,8 @@ Profiles fit these rates to measurements under every recompute mode, of padded m
 Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward give 8 h c, 4 c, 4 h f; a decoder
 12 h c, 4 c, 4 h f, and 4 h c for memory.
 
-Memory of the halves need not add up to the layer's: recomputed in full each keeps its own input, and their peaks are at
-different times. Each half has its own proportion of the layer's, against what the layer takes besides.
+Memory of the halves need not add up to the layer's. Recomputed in full each keeps its own input, so that each has its
+own proportion of what the layer stores; their peaks are at different times, and are known in bytes or not at all.
 """
 
 import math
@@ -23,7 +23,10 @@ import msgspec
 from megatron_dynapipe.units import Recompute
 
 LARGEST_RATE = 2**30
+PEAK_UNIT = 64
+"""Integers of `Peak` in a byte, but for `once`."""
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 Kind = Literal["encoder", "decoder", "expert"]
 """Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 
@@ -53,10 +56,18 @@ class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return self.linear * positions + self.memory * sum(encoder), self.inner * pairs, self.mlp * positions
 
 
-OfHalves = tuple[Rates, Rates]
-"""Of memory: by the first attention takes its part of what the layer does, by the second the MLP."""
-AS_THE_LAYER: OfHalves = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
-"""Each half takes all that the layer does."""
+class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """High-water mark of half a layer: bytes that it takes once, such as a weight's gradient, and in bytes /
+    `PEAK_UNIT` `linear` by position, `inner` by position and key, `memory` by position of the encoder's output."""
+
+    once: _Bytes
+    linear: _Bytes
+    inner: _Bytes
+    memory: _Bytes = 0
+
+
+AS_THE_LAYER = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
+"""Each half stores all that the layer does."""
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,16 +75,16 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         forward, backward: of times.
-        stored: of activations.
-        peak: of their high-water mark.
+        stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
+        peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
         parameters: of attention and of the MLP, in any unit.
         weight_per_mille: time of weight gradients, in thousandths of the forward time of attention's linears and MLP.
     """
 
     forward: Rates
     backward: Rates
-    stored: OfHalves
-    peak: OfHalves = AS_THE_LAYER
+    stored: tuple[Rates, Rates]
+    peak: tuple[Peak, Peak] | None = None
     parameters: tuple[_Rate, _Rate]
     weight_per_mille: _Rate = 1000
 
@@ -93,7 +104,7 @@ def division_by_flops(
         hidden: width of the model.
         channels: heads × channels of each.
         ffn: width of a feed-forward network of two matrices that multiplies as often.
-        recompute: under full recomputation both halves store their own inputs. A half's peak is the layer's.
+        recompute: under full recomputation both halves store their own inputs.
         key_value_channels: query groups × channels of each; None for as many as `channels`.
         ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
     """

@@ -68,9 +68,8 @@ def profile(
         links = measure_links(setup.device)
         sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
-        divider = DivisionProfiler(scope=scope)
+        divider, packer = DivisionProfiler(scope=scope), PackedProfiler(scope=scope)
         halves, prefixes = divider.padded(), divider.prefixes() if setup.packs else {}
-        packer = PackedProfiler(scope=scope)
         rows = packer.run(left * SHARE_OF_PACKED) if setup.packs else {}
         halves_of_rows = divider.packed(rows, halves)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)

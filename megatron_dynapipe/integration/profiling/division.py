@@ -1,13 +1,14 @@
 """Measuring parts of layers: attention and MLP by themselves, weight gradients, and what a piece's prefix adds.
 
-    layer, and its attention   under every mode, at two lengths (a decoder: at three) and in a few packed rows
-    MLP                        under every mode, at one of these: it takes what its positions do, packed or not
+    attention                  under every mode, at two lengths (a decoder: at three) and in a few packed rows
+    layer, and its MLP         the same for memory, and the MLP's time once: it takes what its positions do
     layer, frozen              all but weight gradients, which are the same under every mode
     piece after m positions    attention to the prefix besides, under every mode at four lengths
 
 A half is measured in the layer itself, without the modules of the other half, as on a stage that holds it alone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_dynapipe.cost.division import Division, Kind, OfHalves, Rates
+from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Kind, Peak, Rates
 from megatron_dynapipe.cost.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
@@ -38,6 +39,8 @@ ROWS = {"encoder": 3, "decoder": 4, "expert": 3}
 _PREFIXES = ((1, 2), (1, 7), (4, 1), (4, 4))
 """Eighths of the longest sample: those of a piece, and those before it."""
 _LARGEST = 2**24
+_LINEAR = (1, 1, 0, 1)
+"""Of `_terms`, all but attention's inside."""
 
 Floats = npt.NDArray[np.float64]
 Prefix = npt.NDArray[np.float64]
@@ -45,7 +48,7 @@ Prefix = npt.NDArray[np.float64]
 
 
 class Halves(NamedTuple):
-    """A kind of layer under a mode: how its costs are divided, and `Values` of its MLP by position."""
+    """A kind of layer under a mode: how its costs are divided, and `[4, 4]`, its MLP's `Values` by each of `_terms`."""
 
     division: Division
     mlp: Floats
@@ -66,41 +69,10 @@ class DivisionProfiler:
 
     def padded(self) -> HalvesByMode:
         """Halves of padded micro-batches under every mode; none of a kind of which some do not fit the device."""
-        found: dict[tuple[Kind, Recompute], Halves] = {}
         kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
-        modes = list(dict.fromkeys((Recompute.NONE, *self.scope.modes)))
-        for kind in kinds:
-            if kind not in self.scope.parts:
-                continue
-            part, points = self.scope.parts[kind], self._points(kind)
-            asked = [partial(self._frozen, part, point) for point in points]
-            for mode in modes:
-                asked += [
-                    partial(self._values, part, mode, half, point) for half in (None, "attention") for point in points
-                ]
-                asked.append(partial(self._values, part, mode, "mlp", points[-1]))
-            values = self._all(asked)
-            if not all(values):
-                continue
-            measured = np.array(values, float)
-            frozen, of_modes = measured[: len(points)], measured[len(points) :].reshape(len(modes), -1, 4)
-            rows = [_row(kind, point) for point in points]
-            per_mille = 0
-            for mode, its in zip(modes, of_modes, strict=True):
-                layer, attention, mlp = its[: len(points)], its[len(points) : -1], its[-1] / _terms(rows)[0][-1]
-                forward, backward, stored, peak = _divided(rows, layer, attention, mlp)
-                if mode is Recompute.NONE:
-                    per_mille = _weight_per_mille(rows, layer, frozen, forward)
-                division = Division(
-                    forward=forward,
-                    backward=backward,
-                    stored=stored,
-                    peak=peak,
-                    parameters=_parameters(part),
-                    weight_per_mille=per_mille,
-                )
-                found[kind, mode] = Halves(division, mlp)
-        return found
+        return {
+            place: each for kind in kinds if kind in self.scope.parts for place, each in self._of_kind(kind).items()
+        }
 
     def packed(self, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
         """Halves of packed rows: attention is measured in some of those in which the layer was.
@@ -113,16 +85,12 @@ class DivisionProfiler:
         for (kind, mode), halves in padded.items():
             rows = measured.get((kind, mode), [])[: ROWS[kind]]
             part = self.scope.parts[kind]
-            values = self._all([partial(self._values, of_row(part, row), mode, "attention", ()) for row, _ in rows])
-            if rows and all(values):
-                layer = np.array([each for _, each in rows], float)
-                of_rows = [row for row, _ in rows]
-                forward, backward, stored, peak = _divided(
-                    of_rows, layer, np.array(values, float), halves.mlp, packed=True
-                )
-                division = msgspec.structs.replace(
-                    halves.division, forward=forward, backward=backward, stored=stored, peak=peak
-                )
+            attention = self._all([partial(self._values, of_row(part, row), mode, "attention") for row, _ in rows])
+            if len(rows) and attention is not None:
+                layer = np.array([each.stored_bytes for _, each in rows], float)
+                terms, known = _terms([row for row, _ in rows]), halves.division
+                division = _divided(terms, layer, attention, halves.mlp, known.parameters, packed=True)
+                division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
                 found[kind, mode] = Halves(division, halves.mlp)
         return found
 
@@ -143,12 +111,34 @@ class DivisionProfiler:
         prefixes: dict[Recompute, Prefix] = {}
         for mode in self.scope.modes:
             values = self._all([partial(self._values, part, mode, "attention", point) for point in points])
-            if not all(values):
+            if values is None:
                 return {}
-            found = {point: np.array(each, float) for point, each in zip(points, values, strict=True)}
+            found = dict(zip(points, values, strict=True))
             more = np.stack([found[own, before] - found[own, 0] for own, before in pieces])
             prefixes[mode] = np.array([_solved(terms, column) for column in more.T])
         return prefixes
+
+    def _of_kind(self, kind: Kind) -> HalvesByMode:
+        part, points, found = self.scope.parts[kind], self._points(kind), dict[tuple[Kind, Recompute], Halves]()
+        small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
+        terms = _terms([_row(kind, point) for point in (*points, small)])
+        layers = [partial(self._values, part, Recompute.NONE, None, point) for point in points]
+        trained = self._all([*layers, *(partial(self._frozen, part, point) for point in points)])
+        for mode in self.scope.modes:
+            timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
+            values = self._all([
+                partial(self._values, part, mode, half, point, timed=point in its)
+                for half, its in timed.items()
+                for point in (*points, small)
+            ])  # fmt: skip
+            if trained is None or values is None:
+                return {}
+            layer, attention, its_mlp = np.split(values, 3)
+            mlp = _of_mlp(terms, its_mlp)
+            division = _divided(terms, layer[:, 2], attention, mlp, _parameters(part))
+            per_mille = _weight_per_mille(terms[:-1], trained, division.forward)
+            found[kind, mode] = Halves(msgspec.structs.replace(division, weight_per_mille=per_mille), mlp)
+        return found
 
     def _points(self, kind: Kind) -> list[Point]:
         within = self.scope.within
@@ -159,20 +149,23 @@ class DivisionProfiler:
         most = min(POSITIONS, self.scope.most_positions)
         return [(min(max(most // sum(each), 1), within.size), *each) for each in lengths]
 
-    def _values(self, part: MeasuredModule, mode: Recompute, half: Half | None, point: Point) -> Values | None:
+    def _values(
+        self, part: MeasuredModule, mode: Recompute, half: Half | None, point: Point = (), *, timed: bool = True
+    ) -> Values | None:
         part.set_recompute(mode)
         with nullcontext() if half is None else only(half, part):
-            return self.scope.measure(part, point)
+            return self.scope.measure(part, point, timed=timed)
 
     def _frozen(self, part: MeasuredModule, point: Point) -> Values | None:
         with _frozen(part.module):
             return self._values(replace(part, alone=None), Recompute.NONE, None, point)
 
-    def _all(self, asked: Sequence[Callable[[], Values | None]]) -> list[Values | None]:
+    def _all(self, asked: Sequence[Callable[[], Values | None]]) -> Floats | None:
+        """`[asked, 4]`; None where one does not fit."""
         turns, found = count(), []
         for some in batched(asked, at_once(shared=self.scope.shared)):
             found += measured_by_ranks(some, turn=next(turns), shared=self.scope.shared)
-        return found
+        return np.array(found, float) if all(found) else None
 
 
 def _row(kind: Kind, point: Point) -> Row:
@@ -181,55 +174,70 @@ def _row(kind: Kind, point: Point) -> Row:
     return Row((inputs,) * size, tuple(targets) * size if kind == "decoder" else ())
 
 
-def _terms(rows: Sequence[Row]) -> tuple[Floats, Floats]:
-    """Own positions of the rows, and what attention's linear, inner and memory rates are multiplied by there."""
+def _terms(rows: Sequence[Row]) -> Floats:
+    """1, own positions, their pairs with keys, and positions of the encoder's output: `[rows, 4]`."""
     terms = []
     for row in rows:
         inputs, targets = np.array(row.inputs, float), np.array(row.targets, float)
         own, keys, memory = (targets, targets + inputs, inputs.sum()) if row.targets else (inputs, inputs, 0.0)
-        terms.append((own.sum(), (own * keys).sum(), memory))
-    found = np.array(terms)
-    return found[:, 0], found
+        terms.append((1.0, own.sum(), (own * keys).sum(), memory))
+    return np.array(terms)
 
 
 def _divided(
-    rows: Sequence[Row], layer: Floats, attention: Floats, mlp: Floats, *, packed: bool = False
-) -> tuple[Rates, Rates, OfHalves, OfHalves]:
-    """How times of forwards and of backwards, stored bytes and peaks are divided.
+    terms: Floats,
+    layer: Floats,
+    attention: Floats,
+    mlp: Floats,
+    parameters: tuple[int, int],
+    *,
+    packed: bool = False,
+) -> Division:
+    """How a layer's costs are divided, but for weight gradients.
 
     Args:
-        rows: that were measured.
-        layer: `[rows, 4]`, `Values` of a layer.
-        attention: likewise, of its attention.
-        mlp: likewise of its MLP, by position.
+        terms: of the rows that were measured.
+        layer: bytes that a layer stores, `[rows]`.
+        attention: `Values` of its attention, `[rows, 4]`; without times in rows that were measured for memory alone.
+        mlp: of its MLP, as in `Halves`.
+        parameters: of attention and of the MLP.
         packed: a packed row's peak is linear in its positions, as in its tables.
     """
-    own, terms = _terms(rows)
-    mlps = own[:, None] * mlp
-    forward, backward = (_rates(terms, attention[:, at], own, mlps[:, at]) for at in (0, 1))
-    peak_terms = terms * [1, 0, 1] if packed else terms
-    stored, peak = (
-        _of_halves(each, own, layer[:, at], attention[:, at], mlps[:, at]) for at, each in ((2, terms), (3, peak_terms))
+    mlps, timed = terms @ mlp.T, attention[:, 0] > 0
+    forward, backward = (_rates(terms[timed], attention[timed, at], mlps[timed, at]) for at in (0, 1))
+    stored = (
+        _rates(terms, attention[:, 2], np.maximum(layer - attention[:, 2], 0)),
+        _rates(terms, np.maximum(layer - mlps[:, 2], 0), mlps[:, 2]),
     )
-    return forward, backward, stored, peak
+    peak = _peak(_solved(terms * _LINEAR if packed else terms, attention[:, 3])), _peak(mlp[3])
+    return Division(forward=forward, backward=backward, stored=stored, peak=peak, parameters=parameters)
 
 
-def _of_halves(terms: Floats, own: Floats, layer: Floats, attention: Floats, mlp: Floats) -> OfHalves:
-    """Each half against what the layer takes besides: beside attention the least of that, so that it gets no less."""
-    besides = own * max(float(((layer - attention) / own).min()), 0.0)
-    return _rates(terms, attention, own, besides), _rates(terms, np.maximum(layer - mlp, 0), own, mlp)
+def _of_mlp(terms: Floats, values: Floats) -> Floats:
+    """Times by own position, where they were measured; memory by all but attention's inside."""
+    timed = values[:, 0] > 0
+    times = [(0.0, values[timed, at].sum() / terms[timed, 1].sum(), 0.0, 0.0) for at in (0, 1)]
+    return np.array([*times, *(_solved(terms * _LINEAR, values[:, at]) for at in (2, 3))])
 
 
-def _rates(terms: Floats, attention: Floats, own: Floats, mlp: Floats) -> Rates:
-    linear, inner, memory = _solved(terms, attention)
-    return Rates(*(_scaled(linear, inner, float(mlp.sum() / own.sum()), memory)))
+def _peak(of_terms: Floats) -> Peak:
+    once, *rates = of_terms.tolist()
+    return Peak(math.ceil(once), *(math.ceil(rate * PEAK_UNIT) for rate in rates))
 
 
-def _weight_per_mille(rows: Sequence[Row], layer: Floats, frozen: Floats, forward: Rates) -> int:
-    """Weight gradients, in thousandths of the forward of all but attention's inside."""
-    own, terms = _terms(rows)
-    linears = terms @ [forward.linear, 0, forward.memory] + own * forward.mlp
-    share = linears / (linears + terms[:, 1] * forward.inner)
+def _rates(terms: Floats, attention: Floats, mlp: Floats) -> Rates:
+    linear, inner, memory = _solved(terms[:, 1:], attention)
+    return Rates(*(_scaled(linear, inner, float(mlp.sum() / terms[:, 1].sum()), memory)))
+
+
+def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
+    """Weight gradients, in thousandths of the forward of all but attention's inside.
+
+    `measured` are `Values` of the layer at the terms' rows, and of the frozen layer, `[2 · rows, 4]`.
+    """
+    layer, frozen = np.split(measured, 2)
+    linears = terms @ [0, forward.linear + forward.mlp, 0, forward.memory]
+    share = linears / (linears + terms[:, 2] * forward.inner)
     weights = float((layer[:, 1] - frozen[:, 1]).sum())
     return max(round(1000 * weights / float((layer[:, 0] * share).sum())), 0)
 
