@@ -1,7 +1,7 @@
 """Rows of samples as other trainers pack them today, by their own rules, to compare with.
 
 dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
-             d98e8a64): next fit in the given order; single samples leave the last rows until the number of rows
+             d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
              is a multiple of the replicas (and of the stages, with virtual ones)
 verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
              divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
@@ -10,12 +10,12 @@ slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
-micro-batch; its replica is chosen by the planner, as well as a trainer could. Megatron-LM's `default_dynamic_cp`, whose
-rows lie on several replicas, is in `planning.dynamic_cp`.
+micro-batch; its rule runs micro-batch i on replica i mod replicas, and the planner tries an assignment of its own
+beside that. Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `planning.dynamic_cp`.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_dynapipe.errors import PlanningError
@@ -74,16 +74,18 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
     replicas = differencing(work, room.replicas, equal_counts=equal)
     counts = [min(len(each), -(-sum(lengths[i] for i in each) // room.positions)) for each in replicas]
     count = min(-(-max(counts) // room.group) * room.group, min(map(len, replicas)))
-    rows = []
+    columns = []
     for members in replicas:
         parts = differencing([work[i] for i in members], count)
         parts.sort(key=lambda part: (-sum(work[members[i]] for i in part), -part[0]))
-        rows += [[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]]
-    return rows
+        columns.append([[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]])
+    return [row for each in zip(*columns, strict=True) for row in each]
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
     """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
+
+    Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
 
     Raises:
         PlanningError: there are fewer samples than micro-batches are needed.
@@ -104,7 +106,8 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
             sums[half] += lengths[sample]
         rows[longest], added = halves
         rows.append(added)
-    return rows
+    replicas = differencing([sum(work[i] for i in row) for row in rows], room.replicas, equal_counts=True)
+    return [rows[index] for each in zip(*replicas, strict=True) for index in each]
 
 
 Rival = Callable[[Sequence[int], Room], Rows]
@@ -114,6 +117,21 @@ RIVALS: dict[str, Rival] = {
     "slime": slime,
 }
 """By the names under which `compare` and training know them."""
+
+
+def row_sizes(shortest: int, longest: int, positions: int) -> Iterator[int]:
+    """Most positions of a row, to choose from: an eighth of the longest sample apart, later a sixteenth of themselves.
+
+    Args:
+        shortest: the first.
+        longest: positions of the longest sample.
+        positions: of all samples; the last size holds them.
+    """
+    size, step = shortest, min(shortest, -(-longest // 8))
+    yield size
+    while size < positions:
+        size += max(step, size // 16)
+        yield size
 
 
 def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False) -> Rows:
