@@ -105,10 +105,11 @@ def _predict_dynamic_cp(
 ) -> Prediction:
     """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
-    samples, row = planner.samples(batch), sum(longest)
-    positions = int(samples.input_positions.sum() + samples.target_positions.sum())
+    samples = planner.samples(batch)
+    lengths = samples.input_positions + samples.target_positions
+    row = max(longest.inputs, int(lengths.max()))
     shortest = -(-row // (1 << (settings.data_parallel.bit_length() - 1)))
-    run = fastest_run(planner, samples, row_sizes(shortest, row, positions))
+    run = fastest_run(planner, samples, row_sizes(shortest, row, int(lengths.sum())))
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,

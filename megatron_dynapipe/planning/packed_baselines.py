@@ -36,7 +36,7 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hid
     if settings.algorithm is PartitionAlgorithm.PACKED_ROWS:
         offered = _joined(pack(inputs, targets, *longest), settings)
     else:
-        offered = _of_rival(problem, sum(longest), hidden_size, settings)
+        offered = _of_rival(problem, longest[0], hidden_size, settings)
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     partitions = []
     for members in offered:
@@ -58,7 +58,9 @@ def _joined(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _of_rival(problem: BatchProblem, longest: int, hidden_size: int, settings: PartitionSettings) -> Iterator[_Rows]:
+def _of_rival(
+    problem: BatchProblem, longest_input: int, hidden_size: int, settings: PartitionSettings
+) -> Iterator[_Rows]:
     """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample.
 
     Raises:
@@ -66,6 +68,7 @@ def _of_rival(problem: BatchProblem, longest: int, hidden_size: int, settings: P
     """
     rival, given = settings.algorithm, settings.micro_batch_size
     lengths = (problem.input_positions + problem.target_positions).tolist()
+    longest = max(longest_input, *lengths)
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
     shortest = -(-longest // 8) if rival is PartitionAlgorithm.SLIME else longest
     last, refused = None, None
