@@ -106,10 +106,9 @@ def _predict_dynamic_cp(
     """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
     samples = planner.samples(batch)
-    lengths = samples.input_positions + samples.target_positions
-    row = max(longest.inputs, int(lengths.max()))
-    shortest = -(-row // (1 << (settings.data_parallel.bit_length() - 1)))
-    run = fastest_run(planner, samples, row_sizes(shortest, row, int(lengths.sum())))
+    lengths = (samples.input_positions + samples.target_positions).tolist()
+    ranks = 1 << (settings.data_parallel.bit_length() - 1)
+    run = fastest_run(planner, samples, row_sizes(lengths, max(longest.inputs, *lengths), ranks))
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,

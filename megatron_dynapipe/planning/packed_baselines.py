@@ -52,38 +52,30 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hid
 
 
 def _joined(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
-    """Samples of each micro-batch, for every number of rows to each."""
+    """Samples of each micro-batch, for 1, 2, 3 … rows to each."""
     given = settings.micro_batch_size
-    for size in [given] if given else range(1, len(rows) + 1):
+    for size in [given] if given else row_sizes([len(rows)], 1, 1):
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
 def _of_rival(
     problem: BatchProblem, longest_input: int, hidden_size: int, settings: PartitionSettings
 ) -> Iterator[_Rows]:
-    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample.
-
-    Raises:
-        PlanningError: its rule serves none of them.
-    """
+    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample."""
     rival, given = settings.algorithm, settings.micro_batch_size
     lengths = (problem.input_positions + problem.target_positions).tolist()
     longest = max(longest_input, *lengths)
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
-    shortest = -(-longest // 8) if rival is PartitionAlgorithm.SLIME else longest
-    last, refused = None, None
-    for size in [given * longest] if given else row_sizes(shortest, longest, sum(lengths)):
-        room = Room(positions=size, replicas=problem.replicas, group=group, hidden_size=hidden_size)
-        try:
-            rows = RIVALS[rival](lengths, room)
-        except PlanningError as error:
-            refused = error
-            continue
-        if rows != last:
+    sizes = [given * longest] if given else row_sizes(lengths, longest, 8 if rival is PartitionAlgorithm.SLIME else 1)
+    last = None
+    for size in sizes:
+        rows = RIVALS[rival](lengths, Room(size, problem.replicas, group, hidden_size))
+        if rows and rows != last:
             yield [np.array(row, np.int64) for row in rows]
-        last = rows
-    if last is None and refused is not None:
-        raise refused
+            last = rows
+    if last is None:
+        of = f"a multiple of {problem.replicas * group} micro-batches of {len(lengths)} samples"
+        raise PlanningError(f"{rival} cannot make {of}", hint="use larger global batches or fewer replicas")
 
 
 def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:

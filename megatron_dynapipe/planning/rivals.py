@@ -10,15 +10,13 @@ slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
-micro-batch; its rule runs micro-batch i on replica i mod replicas, and the planner tries an assignment of its own
-beside that. Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `planning.dynamic_cp`.
+micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `planning.dynamic_cp`.
 """
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
-
-from megatron_dynapipe.errors import PlanningError
 
 Rows = list[list[int]]
 
@@ -43,11 +41,7 @@ class Room(NamedTuple):
 
 
 def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
-    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own.
-
-    Raises:
-        PlanningError: there are fewer samples than rows are needed.
-    """
+    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own."""
     rows: Rows = [[]]
     used = 0
     for sample, length in enumerate(lengths):
@@ -62,7 +56,7 @@ def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
         while giver >= 0 and len(rows[giver]) == 1:
             giver -= 1
         if giver < 0:
-            raise PlanningError(f"dp_balanced cannot make a multiple of {multiple} rows of {len(lengths)} samples")
+            return []
         rows.append([rows[giver].pop()])
     return rows
 
@@ -86,9 +80,6 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
     """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
 
     Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
-
-    Raises:
-        PlanningError: there are fewer samples than micro-batches are needed.
     """
     hidden, count = room.hidden_size, -(-sum(lengths) // room.positions)
     work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
@@ -97,7 +88,7 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
     while len(rows) % multiple:
         longest = max(range(len(rows)), key=lambda row: (len(rows[row]) > 1, sum(lengths[i] for i in rows[row]), row))
         if len(rows[longest]) == 1:
-            raise PlanningError(f"slime cannot make a multiple of {multiple} micro-batches of {len(lengths)} samples")
+            return []
         halves: tuple[list[int], list[int]] = ([], [])
         sums = [0, 0]
         for sample in sorted(rows[longest], key=lambda i: -lengths[i]):
@@ -119,17 +110,17 @@ RIVALS: dict[str, Rival] = {
 """By the names under which `compare` and training know them."""
 
 
-def row_sizes(shortest: int, longest: int, positions: int) -> Iterator[int]:
+def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:
     """Most positions of a row, to choose from: an eighth of the longest sample apart, later a sixteenth of themselves.
 
     Args:
-        shortest: the first.
+        lengths: of the samples, which the last size holds together.
         longest: positions of the longest sample.
-        positions: of all samples; the last size holds them.
+        parts: the first size is such a part of it.
     """
-    size, step = shortest, min(shortest, -(-longest // 8))
+    size, step = -(-longest // parts), -(-longest // max(parts, 8))
     yield size
-    while size < positions:
+    while size < sum(lengths):
         size += max(step, size // 16)
         yield size
 

@@ -189,7 +189,7 @@ def test_rows_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm:
 
 @pytest.mark.parametrize("family", ModelFamily)
 def test_rows_to_a_micro_batch(family: ModelFamily) -> None:
-    """As many as are asked for; else of all numbers the fastest."""
+    """As many as are asked for; else of 1, 2, 3 … the fastest."""
     chosen = {"algorithm": PartitionAlgorithm.PACKED_ROWS, "padded_input_length": 512}
     chosen |= {"padded_target_length": None if family is GPT else 256}
 

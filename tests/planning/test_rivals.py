@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
-from megatron_dynapipe.planning.methods import Longest, method_settings
+from megatron_dynapipe.planning.methods import Longest, method_settings, predict
 from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.rivals import RIVALS, Room, differencing, row_sizes
@@ -46,16 +46,15 @@ def test_rows_by_hand(name: str, lengths: list[int], replicas: int, group: int, 
     assert sorted(found) == sorted(expected) if name == "slime" else found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths", "message"),
-    [
-        ("dp_balanced", [9, 9, 9], "cannot make a multiple of 2 rows of 3 samples"),
-        ("slime", [9, 9, 9], "cannot make a multiple of 2 micro-batches of 3 samples"),
-    ],
-)
-def test_what_a_rule_does_not_serve_is_refused(name: str, lengths: list[int], message: str) -> None:
+def test_what_a_rule_does_not_serve_is_refused() -> None:
+    assert rows("dp_balanced", [9, 9, 9], replicas=2) == rows("slime", [9, 9, 9], replicas=2) == []
+    run, costs = model(ModelFamily.GPT)
+    run = msgspec.structs.replace(run, data_parallel=2, chunks=2)
+    message = "dp_balanced cannot make a multiple of 4 micro-batches of 3 samples"
     with pytest.raises(PlanningError, match=message):
-        rows(name, lengths, replicas=2)
+        predict("dp_balanced", batch_of((9, 0), (9, 0), (9, 0)), Longest(8, 0), run, costs)
+    with pytest.raises(PlanningError, match="default_dynamic_cp is not predicted with virtual stages"):
+        predict("default_dynamic_cp", batch_of((9, 0), (9, 0), (9, 0)), Longest(8, 0), run, costs)
     with pytest.raises(PlanningError, match="a sample of 21 positions does not fit 2 rows of 10"):
         dynamic_cp([21, 3], 10, 2)
 
@@ -74,10 +73,11 @@ def test_replicas_by_hand(name: str, expected: list[Rows]) -> None:
 
 
 def test_sizes_of_rows() -> None:
-    assert [*row_sizes(64, 64, 90)] == [64, 72, 80, 88, 96], "an eighth of the longest apart, until one holds all"
-    assert [*row_sizes(8, 64, 30)] == [8, 16, 24, 32]
-    assert [*row_sizes(6, 6, 7)] == [6, 7]
-    assert [*row_sizes(160, 8, 175)] == [160, 170, 180], "a sixteenth of themselves where that is more"
+    assert [*row_sizes([64, 26], 64, 1)] == [64, 72, 80, 88, 96], "an eighth of the longest apart, until one holds all"
+    assert [*row_sizes([30], 64, 8)] == [8, 16, 24, 32]
+    assert [*row_sizes([13], 64, 16)] == [4, 8, 12, 16]
+    assert [*row_sizes([6, 1], 6, 1)] == [6, 7]
+    assert [*row_sizes([1] * 40, 16, 1)][-4:] == [34, 36, 38, 40], "a sixteenth of themselves where that is more"
 
 
 @pytest.mark.parametrize(
