@@ -102,28 +102,7 @@ def plan_batch(
         InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
     """
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
-    encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
-    if unknown := sorted(set(settings) - set(BatchSettings.__annotations__)):
-        raise ConfigError(
-            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
-            hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
-        )
-    if model.hidden_size is None and "hidden_size" not in settings:
-        raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
-    chosen = {
-        "hidden_size": model.hidden_size,
-        "micro_batch_layouts": tuple(BatchLayout),
-        **settings,
-        "family": model.family,
-        "encoder_layers": encoder,
-        "decoder_layers": decoder,
-        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
-        "lockstep": equal_counts,
-    }
-    try:
-        planner = Planner(msgspec.convert(chosen, PlannerSettings), model)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
+    planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
     batch = _batch(lengths, model.family)
     plan = planner.plan(batch, 0)
     if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
@@ -137,6 +116,33 @@ def plan_batch(
         passes=tuple(tuple(_passes(stage) for stage in replica.stages) for replica in plan.replicas),
         predicted_ms=plan.totals.predicted_ns / 1e6,
     )
+
+
+def _settings(
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: BatchSettings
+) -> PlannerSettings:
+    if unknown := sorted(set(given) - set(BatchSettings.__annotations__)):
+        raise ConfigError(
+            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
+            hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
+        )
+    if model.hidden_size is None and "hidden_size" not in given:
+        raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
+    encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
+    chosen = {
+        "hidden_size": model.hidden_size,
+        "micro_batch_layouts": tuple(BatchLayout),
+        **given,
+        "family": model.family,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
+        "lockstep": lockstep,
+    }
+    try:
+        return msgspec.convert(chosen, PlannerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
 
 
 def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
