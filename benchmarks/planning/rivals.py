@@ -2,9 +2,10 @@
 
     python -m benchmarks.planning.rivals [--settings gpt:1,1,8 …] [--lengths 2048 8192]
 
-Batches of 65,536 tokens; the plan's layer split is chosen from the larger batches of the same mixture and maximum
-length, the others run equal layers with 1F1B, and of every recompute mode and multiple of the row the fastest. A line
-per setting and length has the geometric mean of real tokens per second over each.
+Two batches of 65,536 tokens for each maximum length; the plan's layer split is chosen from the larger batches of the
+same mixture and length. The others run equal layers with 1F1B, the fastest of every recompute mode, of sizes of rows an
+eighth of the longest sample apart, and of their own and the planner's assignment to replicas. A line per setting and
+length has the geometric mean of real tokens per second over each.
 """
 
 import argparse

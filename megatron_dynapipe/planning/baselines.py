@@ -54,7 +54,7 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Attributes:
         algorithm: dynamic programming on the cost model, or one of the others.
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of
-            two.
+            two, of rows more (`rivals.row_sizes`).
         micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.
         padded_input_length: for padding, what every input is padded to, and for packed rows the most input positions
             of a row; None: the batch's longest.
