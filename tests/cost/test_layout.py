@@ -118,7 +118,7 @@ def test_model_state() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
+        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\] of 5"),
         ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
         ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 0.5 on every stage"),
         ({"layers_per_stage": (1.25, 2.75)}, "in multiples of 0.5"),
@@ -132,11 +132,16 @@ def test_refuses_impossible_layouts(arguments: dict[str, object], message: str) 
         PipelineLayout(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("layers", "stages", "split"), [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,))])
-def test_an_even_split(layers: int, stages: int, split: tuple[int, ...]) -> None:
-    assert even_split(layers, stages) == split
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"),
+    [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,)), (3, 4, (1, 1, 0.5, 0.5)), (2, 4, (0.5, 0.5, 0.5, 0.5))],
+)
+def test_an_even_split(layers: int, stages: int, split: tuple[float, ...]) -> None:
+    assert even_split(layers, stages, halves=True) == split
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {layers + 1} stages"):
         even_split(layers, layers + 1)
+    with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {2 * layers + 1} stages"):
+        even_split(layers, 2 * layers + 1, halves=True)
 
 
 def test_a_split_is_numbers_of_layers() -> None:
