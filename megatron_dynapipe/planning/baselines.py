@@ -73,7 +73,7 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "packing without masks between samples lets them attend to one another: it is predicted, never trained",
                 hint="use packed_rows, which keeps samples apart, or dp with packed micro-batches",
             )
-        by_size = self.algorithm not in (PartitionAlgorithm.DP, PartitionAlgorithm.TOKEN_BASED)
+        by_size = self.algorithm not in (PartitionAlgorithm.DP, PartitionAlgorithm.TOKEN_BASED, *RIVALS)
         if self.micro_batch_size is not None and not by_size:
             raise ConfigError(
                 f"a micro-batch size goes with uniform, padding and packed rows, not with {self.algorithm}"

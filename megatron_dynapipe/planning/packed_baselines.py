@@ -36,7 +36,7 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hid
     if settings.algorithm is PartitionAlgorithm.PACKED_ROWS:
         offered = _joined(pack(inputs, targets, *longest), settings)
     else:
-        offered = _of_rival(problem, longest[0], hidden_size, settings)
+        offered = _of_rival(problem, settings.algorithm, longest[0], hidden_size)
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     partitions = []
     for members in offered:
@@ -58,17 +58,12 @@ def _joined(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _of_rival(
-    problem: BatchProblem, longest_input: int, hidden_size: int, settings: PartitionSettings
-) -> Iterator[_Rows]:
+def _of_rival(problem: BatchProblem, rival: str, longest_input: int, hidden_size: int) -> Iterator[_Rows]:
     """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample."""
-    rival, given = settings.algorithm, settings.micro_batch_size
     lengths = (problem.input_positions + problem.target_positions).tolist()
-    longest = max(longest_input, *lengths)
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
-    sizes = [given * longest] if given else row_sizes(lengths, longest, 8 if rival is PartitionAlgorithm.SLIME else 1)
     last = None
-    for size in sizes:
+    for size in row_sizes(lengths, max(longest_input, *lengths), 8 if rival == "slime" else 1):
         rows = RIVALS[rival](lengths, Room(size, problem.replicas, group, hidden_size))
         if rows and rows != last:
             yield [np.array(row, np.int64) for row in rows]

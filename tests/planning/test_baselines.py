@@ -141,6 +141,7 @@ def test_samples_longer_than_a_row() -> None:
             "a micro-batch size goes with uniform, padding and packed rows, not with dp",
         ),
         ({"algorithm": UNIFORM, "micro_batch_tokens": 2}, "goes with token_based, not with uniform"),
+        ({"algorithm": PartitionAlgorithm.VERL, "micro_batch_size": 2}, "and packed rows, not with verl"),
     ],
 )
 def test_settings_that_do_not_go_together(chosen: dict, message: str) -> None:
