@@ -14,6 +14,7 @@
 #include "fast_verify.h"
 #include "list_schedule.h"
 #include "orchestrate.h"
+#include "packed_starts.h"
 #include "partition.h"
 #include "problem.h"
 #include "search.h"
@@ -124,10 +125,14 @@ public:
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        BatchMaker maker(problem_, *costs_, places);
+        if (!begun_ || begun_->order != places) begun_.reset(new Begun{places, {problem_, *costs_, places}, {}});
+        BatchMaker& maker = begun_->maker;
         const std::vector<ReplicaState> begin = restored(problem_, given, maker);
         if (begin.size() < given.size()) return result;
-        dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed, begin);
+        if (given.empty() && problem_.may_pack && begun_->packed.empty())
+            begun_->packed = packed_starts(problem_, *costs_, maker);
+        dynapipe::Found found = given.empty() ? search(problem_, *costs_, maker, checked, begun_->packed, evaluations, seed)
+                                              : search_from(problem_, *costs_, maker, begin, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r)
             result.emplace_back(chosen_of(found.replicas[r], maker), std::move(found.orders[r]));
         return result;
@@ -220,7 +225,14 @@ private:
     const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
-    std::mutex mutex_;  // of the cache
+    // The micro-batches of searches in one order of the samples: a quick search is often followed by a full one.
+    struct Begun {
+        Integers order;
+        BatchMaker maker;
+        std::vector<MicroBatches> packed;  // to begin with
+    };
+    std::unique_ptr<Begun> begun_;
+    std::mutex mutex_;  // of the cache and of what was begun
 };
 
 // Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer, second half.

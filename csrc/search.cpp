@@ -12,7 +12,6 @@
 #include "jitter.h"
 #include "join_halves.h"
 #include "mutations.h"
-#include "packed_starts.h"
 #include "transfers.h"
 
 namespace dynapipe {
@@ -40,7 +39,10 @@ public:
 
 private:
     Found improved(std::vector<Solution> solutions);
-    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr);
+    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr,
+                     const ListScheduler::Trace* before = nullptr, ListScheduler::Trace* trace = nullptr);
+    void trace(const Solution& solution);
+    void take_traces();
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
                                  const std::vector<MicroBatches>& packed);
     Solution assigned(const MicroBatches& batches);
@@ -71,15 +73,19 @@ private:
     std::vector<const PassCosts*> rows_;
     std::vector<uint8_t> kinds_, scheduled_;
     std::vector<size_t> touched_;
+    std::vector<ListScheduler::Trace> traces_, changed_;  // of each replica of the present solution, of each touched one
 };
 
-int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds) {
+int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds,
+                         const ListScheduler::Trace* before, ListScheduler::Trace* trace) {
     rows_.clear();
     --left_;
     for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
     const bool is_plain = problem_.pipeline.transfers.are_plain();
     const std::vector<int32_t>& turned = chains_.turned(replica.micro_batches);
-    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? kinds : &scheduled_, turned);
+    if (!is_plain) before = trace = nullptr;
+    const int64_t makespan =
+        scheduler_.run(rows_, replica.policy, bound, is_plain ? kinds : &scheduled_, turned, before, trace);
     if (is_plain || makespan >= bound) return makespan;
     if (kinds) *kinds = scheduled_;
     // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
@@ -289,12 +295,32 @@ bool Search::change(Solution& candidate, int64_t limit) {
         if (!touched_.empty() && mutations_.unfit()) --left_;
         return false;
     }
-    for (size_t r : touched_) {
-        ReplicaState& replica = candidate.replicas[r];
-        replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
+    for (size_t i = 0; i < touched_.size(); ++i) {
+        ReplicaState& replica = candidate.replicas[touched_[i]];
+        const bool is_empty = replica.micro_batches.empty();
+        changed_[i].begin(0);
+        replica.makespan = 0;
+        const int64_t most = i + 1 < touched_.size() ? limit : candidate.most(limit);
+        if (!is_empty) replica.makespan = evaluate(replica, most + 1, nullptr, &traces_[touched_[i]], &changed_[i]);
         if (replica.makespan >= kUnreachable) return false;
     }
     return candidate.objective() <= limit;
+}
+
+// Keeps runs of a solution that is going to be changed.
+void Search::trace(const Solution& solution) {
+    const int64_t left = left_;
+    traces_.resize(solution.replicas.size());
+    changed_.resize(traces_.size());
+    for (size_t r = 0; r < solution.replicas.size(); ++r)
+        if (!solution.replicas[r].micro_batches.empty())
+            evaluate(solution.replicas[r], kUnreachable, nullptr, nullptr, &traces_[r]);
+    left_ = left;
+}
+
+// Keeps the runs of the last change.
+void Search::take_traces() {
+    for (size_t i = 0; i < touched_.size(); ++i) changed_[i].replace(traces_[touched_[i]]);
 }
 
 // Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing.
@@ -303,6 +329,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     Solution current = best;
     int64_t current_objective = current.objective(), best_objective = current_objective;
     const int64_t margin = best_objective / 2000;
+    trace(current);
     for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
         Solution candidate = current;
         const int64_t before = left_;
@@ -310,6 +337,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
         const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
         if (!taken) continue;
+        take_traces();
         current = std::move(candidate);
         current_objective = current.objective();
         if (current_objective < best_objective) {
@@ -353,6 +381,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
         totals.push_back(jittered_total(replica));
     }
     const int64_t limit = best.objective();
+    trace(best);
     left_ = evaluations;
     for (int64_t idle = 0; left_ > 0 && idle < 1000; ++idle) {
         Solution candidate = best;
@@ -365,6 +394,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
         if (std::accumulate(changed.begin(), changed.end(), int64_t{0}) >=
             std::accumulate(totals.begin(), totals.end(), int64_t{0}))
             continue;
+        take_traces();
         best = std::move(candidate);
         totals = std::move(changed);
     }
@@ -372,16 +402,16 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 }  // namespace
 
+Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
+                  int64_t evaluations, uint64_t seed) {
+    Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
+    join_halves(problem, found);
+    return found;
+}
+
 Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed,
-             const std::vector<ReplicaState>& given) {
-    if (!given.empty()) {
-        Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
-        join_halves(problem, found);
-        return found;
-    }
-    const std::vector<MicroBatches> packed =
-        problem.may_pack ? packed_starts(problem, costs, maker) : std::vector<MicroBatches>();
+             const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
+             int64_t evaluations, uint64_t seed) {
     const auto run = [&](Division as, int64_t most) {
         return Search(problem, costs, maker, as, evaluations, seed).run(partitions, packed, most);
     };

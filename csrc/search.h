@@ -35,6 +35,18 @@ struct Solution {
         for (const ReplicaState& replica : replicas) sum += replica.makespan;
         return slowest() + sum / static_cast<int64_t>(16 * replicas.size());
     }
+    // The most that a replica whose makespan is 0 may take for an objective within the limit.
+    int64_t most(int64_t limit) const {
+        const int64_t others = slowest(), parts = 16 * replicas.size();
+        int64_t sum = 0, low = 0, high = std::max<int64_t>(limit, 0);
+        for (const ReplicaState& replica : replicas) sum += replica.makespan;
+        while (low < high) {
+            const int64_t middle = high - (high - low) / 2;
+            if (std::max(middle, others) + (middle + sum) / parts <= limit) low = middle;
+            else high = middle - 1;
+        }
+        return low;
+    }
 };
 
 struct Found {
@@ -51,10 +63,13 @@ struct Run {
 
 constexpr int64_t kDefaultEvaluations = -1;
 
-// The best solution from the given partitions of the maker's order and, where rows may be packed, from rows made here;
-// where a solution is given, from that alone, in a part of the evaluations.
+// The best solution from the given partitions of the maker's order and from packed rows.
 Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed,
-             const std::vector<ReplicaState>& given = {});
+             const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
+             int64_t evaluations, uint64_t seed);
+
+// The best solution from a given one, in a part of the evaluations.
+Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
+                  int64_t evaluations, uint64_t seed);
 
 }  // namespace dynapipe
