@@ -14,7 +14,6 @@
 #include "fast_verify.h"
 #include "list_schedule.h"
 #include "orchestrate.h"
-#include "packed_starts.h"
 #include "partition.h"
 #include "problem.h"
 #include "search.h"
@@ -125,13 +124,11 @@ public:
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        if (!begun_ || begun_->order != places) begun_.reset(new Begun{places, {problem_, *costs_, places}, {}});
+        if (!begun_ || begun_->order != places) begun_ = std::make_unique<Begun>(problem_, *costs_, places);
         BatchMaker& maker = begun_->maker;
         const std::vector<ReplicaState> begin = restored(problem_, given, maker);
         if (begin.size() < given.size()) return result;
-        if (given.empty() && problem_.may_pack && begun_->packed.empty())
-            begun_->packed = packed_starts(problem_, *costs_, maker);
-        dynapipe::Found found = given.empty() ? search(problem_, *costs_, maker, checked, begun_->packed, evaluations, seed)
+        dynapipe::Found found = given.empty() ? search(problem_, *costs_, *begun_, checked, evaluations, seed)
                                               : search_from(problem_, *costs_, maker, begin, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r)
             result.emplace_back(chosen_of(found.replicas[r], maker), std::move(found.orders[r]));
@@ -225,12 +222,6 @@ private:
     const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
-    // The micro-batches of searches in one order of the samples: a quick search is often followed by a full one.
-    struct Begun {
-        Integers order;
-        BatchMaker maker;
-        std::vector<MicroBatches> packed;  // to begin with
-    };
     std::unique_ptr<Begun> begun_;
     std::mutex mutex_;  // of the cache and of what was begun
 };

@@ -2,52 +2,15 @@
 // The rules are told in planning/search.py.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "batches.h"
 #include "costs.h"
-#include "list_schedule.h"
 #include "problem.h"
+#include "solution.h"
 
 namespace dynapipe {
-
-// One replica's micro-batches in the order in which they enter the pipeline, and how its passes are chosen.
-struct ReplicaState {
-    MicroBatches micro_batches;
-    Policy policy;
-    int64_t makespan = 0;
-};
-
-// All replicas of a solution and what they come to.
-struct Solution {
-    std::vector<ReplicaState> replicas;
-
-    int64_t slowest() const {
-        int64_t most = 0;
-        for (const ReplicaState& replica : replicas) most = std::max(most, replica.makespan);
-        return most;
-    }
-    // The slowest replica's makespan first; a faster other replica is room for later mutations.
-    int64_t objective() const {
-        int64_t sum = 0;
-        for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        return slowest() + sum / static_cast<int64_t>(16 * replicas.size());
-    }
-    // The most that a replica whose makespan is 0 may take for an objective within the limit.
-    int64_t most(int64_t limit) const {
-        const int64_t others = slowest(), parts = 16 * replicas.size();
-        int64_t sum = 0, low = 0, high = std::max<int64_t>(limit, 0);
-        for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        while (low < high) {
-            const int64_t middle = high - (high - low) / 2;
-            if (std::max(middle, others) + (middle + sum) / parts <= limit) low = middle;
-            else high = middle - 1;
-        }
-        return low;
-    }
-};
 
 struct Found {
     std::vector<ReplicaState> replicas;      // empty where nothing fits
@@ -63,9 +26,18 @@ struct Run {
 
 constexpr int64_t kDefaultEvaluations = -1;
 
-// The best solution from the given partitions of the maker's order and from packed rows.
-Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
+// The micro-batches of searches in one order of the samples, kept, since a full search often follows a quick one.
+struct Begun {
+    Begun(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
+        : order(places), maker(problem, costs, places) {}
+
+    const std::vector<int64_t> order;
+    BatchMaker maker;
+    std::vector<MicroBatches> packed;  // rows to begin with
+};
+
+// The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
+Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
              int64_t evaluations, uint64_t seed);
 
 // The best solution from a given one, in a part of the evaluations.
