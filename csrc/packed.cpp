@@ -86,7 +86,7 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
     if (problem_.is_piece(sample)) {
         const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kEncoderRows;
         for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];
-        for (int row = kEncoderForward; row <= kEncoderStored; ++row)  // all of it is attention's
+        for (int row = 0; row < kEncoderRows; ++row)  // all of it is attention's
             terms[kRows + kEncoderAttentionForward + row] += extra[row];
     }
     return true;
@@ -108,14 +108,22 @@ void PackedCosts::divide_parts(size_t mode, const std::vector<int32_t>& samples,
                        rest = rates[first + kMlp] * positions;
         return divide(value * (linears + inner * inside + mlp * rest), linears + inside + rest);
     };
-    const int64_t forward = out[kEncoderForward], stored = out[kEncoderStored];
+    const int64_t forward = out[kEncoderForward];
     out[kEncoderWeight] = of(forward, kOfForward, false, true) * rates[kWeightPerMille] / 1000;
     out[kEncoderAttentionWeight] = of(forward, kOfForward, false, false) * rates[kWeightPerMille] / 1000;
     out[kEncoderAttentionForward] = of(forward, kOfForward, true, false);
     out[kEncoderAttentionBackward] = of(out[kEncoderBackward], kOfBackward, true, false);
-    const bool whole = rates[kOfStored + kMlp] == 0;  // recomputed in full, each half keeps its input
-    out[kEncoderAttentionStored] = whole ? stored : of(stored, kOfStored, true, false);
-    out[kEncoderMlpStored] = whole ? stored : stored - out[kEncoderAttentionStored];
+    const int64_t stored = out[kEncoderStored], peak = out[kEncoderPeak];
+    out[kEncoderAttentionStored] = of(stored, kOfAttentionStored, true, false);
+    out[kEncoderMlpStored] = stored - of(stored, kOfMlpStored, true, false);
+    out[kEncoderAttentionPeak] = out[kEncoderMlpPeak] = peak;
+    if (rates[kMlpPeak] == 0) return;
+    const auto at_most_peak = [&](int64_t once, __int128 units) {
+        return static_cast<int64_t>(std::min<__int128>(once + units / kPeakUnit, peak));
+    };
+    out[kEncoderAttentionPeak] = at_most_peak(rates[kAttentionPeakOnce],
+                                              rates[kAttentionPeak] * positions + rates[kAttentionPeakInner] * pairs);
+    out[kEncoderMlpPeak] = at_most_peak(rates[kMlpPeakOnce], rates[kMlpPeak] * positions);
 }
 
 const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {

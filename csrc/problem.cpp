@@ -75,7 +75,7 @@ void Problem::check_chains() const {
     require(chains.size() == samples(), "a chain or -1 for every sample");
     require(extras.size() == modes.size() * samples() * kEncoderRows, "what pieces cost besides, under every mode");
     require(part_rates.size() == modes.size() * kPartRates, "rates of a layer's parts under every mode");
-    for (int64_t rate : part_rates) require(rate >= 0 && rate <= (int64_t{1} << 30), "rates from 0 to 2^30");
+    for (int64_t rate : part_rates) require(rate >= 0 && rate <= kLargestCost, "rates from 0 to 2^42");
     for (int64_t extra : extras) require(extra >= 0 && extra <= kLargestCost, "costs from 0 to 2^42");
     int32_t next = 0;
     for (size_t i = 0; i < samples(); ++i) {

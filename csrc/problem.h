@@ -22,9 +22,13 @@ struct Links {
 };
 
 // Of a layer's parts (cost/division.py): by position attention's linears and the MLP, by position and key attention's inside,
-// of forward times, backward times and stored bytes; thousandths of the linears' forward that weight gradients take.
-enum PartRate { kLinear, kInner, kMlp, kWeightPerMille = 9, kPartRates };
-constexpr int kOfForward = 0, kOfBackward = 3, kOfStored = 6;
+// of forward times, backward times, and stored bytes of attention and of the MLP, each against the rest of the layer's; peaks
+// of both in bytes / kPeakUnit and, once, in bytes (all 0: the layer's); thousandths of the linears' forward that weight
+// gradients take.
+enum PartRate { kLinear, kInner, kMlp, kAttentionPeak = 12, kAttentionPeakInner, kAttentionPeakOnce, kMlpPeak, kMlpPeakOnce,
+                kWeightPerMille, kPartRates };
+constexpr int kOfForward = 0, kOfBackward = 3, kOfAttentionStored = 6, kOfMlpStored = 9;
+constexpr int64_t kPeakUnit = 64;
 
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 

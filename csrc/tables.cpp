@@ -120,24 +120,25 @@ namespace {
 // halves at `halves`.
 struct LayersCosts {
     int64_t forward, backward, stored, weight;
-    int64_t end;  // the peak in the last of them, above what is stored before the first
+    int64_t end;  // the highest peak, above what is stored before the first of them
 };
 
 LayersCosts costs_of(const Layers& layers, const int64_t* costs, int64_t weight, const int64_t* halves, size_t step) {
     if (!layers.any()) return {0, 0, 0, 0, 0};
     const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
     LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
-    int64_t last = stored;
+    if (layers.whole > 0) out.end = out.stored - stored + peak;
     if (layers.mlp + layers.attention > 0) {
-        const int64_t attention_stored = halves[2 * step], mlp_stored = halves[3 * step], its_weight = halves[4 * step];
+        const int64_t attention_stored = halves[2 * step], attention_peak = halves[3 * step];
+        const int64_t mlp_stored = halves[4 * step], mlp_peak = halves[5 * step], its_weight = halves[6 * step];
+        const int64_t before_attention = layers.mlp * mlp_stored + out.stored;
         out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
         out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
-        out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
+        out.stored = before_attention + layers.attention * attention_stored;
         out.weight += layers.attention * its_weight + layers.mlp * (weight - its_weight);
-        if (layers.attention > 0) last = attention_stored;
-        else if (layers.whole == 0) last = mlp_stored;
+        if (layers.whole > 0) out.end += layers.mlp * mlp_stored;
+        out.end = std::max({out.end, layers.mlp * mlp_peak, layers.attention * (before_attention + attention_peak)});
     }
-    out.end = out.stored - last + peak;
     return out;
 }
 

@@ -13,10 +13,10 @@ enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
            kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
            kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
            kEncoderWeight, kDecoderWeight,
-           kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderMlpStored,
-           kEncoderAttentionWeight,
-           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderMlpStored,
-           kDecoderAttentionWeight, kRows };
+           kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderAttentionPeak,
+           kEncoderMlpStored, kEncoderMlpPeak, kEncoderAttentionWeight,
+           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderAttentionPeak,
+           kDecoderMlpStored, kDecoderMlpPeak, kDecoderAttentionWeight, kRows };
 
 constexpr int kWholeRows = kEncoderAttentionForward;  // the others are of halves of layers, read only where there are any
 

@@ -15,7 +15,7 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
                 over stages, for the micro-batches of the plan
 
 With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length, and
-every maximum length has a row of its own, too.
+every maximum length has a row of its own, too; with `--split whole` the same, of whole layers.
 """
 
 import argparse
@@ -28,7 +28,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, markdown
+from benchmarks.paper.clusters import Case, recorded_batch
 from benchmarks.planning.cases import COSTS, published_results, recorded_batches
+from megatron_dynapipe.cost import even_split
+from megatron_dynapipe.planning.layer_split import choose_layer_split
 
 MEMORY_MB = 36_000
 MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
@@ -45,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65_536, help="size of the batches to plan")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
-    parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
+    parser.add_argument("--split", choices=("equal", "auto", "whole"), default="equal", help="layers per stage")
     parser.add_argument("--layout", choices=("auto", "padded", "packed"), default="auto", help="of micro-batches")
     parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
     parser.add_argument("--split-backward", default="off", help="auto, on or off: backward passes in halves")
@@ -75,7 +78,7 @@ def main() -> None:
 
 def _groups(batches: list[dict], split: str) -> list[list[dict]]:
     """Batches that are planned with one layer split."""
-    lengths = sorted({batch["max_seq_len"] for batch in batches}) if split == "auto" else [None]
+    lengths = sorted({batch["max_seq_len"] for batch in batches}) if split != "equal" else [None]
     return [[batch for batch in batches if length in (None, batch["max_seq_len"])] for length in lengths]
 
 
@@ -94,14 +97,24 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         command += ["--split-backward", args.split_backward]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
-        if args.split == "auto":
+        if args.split == "whole":
+            command += whole_layers(args, model, layout, batches, every)
+        elif args.split == "auto":
             command += split_from(files["split"], model, batches[0]["max_seq_len"], every)
         planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
         if planned.returncode == 2:
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
-        score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", args.split]
+        score += [
+            "--model",
+            model,
+            *layers.split(),
+            "--hidden",
+            hidden,
+            "--split",
+            "equal" if args.split == "equal" else "auto",
+        ]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
@@ -128,6 +141,26 @@ def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[
     own = [b for b in every if b["model"] == model and b["max_seq_len"] == longest]
     write(path, [b for b in own if b["tokens"] == SPLIT_FROM_TOKENS])
     return ["--layer-split", "auto", "--split-from", str(path)]
+
+
+def whole_layers(
+    args: argparse.Namespace, model: str, layout: str, batches: list[dict], every: list[dict]
+) -> list[str]:
+    """Arguments for the split that `--split auto` would choose without half layers."""
+    data, tensor, pipeline = map(int, layout.split(","))
+    case = Case(model, 8)
+    settings = case.settings(
+        (data, tensor, pipeline),
+        layers_per_stage=even_split(sum(case.layers), pipeline),
+        slices=args.slices if model == "gpt" else "off",
+        split_backward=args.split_backward,
+    )
+    own = [b for b in every if b["model"] == model and b["max_seq_len"] == batches[0]["max_seq_len"]]
+    larger = [recorded_batch(b) for b in own if b["tokens"] == SPLIT_FROM_TOKENS]
+    chosen_from = [part for batch in larger for part in batch.divided(args.tokens)]
+    to_fit = [recorded_batch(b) for b in batches]
+    split = choose_layer_split(settings, case.costs, chosen_from, to_fit=to_fit, halves=False)
+    return ["--layer-split", ",".join(map(str, split))]
 
 
 def write(path: Path, batches: list[dict]) -> None:

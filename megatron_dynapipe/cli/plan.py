@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         check_replaceable(path, mine=is_plan)
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
+    if args.layer_split == "auto" and not args.json:
+        say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
         entry, plan = _planned(planner, batch, number)

@@ -324,8 +324,8 @@ def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
     if split == "equal":
         return None
     if split == "auto":
-        return even_split(layers, stages)
-    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8.5,8,6.5")
+        return even_split(layers, stages, halves=True)
+    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8.5,8,6.5 (multiples of 0.5)")
 
 
 def _recompute(modes: str) -> tuple[Recompute, ...]:

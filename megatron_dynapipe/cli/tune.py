@@ -43,8 +43,8 @@ def add_parser(subparsers: SubParsers) -> None:
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
     add("--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)")
     splits = (
-        "layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it: slow)"
-        " (%(default)s)"
+        "layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it, in half"
+        " layers too: slow) (%(default)s)"
     )
     add("--layer-splits", default="equal,even", metavar="SPLIT,…", help=splits)
     shared = "optimizer state shared over replicas; auto: wherever there are any (%(default)s)"

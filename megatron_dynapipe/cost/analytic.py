@@ -239,7 +239,8 @@ class AnalyticCostModel:
             work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
             halves = (work.self_attention(one, one), work.feed_forward(one, one))
             attention, mlp = (int(half.kept_bytes) for half in halves)
-            return {"encoder": msgspec.structs.replace(found["encoder"], stored=Rates(attention, 0, mlp))}
+            kept = Rates(attention, 0, mlp)
+            return {"encoder": msgspec.structs.replace(found["encoder"], stored=(kept, kept))}
 
         if self.shape.kinds == 1:
             return of(self.shape)

@@ -152,7 +152,13 @@ def corrected(tables: LayerTables, correction: Correction, packed: Correction | 
         if prefix is not None:
             scales = np.array([own.scales.get(row, UNIT) for row in ENCODER_ROWS])
             prefix = (prefix * scales[:, None] + UNIT // 2) // UNIT
-        rows = replace(rows, linear=linear, attention=_scaled(rows.attention, own, {}), prefix=prefix)
+        rows = replace(
+            rows,
+            linear=linear,
+            attention=_scaled(rows.attention, own, {}),
+            prefix=prefix,
+            division=_divided(rows.division, own),
+        )
     scaled = replace(tables, values=values, separate=None, packed=rows, division=_divided(tables.division, correction))
     is_divided = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is that is recomputed in full
     return with_parts(scaled, Recompute.NONE if is_divided else Recompute.FULL)

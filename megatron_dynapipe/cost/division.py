@@ -6,8 +6,12 @@ pieces, too), that is divided in proportion to
     attention   Σ n · (linear + inner · k)          a decoder's, d positions over e of the encoder's output:
     MLP         Σ n · mlp                           attention   Σ d · (linear + inner · (d + e)) + e · memory
 
-Profiles fit these rates to measurements. Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward
-give 8 h c, 4 c, 4 h f; a decoder 12 h c, 4 c, 4 h f, and 4 h c for memory.
+Profiles fit these rates to measurements under every recompute mode, of padded micro-batches and of packed rows.
+Without them FLOPs are counted: h hidden, c heads × channels, f feed-forward give 8 h c, 4 c, 4 h f; a decoder
+12 h c, 4 c, 4 h f, and 4 h c for memory.
+
+Memory of the halves need not add up to the layer's. Recomputed in full each keeps its own input, so that each has its
+own proportion of what the layer stores; their peaks are at different times, and are known in bytes or not at all.
 """
 
 import math
@@ -19,7 +23,10 @@ import msgspec
 from megatron_dynapipe.units import Recompute
 
 LARGEST_RATE = 2**30
+PEAK_UNIT = 64
+"""Integers of `Peak` in a byte, but for `once`."""
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 Kind = Literal["encoder", "decoder", "expert"]
 """Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 
@@ -49,19 +56,35 @@ class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return self.linear * positions + self.memory * sum(encoder), self.inner * pairs, self.mlp * positions
 
 
+class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """High-water mark of half a layer: bytes that it takes once, such as a weight's gradient, and in bytes /
+    `PEAK_UNIT` `linear` by position, `inner` by position and key, `memory` by position of the encoder's output."""
+
+    once: _Bytes
+    linear: _Bytes
+    inner: _Bytes
+    memory: _Bytes = 0
+
+
+AS_THE_LAYER = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
+"""Each half stores all that the layer does."""
+
+
 class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one kind of layer under one recompute mode.
 
     Attributes:
         forward, backward: of times.
-        stored: of activations; None where attention and MLP store what the layer does, each its own input.
+        stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
+        peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
         parameters: of attention and of the MLP, in any unit.
         weight_per_mille: time of weight gradients, in thousandths of the forward time of attention's linears and MLP.
     """
 
     forward: Rates
     backward: Rates
-    stored: Rates | None
+    stored: tuple[Rates, Rates]
+    peak: tuple[Peak, Peak] | None = None
     parameters: tuple[_Rate, _Rate]
     weight_per_mille: _Rate = 1000
 
@@ -86,7 +109,8 @@ def division_by_flops(
         ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
     """
     c, g = channels, channels if key_value_channels is None else key_value_channels
-    stored = None if recompute is Recompute.FULL else Rates(_STORED[0], 0, _STORED[1])
+    kept = Rates(_STORED[0], 0, _STORED[1])
+    stored = AS_THE_LAYER if recompute is Recompute.FULL else (kept, kept)
     encoder = _smallest(4 * hidden * (c + g), 4 * c, 4 * hidden * ffn, 0)
     decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
     f = ffn if ffn_parameters is None else ffn_parameters

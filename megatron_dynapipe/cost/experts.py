@@ -80,6 +80,7 @@ def _in_any_order(tables: LayerTables) -> LayerTables:
         other = values[Row.EXPERT_STORED] + values[Row.ENCODER_PEAK] - values[Row.ENCODER_STORED]
         absent = (values[[Row.EXPERT_PEAK, Row.ENCODER_PEAK, Row.ENCODER_STORED]] == ABSENT).any(axis=0)
         result[Row.EXPERT_PEAK] = np.where(absent, values[Row.EXPERT_PEAK], np.maximum(values[Row.EXPERT_PEAK], other))
+        result[[Row.EXPERT_ATTENTION_PEAK, Row.EXPERT_MLP_PEAK]] = result[Row.EXPERT_PEAK]
         return result
 
     packed = None if tables.packed is None else replace(tables.packed, linear=covered(tables.packed.linear))
@@ -106,7 +107,7 @@ class _More(NamedTuple):
                 layer == ABSENT, ABSENT, layer + (mlp * more + 500) // 1000 + times * exchange
             )
         kept = values[Row[f"{self.kind}_MLP_STORED"]] * more // 1000
-        for row in ("STORED", "MLP_STORED", "PEAK"):
+        for row in ("STORED", "MLP_STORED", "PEAK", "MLP_PEAK"):
             before = values[Row[f"{self.kind}_{row}"]]
             result[Row[f"{self.kind}_{row}"]] = np.where(before == ABSENT, ABSENT, before + kept)
         return result

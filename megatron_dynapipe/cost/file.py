@@ -187,6 +187,7 @@ def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: b
         targets=targets,
         attention=attention[:, 0],
         prefix=_prefix(entry, where),
+        division=entry.division,
     )
 
 

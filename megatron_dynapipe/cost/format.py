@@ -96,12 +96,13 @@ class PackedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix: tuple[_NonNegative, _NonNegative, _NonNegative] | None = None
 
 
-class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs of one layer in packed rows, by part; the same parts as the padded tables."""
+class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Costs of one layer in packed rows, by part; the same parts as the padded tables, and how they are divided."""
 
     time_ms: dict[str, PackedPart]
     stored_activation_mb: dict[str, PackedPart]
     peak_activation_mb: dict[str, PackedPart]
+    division: dict[Kind, Division] = {}
 
 
 class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -11,10 +11,11 @@ is not divided.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from megatron_dynapipe.cost.division import Division, Kind, Rates
+from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Kind, Peak, Rates
 from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
 from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.units import Recompute
@@ -33,18 +34,20 @@ def with_parts(tables: LayerTables, recompute: Recompute) -> LayerTables:
     packed, state, by_kind = tables.packed, tables.state, tables.division
     divided = recompute is not Recompute.FULL
     if packed is not None:
+        of_rows = packed.division or by_kind
         positions, samples = (packed.row_inputs, packed.row_targets), (packed.inputs, packed.targets)
         packed = replace(
             packed,
-            linear=_filled(packed.linear, by_kind, positions, weights=divided, inside=False),
-            attention=_filled(packed.attention, by_kind, samples, weights=False, linear=False),
+            linear=_filled(packed.linear, of_rows, positions, weights=divided, inside=False),
+            attention=_filled(packed.attention, of_rows, samples, weights=False, linear=False),
         )
     lengths, separate = (tables.inputs, tables.targets), tables.separate
+    filled = partial(_filled, by_kind=by_kind, lengths=lengths, weights=divided, sizes=tables.sizes[:, None, None])
     decoder = by_kind.get("decoder", by_kind.get("expert"))
     return replace(
         tables,
-        values=_filled(tables.values, by_kind, lengths, weights=divided),
-        separate=None if separate is None else _filled(separate, by_kind, lengths, weights=divided),
+        values=filled(tables.values),
+        separate=None if separate is None else filled(separate),
         packed=packed,
         state=replace(
             state,
@@ -64,6 +67,7 @@ def _filled(
     lengths: _Lengths,
     *,
     weights: bool,
+    sizes: IntArray | int = 1,
     linear: bool = True,
     inside: bool = True,
 ) -> IntArray:
@@ -74,6 +78,7 @@ def _filled(
         by_kind: how layers' costs are divided.
         lengths: the grid's axes.
         weights: whether to fill in times of weight gradients.
+        sizes: samples of a micro-batch, where the grid has an axis of them: `[sizes, 1, 1]`.
         linear: whether the values hold what is linear in positions.
         inside: whether they hold attention's inside.
     """
@@ -88,21 +93,33 @@ def _filled(
             result[Row[f"{prefix}_ATTENTION_{way}"]] = _part(values[Row[f"{prefix}_{way}"]], share)
         linears = _attention_share(division.forward, is_decoder, lengths, linear=True, inside=False)
         result[Row[f"{prefix}_ATTENTION_WEIGHT"]] = _part(result[Row[f"{prefix}_WEIGHT"]], linears)
-        stored = values[Row[f"{prefix}_STORED"]]
-        result[Row[f"{prefix}_ATTENTION_STORED"]] = result[Row[f"{prefix}_MLP_STORED"]] = stored
-        if division.stored is not None:
-            kept = _part(stored, _attention_share(division.stored, is_decoder, lengths, linear, inside))
-            result[Row[f"{prefix}_ATTENTION_STORED"]] = kept
-            result[Row[f"{prefix}_MLP_STORED"]] = np.where(stored == ABSENT, ABSENT, stored - kept)
+        stored, peak = values[Row[f"{prefix}_STORED"]], values[Row[f"{prefix}_PEAK"]]
+        shares = (_attention_share(rates, is_decoder, lengths, linear, inside) for rates in division.stored)
+        attention, besides = (_part(stored, share) for share in shares)
+        result[Row[f"{prefix}_ATTENTION_STORED"]] = attention
+        result[Row[f"{prefix}_MLP_STORED"]] = np.where(stored == ABSENT, ABSENT, stored - besides)
+        peaks = (peak, peak)
+        if division.peak is not None:
+            known = (
+                each.once + sizes * _attention(each, is_decoder, lengths, inside) / PEAK_UNIT for each in division.peak
+            )
+            peaks = tuple(np.minimum(peak, np.floor(each)).astype(np.int64) for each in known)
+        result[Row[f"{prefix}_ATTENTION_PEAK"]], result[Row[f"{prefix}_MLP_PEAK"]] = peaks
     return result
+
+
+def _attention(rates: Rates | Peak, is_decoder: bool, lengths: _Lengths, inside: bool) -> Floats:
+    """What the rates of attention, or of a peak, make at every point: `[inputs, targets]`."""
+    own, keys, memory = _positions(is_decoder, lengths)
+    return np.asarray(rates.linear * own + rates.memory * memory + inside * rates.inner * own * keys)
 
 
 def _attention_share(rates: Rates, is_decoder: bool, lengths: _Lengths, linear: bool, inside: bool) -> IntArray:
     """Attention's share at every point, in parts: `[inputs, targets]`."""
-    own, keys, memory = _positions(is_decoder, lengths)
+    own, _, _ = _positions(is_decoder, lengths)
     if not linear and rates.inner:
         return np.full(own.shape, _PARTS, np.int64)
-    attention = rates.linear * own + rates.memory * memory + inside * rates.inner * own * keys
+    attention = _attention(rates, is_decoder, lengths, inside)
     return np.asarray(np.rint(attention / np.maximum(attention + rates.mlp * own, 1) * _PARTS), np.int64)
 
 

@@ -130,7 +130,7 @@ class PipelineLayout:
         if not split or min(split) < least or sum(split) != layers or any(number % 0.5 for number in split):
             raise ConfigError(
                 f"expected a layer split of {layers} layers in multiples of 0.5 with at least {least} on every stage,"
-                f" got {list(split)}"
+                f" got {list(split)} of {sum(split)}"
             )
         if self.chunks < 1 or len(split) % self.chunks:
             raise ConfigError(f"{len(split)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
@@ -306,16 +306,26 @@ def of_halves(halves: Sequence[int]) -> Split:
     return tuple(count / 2 if count % 2 else count // 2 for count in halves)
 
 
-def even_split(layers: int, stages: int) -> tuple[int, ...]:
+def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
     """Layers per stage, as equal as can be; the first stages have the layers that are left over.
 
+    Args:
+        layers: of the model.
+        stages: virtual stages of the pipeline.
+        halves: whether layers may be divided where there are more stages than layers.
+
     Raises:
-        ConfigError: there are more stages than layers.
+        ConfigError: there are more stages than layers, or than halves of layers.
     """
-    if stages > layers:
-        raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint="use fewer stages")
-    least, more = divmod(layers, stages)
-    return tuple(least + (stage < more) for stage in range(stages))
+    if stages <= layers:
+        least, more = divmod(layers, stages)
+        return tuple(least + (stage < more) for stage in range(stages))
+    if halves and stages <= 2 * layers:
+        return of_halves([1 + (stage < 2 * layers - stages) for stage in range(stages)])
+    hint = (
+        "use fewer stages" if halves or stages > 2 * layers else "use fewer stages, or an auto split into half layers"
+    )
+    raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint=hint)
 
 
 def parse_split(text: str, *, expected: str) -> Split:

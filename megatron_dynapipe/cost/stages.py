@@ -31,7 +31,7 @@ class StageCosts:
 
 
 _ROWS = 7
-"""Rows of `_by_size`: forward, backward, stored, the peaks of the encoder's and the decoder's last layer and the head,
+"""Rows of `_by_size`: forward, backward, stored, the peaks of the encoder's and the decoder's layers and the head,
 and the second half of a divided backward."""
 
 
@@ -42,7 +42,7 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
 
     A stage's forward (backward) is the sum of its layers', halves of layers among them, plus the head on the last, and
     so is what it stores, plus the encoder's output where it has decoder layers alone; its peak is the largest, over its
-    layers and the head, of what those before it stored and that one's own peak.
+    layers, their halves and the head, of what those before it stored and that one's own peak.
     """
     layer_costs = tables.of_stages_at_lengths(inputs, targets)
     row = {r: layer_costs[:, :, r, :] for r in Row}
@@ -56,8 +56,8 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
             e.forward + d.forward + last * row[Row.HEAD_FORWARD],
             e.backward + d.backward + last * row[Row.HEAD_BACKWARD],
             layers_stored + last * row[Row.HEAD_STORED],
-            np.where(e.present, e.stored - e.last_stored + row[Row.ENCODER_PEAK], 0),
-            np.where(d.present, layers_stored - d.last_stored + row[Row.DECODER_PEAK], 0),
+            e.end,
+            np.where(d.present, given + e.stored + d.end, 0),
             last * (layers_stored + row[Row.HEAD_PEAK]),
             e.weight + d.weight,
         ],
@@ -83,8 +83,8 @@ class _Layers(NamedTuple):
     forward: IntArray
     backward: IntArray
     stored: IntArray
-    last_stored: IntArray
-    """By the last of them alone."""
+    end: IntArray
+    """The highest peak, above what is stored before the first of them."""
     weight: IntArray
 
 
@@ -95,14 +95,22 @@ def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Laye
         layer, its_attention = row[Row[f"{kind}_{way}"]], row[Row[f"{kind}_ATTENTION_{way}"]]
         return np.asarray(whole * layer + attention * its_attention + mlp * (layer - its_attention))
 
-    layer, its_attention, its_mlp = (row[Row[f"{kind}_{part}STORED"]] for part in ("", "ATTENTION_", "MLP_"))
+    parts_of_layer = ("MLP_", "", "ATTENTION_")
+    its_mlp, layer, its_attention = (row[Row[f"{kind}_{part}STORED"]] for part in parts_of_layer)
+    mlp_peak, peak, attention_peak = (row[Row[f"{kind}_{part}PEAK"]] for part in parts_of_layer)
+    before_attention = mlp * its_mlp + whole * layer
+    ends = (
+        mlp * mlp_peak,
+        (whole > 0) * (before_attention - layer + peak),
+        attention * (before_attention + attention_peak),
+    )
     return _Layers(
         present=parts.sum(axis=1, keepdims=True) > 0,
         forward=time("FORWARD"),
         backward=time("BACKWARD"),
-        stored=mlp * its_mlp + whole * layer + attention * its_attention,
+        stored=before_attention + attention * its_attention,
+        end=np.maximum.reduce(np.broadcast_arrays(*ends)),
         weight=time("WEIGHT"),
-        last_stored=np.where(attention > 0, its_attention, np.where(whole > 0, layer, its_mlp)),
     )
 
 

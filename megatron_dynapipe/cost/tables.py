@@ -37,8 +37,8 @@ class Row(IntEnum):
     second half; 0 where passes cannot be divided.
 
     The last rows are of halves of layers: attention (a T5 decoder's self- and cross-attention, with their norms), and
-    the MLP, which takes the rest of the layer's time. A half's peak is the layer's. Where costs of halves are not known
-    they are zero (`LayerTables.division` is empty).
+    the MLP, which takes the rest of the layer's time. Where costs of halves are not known they are zero
+    (`LayerTables.division` is empty).
     """
 
     ENCODER_FORWARD = 0
@@ -59,13 +59,17 @@ class Row(IntEnum):
     ENCODER_ATTENTION_FORWARD = 15
     ENCODER_ATTENTION_BACKWARD = 16
     ENCODER_ATTENTION_STORED = 17
-    ENCODER_MLP_STORED = 18
-    ENCODER_ATTENTION_WEIGHT = 19
-    DECODER_ATTENTION_FORWARD = 20
-    DECODER_ATTENTION_BACKWARD = 21
-    DECODER_ATTENTION_STORED = 22
-    DECODER_MLP_STORED = 23
-    DECODER_ATTENTION_WEIGHT = 24
+    ENCODER_ATTENTION_PEAK = 18
+    ENCODER_MLP_STORED = 19
+    ENCODER_MLP_PEAK = 20
+    ENCODER_ATTENTION_WEIGHT = 21
+    DECODER_ATTENTION_FORWARD = 22
+    DECODER_ATTENTION_BACKWARD = 23
+    DECODER_ATTENTION_STORED = 24
+    DECODER_ATTENTION_PEAK = 25
+    DECODER_MLP_STORED = 26
+    DECODER_MLP_PEAK = 27
+    DECODER_ATTENTION_WEIGHT = 28
 
     EXPERT_FORWARD = DECODER_FORWARD
     EXPERT_BACKWARD = DECODER_BACKWARD
@@ -75,7 +79,9 @@ class Row(IntEnum):
     EXPERT_ATTENTION_FORWARD = DECODER_ATTENTION_FORWARD
     EXPERT_ATTENTION_BACKWARD = DECODER_ATTENTION_BACKWARD
     EXPERT_ATTENTION_STORED = DECODER_ATTENTION_STORED
+    EXPERT_ATTENTION_PEAK = DECODER_ATTENTION_PEAK
     EXPERT_MLP_STORED = DECODER_MLP_STORED
+    EXPERT_MLP_PEAK = DECODER_MLP_PEAK
     EXPERT_ATTENTION_WEIGHT = DECODER_ATTENTION_WEIGHT
 
 
@@ -145,6 +151,8 @@ class PackedTables:
         attention: int64 `[len(Row), inputs, targets]`.
         prefix: int64 `[len(ENCODER_ROWS), 3]` in 1 / `PREFIX_UNIT`, what a piece of n positions after m earlier ones
             costs besides: once, times m, and times m · n. None where that was not measured.
+        division: how the costs of each kind of layer are divided in packed rows; empty where that was not measured, and
+            then as those of padded micro-batches.
     """
 
     row_inputs: IntArray
@@ -154,6 +162,7 @@ class PackedTables:
     targets: IntArray
     attention: IntArray
     prefix: IntArray | None = None
+    division: Mapping[Kind, Division] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, axes in (("linear", ("row_inputs", "row_targets")), ("attention", ("inputs", "targets"))):

@@ -73,7 +73,7 @@ def _entry(tp: int, mode: Recompute, grid: LayerTables, family: ModelFamily) -> 
     packed = None
     if grid.packed is not None:
         own = grid.packed
-        packed = PackedEntry(**{
+        packed = PackedEntry(division=dict(own.division), **{
             quantity: {part: _packed_part(own, row, family) for part, row in rows.items()}
             for quantity, rows in parts.items()
         })  # fmt: skip

@@ -54,7 +54,7 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Attributes:
         algorithm: dynamic programming on the cost model, or one of the others.
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of
-            two.
+            two, of rows more (`rivals.row_sizes`).
         micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.
         padded_input_length: for padding, what every input is padded to, and for packed rows the most input positions
             of a row; None: the batch's longest.
@@ -73,7 +73,7 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "packing without masks between samples lets them attend to one another: it is predicted, never trained",
                 hint="use packed_rows, which keeps samples apart, or dp with packed micro-batches",
             )
-        by_size = self.algorithm not in (PartitionAlgorithm.DP, PartitionAlgorithm.TOKEN_BASED)
+        by_size = self.algorithm not in (PartitionAlgorithm.DP, PartitionAlgorithm.TOKEN_BASED, *RIVALS)
         if self.micro_batch_size is not None and not by_size:
             raise ConfigError(
                 f"a micro-batch size goes with uniform, padding and packed rows, not with {self.algorithm}"

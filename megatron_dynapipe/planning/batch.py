@@ -1,21 +1,58 @@
 """One batch of another trainer, planned: which samples run together, on which replica, in which order of passes."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, TableCostModel
+from megatron_dynapipe.cost import CostModel, Network, ScatterGather, Split, TableCostModel
+from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.transfer_rules import TransferRules
+from megatron_dynapipe.planning.baselines import PartitionSettings
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import SplitBackward
+from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
+
+_LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
+
+
+class BatchSettings(TypedDict, total=False):
+    """Settings of `plan_batch`: fields of `planning.settings.PlannerSettings`, which says what they are.
+
+    They have its defaults, but for `hidden_size` (the costs') and `micro_batch_layouts` (both).
+    """
+
+    hidden_size: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    chunks: int
+    layers_per_stage: Split
+    distributed_optimizer: bool
+    recompute: Sequence[str]
+    network: Network
+    scatter_gather: ScatterGather
+    micro_batch_layouts: Sequence[str]
+    element_bytes: int
+    sequence_parallel: bool
+    model_state_bytes: Sequence[int]
+    partition: PartitionSettings
+    schedule: ScheduleSettings
+    transfers: TransferRules
+    expert_layers: Sequence[int]
+    expert_parallel: int
+    expert_imbalance: float
+    split_backward: SplitBackward
 
 
 class PlannedBatch(NamedTuple):
@@ -39,52 +76,38 @@ class PlannedBatch(NamedTuple):
 
 
 def plan_batch(
-    lengths: Sequence[int] | Sequence[tuple[int, int]],
+    lengths: Iterable[int] | Iterable[Sequence[int]],
     costs: CostModel | str | Path,
     *,
     layers: int | tuple[int, int],
     memory_mb: float,
     equal_counts: bool = False,
-    **settings: Any,
+    **settings: Unpack[BatchSettings],
 ) -> PlannedBatch:
     """Divide a batch into micro-batches, those over replicas, and order their passes; torch is not needed.
 
     Args:
-        lengths: positions of every sample, or of its input and target for an encoder–decoder model.
-        costs: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
-        layers: of the model, or of its encoder and decoder.
-        memory_mb: of one device (1e6 bytes).
+        lengths: positions of every sample, or pairs, of its input and its target, for an encoder–decoder model.
+        costs: of the user's own model: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
+        layers: of the whole model, or of its encoder and decoder.
+        memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
         equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
             alike in time.
-        settings: others of `planning.settings.PlannerSettings`, as `data_parallel`, `pipeline_parallel`, `recompute`.
+        settings: as `data_parallel`, `pipeline_parallel`, `recompute`.
 
     Raises:
-        ConfigError, CostModelError: settings or costs that do not go together.
+        ConfigError: lengths, or settings, that are not what is expected.
+        CostModelError: costs that cannot be read, or do not go with the settings.
         PlanningError: no sample, or fewer than replicas.
         InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
     """
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
-    encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
-    if model.hidden_size is None and "hidden_size" not in settings:
-        raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
-    chosen = {
-        "hidden_size": model.hidden_size,
-        "micro_batch_layouts": tuple(BatchLayout),
-        **settings,
-        "family": model.family,
-        "encoder_layers": encoder,
-        "decoder_layers": decoder,
-        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
-        "lockstep": equal_counts,
-    }
-    try:
-        planner = Planner(msgspec.convert(chosen, PlannerSettings), model)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
-    plan = planner.plan(_batch(lengths, model.family), 0)
+    planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
+    batch = _batch(lengths, model.family)
+    plan = planner.plan(batch, 0)
     if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
         raise PlanningError(
-            f"{len(lengths)} samples cannot be divided into equally many micro-batches on each of"
+            f"{len(batch)} samples cannot be divided into equally many micro-batches on each of"
             f" {len(plan.replicas)} replicas",
             hint="use a global batch that the replicas divide",
         )
@@ -95,15 +118,62 @@ def plan_batch(
     )
 
 
-def _batch(lengths: Sequence[int] | Sequence[tuple[int, int]], family: ModelFamily) -> GlobalBatch:
+def _settings(
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: BatchSettings
+) -> PlannerSettings:
+    if unknown := sorted(set(given) - set(BatchSettings.__annotations__)):
+        raise ConfigError(
+            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
+            hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
+        )
+    if model.hidden_size is None and "hidden_size" not in given:
+        raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
+    encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
+    chosen = {
+        "hidden_size": model.hidden_size,
+        "micro_batch_layouts": tuple(BatchLayout),
+        **given,
+        "family": model.family,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
+        "lockstep": lockstep,
+    }
+    try:
+        return msgspec.convert(chosen, PlannerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
+
+
+def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
-    pairs = np.array([each if isinstance(each, tuple) else (each, 0) for each in lengths], np.int64).reshape(-1, 2)
-    gpt = family is ModelFamily.GPT
+    found = [_positions(place, each, family) for place, each in enumerate(lengths)]
+    tokens = np.array(found, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
     return GlobalBatch(
         iteration=0,
-        sample_ids=np.arange(len(pairs)),
-        input_lengths=(pairs[:, 0] + gpt).astype(np.int32),
-        target_lengths=(pairs[:, 1] - (0 if gpt else 2)).astype(np.int32),
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens[:, 0].astype(np.int32),
+        target_lengths=tokens[:, 1].astype(np.int32),
+    )
+
+
+def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
+    """A sample's positions of input and target, of which a decoder-only model has none."""
+    gpt = family is ModelFamily.GPT
+    try:
+        first, second = (sample, 0) if gpt else sample
+        positions = operator.index(first), operator.index(second)
+    except (TypeError, ValueError):
+        positions = 0, 0
+    within = all(each <= LARGEST_COORDINATE for each in positions)
+    if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
+        return positions
+    expected = f"an integer from 1 to {LARGEST_COORDINATE}"
+    if not gpt:
+        expected = f"a pair: of its input, {expected}, and of its target, from {_LEAST_TARGET}"
+    raise ConfigError(
+        f"lengths[{place}]: expected the positions of a sample, {expected}, got {sample!r}",
+        hint=f"leave samples out that have none; the costs are of a {family} model",
     )
 
 

@@ -10,7 +10,7 @@ earlier ones, which is the mean of the shares that balance attention. What ranks
 the ring on which keys and values are exchanged, count nothing: the prediction favours it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,9 +22,6 @@ from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.planning.samples import Samples, round_up_all
 from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, schedule
 from megatron_dynapipe.units import BatchLayout, Shape
-
-_WORKLOAD_MARGIN = 0.05
-"""By how much attention's work on a rank may exceed that of a row of samples like the longest."""
 
 
 @dataclass(slots=True)
@@ -73,21 +70,22 @@ def dynamic_cp(lengths: Sequence[int], positions: int, ranks: int) -> list[list[
 def _first_groups(
     lengths: Sequence[int], left: Sequence[int], positions: int, ranks: int
 ) -> tuple[list[Group], list[int]]:
-    """Samples, the longest first, where the busiest rank is least busy afterwards; and those that found no place."""
-    most_work = lengths[left[0]] * positions * (1 + _WORKLOAD_MARGIN)
+    """Samples, the longest first, where the busiest rank is least busy afterwards; and those that found no place.
+
+    Upstream's cap on work, 1.05 · longest · positions, is left out: Σ l² / n ≤ longest · Σ l / n ≤ longest · positions.
+    """
     groups: list[Group] = []
     later = []
     for sample in left:
         length = lengths[sample]
         busiest = max((group.work for group in groups), default=0.0)
         free = ranks - sum(group.ranks for group in groups)
-        best, best_work = None, most_work if groups else float("inf")
+        best, best_work = None, float("inf")
         for size in _sizes(_least_ranks(length, positions), ranks):
             new = [Group(size, [])] if free >= size else []
             for group in [*(each for each in groups if each.ranks == size), *new]:
                 work = max(busiest, group.work + length**2 / size)
-                better = work < best_work or (best is None and work == best_work)
-                if better and group.positions + length / size <= positions:
+                if work < best_work and group.positions + length / size <= positions:
                     best, best_work = group, work
             if not groups:
                 break  # the longest has no more ranks than it needs
@@ -150,7 +148,7 @@ class DynamicRun:
         return max(each.makespan_ns for each in self.schedules)
 
 
-def fastest_run(planner: Planner, samples: Samples, row_sizes: Sequence[int]) -> DynamicRun:
+def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> DynamicRun:
     """The fastest over sizes of rows and recompute modes.
 
     Args:

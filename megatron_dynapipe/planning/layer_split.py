@@ -44,7 +44,7 @@ EVALUATIONS = 100
 a search begins with, and a short one says little."""
 
 TRIALS = 40
-"""Splits tried at most."""
+"""Splits tried at most, of whole layers and of halves."""
 
 TOLERANCE = 1.03
 """Splits whose estimate is worse than the best one's by more than this are not tried."""
@@ -83,26 +83,13 @@ def choose_layer_split(
     best = settings.layout.layers_per_stage
     trials.require(best)
     evened = trials.evened(best)
-    halves = halves and trials.know_halves
-    steps = (1, 2) if halves else (2,)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
-    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit, halves)]
-    if halves:
-        starts.append(trials.evened(evened, 1))
+    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
     trials.choose_batches(starts)
-    best = min(starts, key=trials.predicted_ns)
-    improved = True
-    while improved:
-        trials.estimate_with_plans_of(best)
-        improved = False
-        worst = trials.estimate_ns(best) * TOLERANCE
-        for split in sorted((each for step in steps for each in _neighbours(best, step)), key=trials.estimate_ns):
-            if len(trials.results) >= TRIALS or trials.estimate_ns(split) > worst:
-                break
-            if trials.fits(split) and trials.predicted_ns(split) < trials.predicted_ns(best):
-                best, improved = split, True
-                break
+    best = trials.improved(min(starts, key=trials.predicted_ns), (2,))
+    if halves and trials.know_halves:  # From the best of whole layers, so that halves are never behind it.
+        best = trials.improved(min(best, trials.evened(best, 1), key=trials.predicted_ns), (1, 2))
     return best
 
 
@@ -111,14 +98,13 @@ def _padded_choice(
     cost_model: CostModel,
     batches: Sequence[GlobalBatch],
     to_fit: Sequence[GlobalBatch],
-    halves: bool,
 ) -> list[Split]:
-    """The choice for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
+    """Whole layers for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
     if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
         return []
     padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
     try:
-        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit, halves=halves)]
+        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit, halves=False)]
     except PlanningError:
         return []
 
@@ -202,10 +188,22 @@ class _Trials:
                 return split
             split = found
 
-    def estimate_with_plans_of(self, split: Split) -> None:
-        """Estimate from now on with the micro-batches of this split's plans."""
-        rows = [self._layer_costs(micro_batch) for micro_batch in self.results[split][1]]
-        self._work = np.stack(rows) if rows else np.zeros((0, len(Row)), np.int64)
+    def improved(self, best: Split, steps: Sequence[int]) -> Split:
+        """The best split that moves of so many halves lead to, each of them predicted faster than the one before."""
+        last = len(self.results) + TRIALS
+        improved = True
+        while improved:
+            rows = [self._layer_costs(micro_batch) for micro_batch in self.results[best][1]]
+            self._work = np.array(rows, np.int64).reshape(-1, len(Row))
+            improved = False
+            worst = self.estimate_ns(best) * TOLERANCE
+            for split in sorted((each for step in steps for each in _neighbours(best, step)), key=self.estimate_ns):
+                if len(self.results) >= last or self.estimate_ns(split) > worst:
+                    break
+                if self.fits(split) and self.predicted_ns(split) < self.predicted_ns(best):
+                    best, improved = split, True
+                    break
+        return best
 
     def predicted_ns(self, split: Split) -> int:
         """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""

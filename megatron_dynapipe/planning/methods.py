@@ -26,7 +26,7 @@ from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSe
 from megatron_dynapipe.planning.dynamic_cp import fastest_run
 from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.rivals import RIVALS
+from megatron_dynapipe.planning.rivals import RIVALS, row_sizes
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -103,12 +103,12 @@ def predict(
 def _predict_dynamic_cp(
     batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
-    """`default_dynamic_cp` with rows of the best of the longest length's multiples and fractions, on equal stages."""
+    """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
-    samples, row = planner.samples(batch), sum(longest)
-    rows = -(-int(samples.input_positions.sum() + samples.target_positions.sum()) // row)
-    shares = [-(-row // (1 << power)) for power in range(1, settings.data_parallel.bit_length())]
-    run = fastest_run(planner, samples, [*shares, *(row << power for power in range(rows.bit_length()))])
+    samples = planner.samples(batch)
+    lengths = (samples.input_positions + samples.target_positions).tolist()
+    ranks = 1 << (settings.data_parallel.bit_length() - 1)
+    run = fastest_run(planner, samples, row_sizes(lengths, max(longest.inputs, *lengths), ranks))
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,

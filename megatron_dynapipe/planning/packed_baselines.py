@@ -2,25 +2,26 @@
 
 `packed_rows` fills rows of the longest length, the longest sample first, each into the first row with room; a
 micro-batch of several rows is one packed row of all their samples, as attention with packed sequences runs it. A rival
-packs into as many positions as so many rows have.
+packs into rows of several sizes. Its own assignment to replicas is offered, and one by times.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, PlanningError
 from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.rivals import RIVALS, Rival, Room
+from megatron_dynapipe.planning.rivals import RIVALS, Room, row_sizes
 from megatron_dynapipe.units import BatchLayout
 
 _Rows = list[IntArray]
 
 
 def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hidden_size: int) -> OrderedPartitions:
-    """The algorithm's rows, by every number of rows to a micro-batch and recompute mode that fit with one in flight.
+    """The algorithm's rows, by every size of a micro-batch and recompute mode that fit with one in flight.
 
     Raises:
         ConfigError: a sample is longer than a row.
@@ -35,7 +36,7 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hid
     if settings.algorithm is PartitionAlgorithm.PACKED_ROWS:
         offered = _joined(pack(inputs, targets, *longest), settings)
     else:
-        offered = _of_rival(RIVALS[settings.algorithm], problem, sum(longest), hidden_size, settings)
+        offered = _of_rival(problem, settings.algorithm, longest[0], hidden_size)
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     partitions = []
     for members in offered:
@@ -45,30 +46,31 @@ def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hid
             costs, covered = problem.costs_of(members, [BatchLayout.PACKED] * len(members), modes)
             if covered.all() and (costs.bytes_alone <= memory_bytes).all():
                 order = np.concatenate(members)
-                partitions.append(Partition(sizes=sizes, modes=modes, layout=BatchLayout.PACKED, order=order))
+                one = Partition(sizes=sizes, modes=modes, layout=BatchLayout.PACKED, order=order)
+                partitions += [one, replace(one, in_turn=True)][: problem.replicas]
     return OrderedPartitions(order=np.arange(len(inputs)), partitions=tuple(partitions))
 
 
 def _joined(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
-    """Samples of each micro-batch, for every number of rows to each."""
-    for size in _sizes(len(rows), settings):
+    """Samples of each micro-batch, for 1, 2, 3 … rows to each."""
+    given = settings.micro_batch_size
+    for size in [given] if given else row_sizes([len(rows)], 1, 1):
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _of_rival(
-    rival: Rival, problem: BatchProblem, longest: int, hidden_size: int, settings: PartitionSettings
-) -> Iterator[_Rows]:
-    """The rival's micro-batches, for rows of every multiple of the longest length."""
+def _of_rival(problem: BatchProblem, rival: str, longest_input: int, hidden_size: int) -> Iterator[_Rows]:
+    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample."""
     lengths = (problem.input_positions + problem.target_positions).tolist()
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
-    for size in _sizes(-(-sum(lengths) // longest), settings):
-        room = Room(positions=size * longest, replicas=problem.replicas, group=group, hidden_size=hidden_size)
-        yield [np.array(row, np.int64) for row in rival(lengths, room)]
-
-
-def _sizes(rows: int, settings: PartitionSettings) -> list[int]:
-    given = settings.micro_batch_size
-    return [given] if given else [1 << power for power in range(rows.bit_length())]
+    last = None
+    for size in row_sizes(lengths, max(longest_input, *lengths), 8 if rival == "slime" else 1):
+        rows = RIVALS[rival](lengths, Room(size, problem.replicas, group, hidden_size))
+        if rows and rows != last:
+            yield [np.array(row, np.int64) for row in rows]
+            last = rows
+    if last is None:
+        of = f"a multiple of {problem.replicas * group} micro-batches of {len(lengths)} samples"
+        raise PlanningError(f"{rival} cannot make {of}", hint="use larger global batches or fewer replicas")
 
 
 def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:

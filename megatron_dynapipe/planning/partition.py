@@ -74,12 +74,14 @@ class Partition:
         modes: index of its recompute mode.
         layout: of all of them.
         order: its own, int64[samples]; None: that of all partitions.
+        in_turn: micro-batch i runs on replica i mod replicas; else they are assigned by their times.
     """
 
     sizes: IntArray
     modes: IntArray
     layout: BatchLayout = BatchLayout.PADDED
     order: IntArray | None = None
+    in_turn: bool = False
 
     def members(self, order: IntArray) -> list[IntArray]:
         """The samples of each micro-batch, given the order of all partitions."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
+from megatron_dynapipe.cost.division import Peak
 from megatron_dynapipe.cost.tables import Row
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
@@ -226,16 +227,13 @@ def _part_rates(tables: LayerTables) -> tuple[int, ...]:
     """By which costs of rows with pieces are divided, as the native core takes them; zeros where nobody knows."""
     division = tables.division.get("encoder")
     if division is None:
-        return (0,) * 10
-    forward, backward, stored = division.forward, division.backward, division.stored
-    stored_rates = (0, 0, 0) if stored is None else (stored.linear, stored.inner, stored.mlp)
+        return (0,) * 18
     has_weights = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is divided that is recomputed in full
-    return (
-        *(forward.linear, forward.inner, forward.mlp),
-        *(backward.linear, backward.inner, backward.mlp),
-        *stored_rates,
-        division.weight_per_mille if has_weights else 0,
-    )
+    divided = (division.forward, division.backward, *division.stored)
+    rates = (rate for of in divided for rate in (of.linear, of.inner, of.mlp))
+    attention, mlp = division.peak or (Peak(0, 0, 0), Peak(0, 0, 0))
+    peaks = (attention.linear, attention.inner, attention.once, mlp.linear, mlp.once)
+    return *rates, *peaks, division.weight_per_mille if has_weights else 0
 
 
 def _packed_mode(tables: LayerTables) -> tuple[IntArray, ...]:

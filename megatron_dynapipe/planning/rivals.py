@@ -1,7 +1,7 @@
 """Rows of samples as other trainers pack them today, by their own rules, to compare with.
 
 dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
-             d98e8a64): next fit in the given order; single samples leave the last rows until the number of rows
+             d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
              is a multiple of the replicas (and of the stages, with virtual ones)
 verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
              divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
@@ -10,15 +10,13 @@ slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
-micro-batch; its replica is chosen by the planner, as well as a trainer could. Megatron-LM's `default_dynamic_cp`, whose
-rows lie on several replicas, is in `planning.dynamic_cp`.
+micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `planning.dynamic_cp`.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
-
-from megatron_dynapipe.errors import PlanningError
 
 Rows = list[list[int]]
 
@@ -43,11 +41,7 @@ class Room(NamedTuple):
 
 
 def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
-    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own.
-
-    Raises:
-        PlanningError: there are fewer samples than rows are needed.
-    """
+    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own."""
     rows: Rows = [[]]
     used = 0
     for sample, length in enumerate(lengths):
@@ -62,7 +56,7 @@ def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
         while giver >= 0 and len(rows[giver]) == 1:
             giver -= 1
         if giver < 0:
-            raise PlanningError(f"dp_balanced cannot make a multiple of {multiple} rows of {len(lengths)} samples")
+            return []
         rows.append([rows[giver].pop()])
     return rows
 
@@ -74,19 +68,18 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
     replicas = differencing(work, room.replicas, equal_counts=equal)
     counts = [min(len(each), -(-sum(lengths[i] for i in each) // room.positions)) for each in replicas]
     count = min(-(-max(counts) // room.group) * room.group, min(map(len, replicas)))
-    rows = []
+    columns = []
     for members in replicas:
         parts = differencing([work[i] for i in members], count)
         parts.sort(key=lambda part: (-sum(work[members[i]] for i in part), -part[0]))
-        rows += [[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]]
-    return rows
+        columns.append([[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]])
+    return [row for each in zip(*columns, strict=True) for row in each]
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
     """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
 
-    Raises:
-        PlanningError: there are fewer samples than micro-batches are needed.
+    Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
     """
     hidden, count = room.hidden_size, -(-sum(lengths) // room.positions)
     work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
@@ -95,7 +88,7 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
     while len(rows) % multiple:
         longest = max(range(len(rows)), key=lambda row: (len(rows[row]) > 1, sum(lengths[i] for i in rows[row]), row))
         if len(rows[longest]) == 1:
-            raise PlanningError(f"slime cannot make a multiple of {multiple} micro-batches of {len(lengths)} samples")
+            return []
         halves: tuple[list[int], list[int]] = ([], [])
         sums = [0, 0]
         for sample in sorted(rows[longest], key=lambda i: -lengths[i]):
@@ -104,7 +97,8 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
             sums[half] += lengths[sample]
         rows[longest], added = halves
         rows.append(added)
-    return rows
+    replicas = differencing([sum(work[i] for i in row) for row in rows], room.replicas, equal_counts=True)
+    return [rows[index] for each in zip(*replicas, strict=True) for index in each]
 
 
 Rival = Callable[[Sequence[int], Room], Rows]
@@ -114,6 +108,21 @@ RIVALS: dict[str, Rival] = {
     "slime": slime,
 }
 """By the names under which `compare` and training know them."""
+
+
+def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:
+    """Most positions of a row, to choose from: an eighth of the longest sample apart, later a sixteenth of themselves.
+
+    Args:
+        lengths: of the samples, which the last size holds together.
+        longest: positions of the longest sample.
+        parts: the first size is such a part of it.
+    """
+    size, step = -(-longest // parts), -(-longest // max(parts, 8))
+    yield size
+    while size < sum(lengths):
+        size += max(step, size // 16)
+        yield size
 
 
 def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False) -> Rows:

@@ -149,7 +149,10 @@ def _scheduled(
     costs, covered = problem.costs_of(members, layouts, modes)
     if not covered.all():  # A size that was measured says nothing of its half.
         raise InfeasibleError("a micro-batch that every replica needs a part of cannot be divided")
-    replicas = assign(costs.stage_times_ns, problem.replicas)
+    if partition.in_turn:
+        replicas = [np.arange(first, len(members), problem.replicas) for first in range(problem.replicas)]
+    else:
+        replicas = assign(costs.stage_times_ns, problem.replicas)
     schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
     return ScheduledBatch(
         members=members,

@@ -195,7 +195,7 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             base,
             **layout.sizes,
             lockstep=experts > 1 and experts,
-            layers_per_stage=even_split(layers, stages),
+            layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO),
             distributed_optimizer=data > 1 if wanted is None else wanted,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )

@@ -52,6 +52,8 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
         assert main(arguments("plan", batches_file, cost_file, *words)) == 0
         found = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
         assert sum(found) == 4 and (found == [3, 1] or split == "auto")
+    assert main(arguments("plan", batches_file, cost_file, "--layer-split", "auto")) == 0
+    assert re.match(r"layers per stage: \d,\d\n", capsys.readouterr().out)
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
 
 
@@ -64,7 +66,7 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
         (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
         (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
         (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
-        (["--pipeline-parallel", "5", "--layer-split", "auto"], "4 layers cannot be split over 5 stages"),
+        (["--pipeline-parallel", "9", "--layer-split", "auto"], "4 layers cannot be split over 9 stages"),
         (["--encoder-layers", "2"], "a gpt model needs --layers"),
         (["--schedule", "best"], "expected a schedule among"),
         (["--model", "t5"], "a t5 model needs --encoder-layers"),

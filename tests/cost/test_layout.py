@@ -37,12 +37,16 @@ COSTS = {
     Row.ENCODER_ATTENTION_FORWARD: 4,
     Row.ENCODER_ATTENTION_BACKWARD: 8,
     Row.ENCODER_ATTENTION_STORED: 1,
+    Row.ENCODER_ATTENTION_PEAK: 5,
     Row.ENCODER_MLP_STORED: 2,
+    Row.ENCODER_MLP_PEAK: 6,
     Row.ENCODER_ATTENTION_WEIGHT: 0,
     Row.DECODER_ATTENTION_FORWARD: 60,
     Row.DECODER_ATTENTION_BACKWARD: 120,
     Row.DECODER_ATTENTION_STORED: 3,
+    Row.DECODER_ATTENTION_PEAK: 3,
     Row.DECODER_MLP_STORED: 2,
+    Row.DECODER_MLP_PEAK: 2,
     Row.DECODER_ATTENTION_WEIGHT: 6,
 }
 
@@ -86,7 +90,7 @@ def test_memory_of_stages(changes: dict[str, int], stored: list[int], peak: list
 
 
 def test_halves_of_layers() -> None:
-    """3 + 3 layers; of the first stage's peaks, 3 + 3 stored before the attention of encoder layer 2."""
+    """3 + 3 layers; the first stage peaks in the attention it ends with, or in its last whole layer."""
     layout = t5(2.5, 1, 2.5)
     assert [[*map(int, parts)] for parts in layout.encoder_parts] == [[0, 2, 1], [1, 0, 0], [0, 0, 0]]
     assert [[*map(int, parts)] for parts in layout.decoder_parts] == [[0, 0, 0], [0, 0, 1], [1, 2, 0]]
@@ -94,7 +98,11 @@ def test_halves_of_layers() -> None:
     assert costs.forward_ns.tolist() == [[20 + 4, 6 + 60, 40 + 200 + 1000]]
     assert costs.backward_ns.tolist() == [[40 + 8, 12 + 120, 80 + 400 + 2000]]
     assert costs.stored_bytes.tolist() == [[6 + 1, 2 + 3, 2 + 10]]
-    assert costs.peak_bytes.tolist() == [[6 + 7, max(7, 2 + 4), 2 + 5 + 5]]
+    assert costs.peak_bytes.tolist() == [[max(3 + 7, 6 + 5), max(6, 2 + 3), max(2, 2 + 5 + 4, 2 + 10)]]
+    recomputed = stage_costs(
+        flat(ENCODER_PEAK=9), layout, ONE, EIGHT, EIGHT
+    )  # a whole layer's is far above its halves'
+    assert recomputed.peak_bytes.tolist() == [[3 + 9, 6, 12]]
     state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 0 + 1000), 8 * (100 + 200)]
     stages = layout.virtual_stage_layers
@@ -118,7 +126,7 @@ def test_model_state() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\]"),
+        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\] of 5"),
         ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
         ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 0.5 on every stage"),
         ({"layers_per_stage": (1.25, 2.75)}, "in multiples of 0.5"),
@@ -132,11 +140,16 @@ def test_refuses_impossible_layouts(arguments: dict[str, object], message: str) 
         PipelineLayout(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("layers", "stages", "split"), [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,))])
-def test_an_even_split(layers: int, stages: int, split: tuple[int, ...]) -> None:
-    assert even_split(layers, stages) == split
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"),
+    [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,)), (3, 4, (1, 1, 0.5, 0.5)), (2, 4, (0.5, 0.5, 0.5, 0.5))],
+)
+def test_an_even_split(layers: int, stages: int, split: tuple[float, ...]) -> None:
+    assert even_split(layers, stages, halves=True) == split
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {layers + 1} stages"):
         even_split(layers, layers + 1)
+    with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {2 * layers + 1} stages"):
+        even_split(layers, 2 * layers + 1, halves=True)
 
 
 def test_a_split_is_numbers_of_layers() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
+from megatron_dynapipe.cost.division import AS_THE_LAYER, Rates
 from megatron_dynapipe.units import Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
@@ -63,6 +64,7 @@ def test_files_without_divisions_are_divided_by_flops() -> None:
     linears, inside, mlp = division["decoder"].backward.parts([200], [200 + n], [n])
     assert linears / mlp == (12 * h * c * 200 + 4 * h * c * n) / (4 * h * f * 200)
     assert inside / mlp == 4 * c * 200 * (200 + n) / (4 * h * f * 200)
-    assert division["decoder"].parameters == (4 * c, f) and division["decoder"].stored is not None
+    assert division["decoder"].parameters == (4 * c, f)
+    assert division["decoder"].stored == (Rates(13, 0, 21), Rates(13, 0, 21)) and division["decoder"].peak is None
     full = TableCostModel.load(A100_COSTS["t5"]).tables(tensor_parallel=1, recompute=Recompute.FULL).division
-    assert full["encoder"].stored is None
+    assert full["encoder"].stored == AS_THE_LAYER

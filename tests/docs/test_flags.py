@@ -1,4 +1,7 @@
-"""Every flag that the documents name exists: in our parsers, in Megatron's, or in the program named here."""
+"""Every flag that the documents name exists: in our parsers, in Megatron's, or in the program named here.
+
+And every name of the package is on the page of its interface.
+"""
 
 import argparse
 import re
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_dynapipe
 from megatron_dynapipe.cli.main import build_parser
 from megatron_dynapipe.integration.flags import command_line, fork, megatron_flags
 
@@ -19,7 +23,7 @@ OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --max-restarts",
     "sbatch and srun": "--nodes --signal",
-    "Megatron's dev branch": "--sequence-packing-scheduler",
+    "Megatron's dev branch": "--sequence-packing-scheduler --thd-max-packed-sequences",
     "etcd": "--enable-v2",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
@@ -65,3 +69,12 @@ def test_the_pages_of_flags_and_commands_are_those_of_the_parsers() -> None:
     written = runpy.run_path(str(ROOT / "scripts/write_reference_pages.py"))["pages"]()
     stale = [path.name for path, text in written.items() if path.read_text() != text]
     assert not stale, f"run python scripts/write_reference_pages.py: {stale}"
+
+
+def test_the_page_of_the_interface_has_every_name() -> None:
+    text = (ROOT / "docs/api/index.md").read_text()
+    named = set(re.findall(r":: megatron_dynapipe\.[\w.]*\b(\w+)$", text, re.MULTILINE)) | {
+        "MegatronPipeline",
+        "__version__",
+    }
+    assert named >= set(megatron_dynapipe.__all__)

@@ -7,13 +7,15 @@ verl at b178a3cd); the HuggingFace trainer is the real one.
 import re
 import sys
 import types
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.planning import batch
@@ -27,16 +29,15 @@ LENGTHS = [900, 30, 45, 500, 12, 77, 640, 20, 33, 210, 5, 81]
 @pytest.fixture(autouse=True)
 def costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cost model in place of the page's file."""
-    rates = msgspec.structs.replace(A100_RATES, layer_overhead_us=1.0)  # so that batches are divided
-    model = AnalyticCostModel(ModelShape(family=ModelFamily.GPT, **SHAPE), rates)
+    model = AnalyticCostModel(ModelShape(family=ModelFamily.GPT, **SHAPE), A100_RATES)
     monkeypatch.setattr(batch.TableCostModel, "load", lambda path: model)
 
 
-def adapter(section: str) -> dict[str, Any]:
-    """What a section's code defines."""
+def adapter(section: str, memory_mb: int = 20) -> dict[str, Any]:
+    """What a section's code defines, for a device so small that batches are divided."""
     text = PAGE.read_text().split(f"## {section}\n")[1]
     namespace: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], namespace)
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0].replace("=8000", f"={memory_mb}"), namespace)
     return namespace
 
 
@@ -62,77 +63,223 @@ def test_the_function_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 5 and lines[1].startswith("(('F0'") and float(lines[-1]) > 0
 
 
+class DpBalancedScheduler:
+    """As upstream constructs it, `BasePackingScheduler` included."""
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None,
+        max_num_seqs: int | None = None,
+    ) -> None:
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size = cp_size
+        self.dp_size = dp_size
+        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
+        self.max_seq_len_all_ranks = max_seqlen_per_dp_cp_rank * cp_size
+        self.is_dynamic_cp = False
+
+
 def test_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DpBalancedScheduler:
-        dp_size, cp_size = 2, 2
-
-    schedulers: dict[str, Any] = {}
-    name = "megatron.core.datasets.data_schedule"
-    module = stub(monkeypatch, name, DpBalancedScheduler=DpBalancedScheduler, scheduler_map=schedulers)
-    assert module.scheduler_map is schedulers
-    adapter("Megatron-LM, development branch")
-    groups = schedulers["planned"]().get_groups_and_subsamples(list(enumerate(LENGTHS)))
-    assert all(len(group) == 4 and group[0] == group[1] and group[2] == group[3] for group in groups)
-    assert every_once(row for group in groups for row in group[::2])
-
-
-def test_slime(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = stub(monkeypatch, "slime.utils.dp_schedule")
-    adapter("slime")
-    partitions, indices, counts, sizes = module.build_dp_schedule(
-        None, {"dp_size": 2}, LENGTHS + LENGTHS[:2], global_batch_size=6, rollout_indices=list(range(14))
+    """Under a name that upstream's configuration takes; what a plan cannot keep to is refused."""
+    schedulers: dict[str, Any] = {"dp_balanced": DpBalancedScheduler, "default_dynamic_cp": DpBalancedScheduler}
+    names = set(schedulers)
+    stub(
+        monkeypatch,
+        "megatron.core.datasets.data_schedule",
+        DpBalancedScheduler=DpBalancedScheduler,
+        scheduler_map=schedulers,
     )
-    assert every_once(partitions) and sizes == [6, 6]
+    adapter("Megatron-LM, development branch", memory_mb=12)
+    scheduler = schedulers["dp_balanced"](512, 2, 2, None, max_num_seqs=None)
+    assert set(schedulers) == names and isinstance(scheduler, DpBalancedScheduler)
+    groups = scheduler.get_groups_and_subsamples(list(enumerate(LENGTHS)))
+    assert all(len(group) == 4 and group[0] == group[1] and group[2] == group[3] for group in groups)
+    assert every_once(row for group in groups for row in group[::2]) and len(groups) > 1
+    for group_size, most in ((None, 4), (2, None)):
+        with pytest.raises(ValueError, match="no limit of samples in a row, nor virtual stages"):
+            schedulers["dp_balanced"](512, 2, 2, group_size, max_num_seqs=most)
+
+
+@pytest.fixture
+def slime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The schedule that the rollout manager calls, which has upstream's by name."""
+    rollout = stub(monkeypatch, "slime.ray.rollout", build_dp_schedule=lambda: None)
+    stub(monkeypatch, "slime.utils.arguments", parse_args=None)
+    stub(monkeypatch, "train", train=None)
+    adapter("slime", memory_mb=16)
+    return lambda lengths, vpp_size=1, **given: rollout.build_dp_schedule(
+        None,
+        {"dp_size": 2, "cp_size": 1, "vpp_size": vpp_size, "microbatch_group_size_per_vp_stage": 2},
+        lengths,
+        **given,
+    )
+
+
+def test_slime(slime: Any) -> None:
+    lengths = LENGTHS + LENGTHS + [50]
+    partitions, indices, counts, sizes = slime(lengths, global_batch_size=12, rollout_indices=list(range(25)))
+    assert sorted(chain(*partitions)) == list(range(24)) and sizes == [12, 12] and min(counts) > 1
     for partition, index in zip(partitions, indices, strict=True):
         assert [place for one in index for place in one] == list(range(len(partition))) and len(index) == sum(counts)
 
 
-def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(batch: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
-        return {name: value[rows] for name, value in batch.items()}
+def test_slime_has_rollouts_of_several_samples_in_one_step(slime: Any) -> None:
+    """Twelve samples of six rollouts are one step of six; of five, the last rollout's samples are left out."""
+    rollouts = [7, 3, 7, 3, 1, 1, 0, 0, 4, 4, 9, 9]
+    partitions, _, counts, sizes = slime(LENGTHS, global_batch_size=6, rollout_indices=rollouts)
+    assert every_once(partitions) and sizes == [6] and len(counts) == 1
+    partitions, _, counts, sizes = slime(LENGTHS, global_batch_size=5, rollout_indices=rollouts)
+    assert sorted(chain(*partitions)) == list(range(10)) and sizes == [5]
+    partitions, indices, counts, _ = slime(LENGTHS, global_batch_size=1, rollout_indices=rollouts)
+    first = [
+        [partition[i] for one in index[: counts[0]] for i in one]
+        for partition, index in zip(partitions, indices, strict=True)
+    ]
+    assert sorted(chain(*first)) == [0, 2] and len(counts) == 6
+    for given in ({"vpp_size": 2, "global_batch_size": 6}, {"global_batch_size": 7}):
+        with pytest.raises(ValueError, match="rollouts or more, and no virtual stages, got 6"):
+            slime(LENGTHS, rollout_indices=rollouts, **given)
 
-    balancing = stub(monkeypatch, "verl.utils.seqlen_balancing")
+
+def select(batch: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
+    """Rows of tensors, nested ones too, as upstream selects them."""
+    return {
+        name: torch.nested.as_nested_tensor([value.unbind()[row] for row in rows], layout=torch.jagged)
+        if value.is_nested
+        else value[rows]
+        for name, value in batch.items()
+    }
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    balancing = stub(monkeypatch, "verl.utils.seqlen_balancing", rearrange_micro_batches=lambda: None)
     stub(monkeypatch, "verl.utils.tensordict_utils", index_select_tensor_dict=select)
     stub(monkeypatch, "verl.utils.device", get_device_name=lambda: "cpu")
+    return balancing
+
+
+def padded(lengths: list[int]) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": mask, "attention_mask": mask}
+
+
+def test_verl(verl: types.ModuleType) -> None:
     adapter("verl")
-    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
-    padded = {"input_ids": mask, "attention_mask": mask}
-    micro_batches, indices = balancing.rearrange_micro_batches(padded, 1000)
-    assert every_once(indices)
+    nested = torch.nested.as_nested_tensor([torch.zeros(n, dtype=torch.long) for n in LENGTHS], layout=torch.jagged)
+    micro_batches, indices = verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000)
+    assert every_once(indices) and len(indices) > 1
     for micro_batch, rows in zip(micro_batches, indices, strict=True):
         assert micro_batch["attention_mask"].sum(1).tolist() == [LENGTHS[row] for row in rows]
+    micro_batches, again = verl.rearrange_micro_batches({"input_ids": nested}, max_token_len=1000)
+    assert again == indices
+    for micro_batch, rows in zip(micro_batches, indices, strict=True):
+        assert micro_batch["input_ids"].offsets().diff().tolist() == [LENGTHS[row] for row in rows]
+    for given in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}):
+        with pytest.raises(ValueError, match="train without virtual stages"):
+            verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000, **given)
+
+
+def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other lengths plan the longest of them; in step only where upstream is."""
+    shares = [LENGTHS, LENGTHS[6:] + [800] * 6]
+    longest = torch.tensor([sorted(share, reverse=True) for share in shares]).amax(0)
+    groups = []
+
+    def all_reduce(lengths: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        groups.append(group)
+        lengths.copy_(lengths.maximum(longest))
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    adapter("verl")
+    found = [verl.rearrange_micro_batches(padded(share), 1000, dp_group="replicas")[1] for share in shares]
+    assert groups == ["replicas"] * 2 and [len(one) for one in found[0]] == [len(one) for one in found[1]]
+    assert all(every_once(indices) for indices in found)
+    _, alone = verl.rearrange_micro_batches(padded(LENGTHS), 1000, same_micro_num_in_dp=False)
+    assert len(groups) == 2 and len(alone) < len(found[0])
+
+
+def test_verl_has_to_come_before_the_modules_that_take_the_function(
+    verl: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(monkeypatch, "verl.workers.engine.utils", rearrange_micro_batches=verl.rearrange_micro_batches)
+    with pytest.raises(ImportError, match=r"before verl\.workers\.engine\.utils: name it in VERL_USE_EXTERNAL_MODULES"):
+        adapter("verl")
 
 
 def test_torch() -> None:
+    """Shuffled by torch's samplers, whose last batch is smaller; replicas come to the same steps."""
     sampler = adapter("Plain PyTorch")["PlannedBatches"]
-    ranks = [sampler(LENGTHS, 6, replica, 2) for replica in (0, 1)]
-    assert ranks[0].per_step == ranks[1].per_step and sum(ranks[0].per_step) == len(ranks[0])
-    assert every_once(one for rank in ranks for one in rank)
+    orders = [DistributedSampler(LENGTHS, num_replicas=1, rank=0, seed=1) for _ in range(2)]
+    ranks = [sampler(BatchSampler(orders[n], 5, drop_last=False), LENGTHS, n, 2) for n in (0, 1)]
+    epochs = []
+    for epoch in (0, 1):
+        for order in orders:
+            order.set_epoch(epoch)
+        loaders = [DataLoader(LENGTHS, batch_sampler=rank, collate_fn=list) for rank in ranks]
+        lengths = [list(loader) for loader in loaders]
+        assert sorted(n for rank in lengths for one in rank for n in one) == sorted(LENGTHS)
+        assert ranks[0].per_step == ranks[1].per_step and len(ranks[0].per_step) == 3
+        assert [len(rank) for rank in lengths] == [sum(ranks[0].per_step)] * 2
+        epochs.append(lengths)
+    assert epochs[0] != epochs[1]
 
 
-def test_the_huggingface_trainer_has_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
-    """Weights after a step are those of the undivided one, although micro-batches have different numbers of tokens."""
-    planned_trainer = adapter("HuggingFace Trainer")["PlannedTrainer"]
+def step_of(
+    kind: type[Trainer], model: GPT2LMHeadModel, rows: list[dict[str, torch.Tensor]], folder: Path
+) -> torch.Tensor:
+    """Weights after one step with all rows."""
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=len(rows), max_steps=1, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+    )  # fmt: skip
+    kind(model=model, args=arguments, train_dataset=rows).train()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def small_model(kind: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return kind(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+
+
+def padded_rows(left: Sequence[int] = ()) -> list[dict[str, torch.Tensor]]:
+    """Samples padded on the right, and those named on the left."""
     lengths = torch.tensor(LENGTHS[4:] + LENGTHS[1:3])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    mask[list(left)] = mask[list(left)].flip(1)
     tokens = torch.randint(0, 100, mask.shape, generator=torch.Generator().manual_seed(0))
-    rows = [
+    return [
         {"input_ids": ids, "attention_mask": own, "labels": ids.masked_fill(own == 0, -100)}
         for ids, own in zip(tokens, mask, strict=True)
     ]
-    costs = "costs.json"
-    planned = batch.plan_batch(lengths.tolist(), costs, layers=8, memory_mb=8000, micro_batch_layouts=("padded",))
-    assert len(planned.samples[0]) > 1
-    weights = []
-    for kind in (planned_trainer, planned_trainer.__mro__[1]):
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(
-            GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+
+
+@pytest.mark.parametrize("left", [(), (0, 3, 5)])
+def test_the_huggingface_trainer_has_the_gradient_of_the_whole_batch(left: tuple[int, ...], tmp_path: Path) -> None:
+    """Weights after a step are those of the undivided one, although micro-batches have different numbers of tokens."""
+    widths = []
+    models = [small_model(), small_model()]
+    for model in models:
+        model.register_forward_pre_hook(
+            lambda model, _, given: widths.append(given["input_ids"].size(1)), with_kwargs=True
         )
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=len(rows), max_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
-        )  # fmt: skip
-        kind(model=model, args=arguments, train_dataset=rows).train()
-        weights.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
-    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+    kinds = adapter("HuggingFace Trainer")["PlannedTrainer"], Trainer
+    planned, whole = (step_of(*pair, padded_rows(left), tmp_path) for pair in zip(kinds, models, strict=True))
+    *divided, last = widths
+    assert len(set(divided)) > 1 and max(divided) == last
+    torch.testing.assert_close(planned, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_huggingface_trainer_refuses_a_model_whose_loss_is_a_mean_of_each_micro_batch(tmp_path: Path) -> None:
+    class Plain(GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    with pytest.raises(ValueError, match="a loss by num_items_in_batch"):
+        step_of(adapter("HuggingFace Trainer")["PlannedTrainer"], small_model(Plain), padded_rows(), tmp_path)

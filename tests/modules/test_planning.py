@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.cost import ABSENT, Row
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
+from megatron_dynapipe.modules import profile
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
@@ -348,7 +350,17 @@ def test_transfers_are_planned_for_the_device_there_is(
     assert planner_of(transfers=GLOO_RULES).planner.settings.transfers == GLOO_RULES
 
 
-def test_frozen_weights_cost_neither_activations_nor_state():
+def test_frozen_weights_cost_neither_gradients_nor_activations_nor_state(monkeypatch):
+    """Times are counted operations here: without weight gradients a backward pass has about half as many."""
+
+    def count(forward, device):
+        with FlopCounterMode(display=False) as forwards:
+            made = forward()
+        with FlopCounterMode(display=False) as backwards:
+            profile._backward(made)
+        return forwards.get_total_flops(), backwards.get_total_flops()
+
+    monkeypatch.setattr(profile, "_time_once", count)
     case = CASES["adapters"]
 
     def get_batch(size: int, length: int) -> dict[str, torch.Tensor]:
@@ -357,15 +369,24 @@ def test_frozen_weights_cost_neither_activations_nor_state():
     def measured(model: torch.nn.Module) -> SegmentCosts:
         return profile_module(model, get_batch, sizes=(4,), lengths=(16,), split_points=case.points, repeats=1)
 
+    def work(costs: SegmentCosts, name: str) -> list[float]:
+        return [each.time_ms[name]["16"][0][1] for each in costs.segments]
+
     model = build("adapters")
     frozen = measured(model)
     trained = measured(model.requires_grad_(True))
     adapters = 2 * (16 + 48 + 16 + 64)  # rank · (in + out of c_attn and of c_fc) of a layer
     assert [each.parameters for each in frozen.segments] == [0, 0, adapters, adapters]
+    assert work(trained, "backward") == [2 * flops for flops in work(trained, "forward")]
+    assert work(frozen, "forward") == work(trained, "forward") and work(frozen, "backward")[:2] == [0, 0]
     for lean, whole in zip(frozen.segments, trained.segments, strict=True):
+        assert lean.time_ms["backward"]["16"][0][1] < 0.55 * whole.time_ms["backward"]["16"][0][1]
         assert lean.parameters * 4 + lean.frozen_mb * 1e6 == pytest.approx(whole.parameters * 4)
         assert lean.stored_activation_mb["16"][0][1] < whole.stored_activation_mb["16"][0][1]
-    planner = ModulePlanner(frozen, [0, 0, 1, 1], stages=2, memory_limit_bytes=10**9)
+    for costs in (trained, frozen):
+        planner = ModulePlanner(costs, [0, 0, 1, 1], stages=2, memory_limit_bytes=10**9)
+        predicted_ms = planner.plan([16] * 4, 0).totals.predicted_ns / 1e6
+        assert predicted_ms == pytest.approx(sum(work(costs, "forward") + work(costs, "backward")))
     state = planner.planner.settings.model_state_bytes
     weights = [sum(round(each.frozen_mb * 1e6) for each in pair) for pair in (frozen.segments[:2], frozen.segments[2:])]
     assert state == (weights[0], weights[1] + 16 * 2 * adapters)

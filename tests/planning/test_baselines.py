@@ -141,6 +141,7 @@ def test_samples_longer_than_a_row() -> None:
             "a micro-batch size goes with uniform, padding and packed rows, not with dp",
         ),
         ({"algorithm": UNIFORM, "micro_batch_tokens": 2}, "goes with token_based, not with uniform"),
+        ({"algorithm": PartitionAlgorithm.VERL, "micro_batch_size": 2}, "and packed rows, not with verl"),
     ],
 )
 def test_settings_that_do_not_go_together(chosen: dict, message: str) -> None:
@@ -189,7 +190,7 @@ def test_rows_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm:
 
 @pytest.mark.parametrize("family", ModelFamily)
 def test_rows_to_a_micro_batch(family: ModelFamily) -> None:
-    """As many as are asked for; else of all powers of two the fastest."""
+    """As many as are asked for; else of 1, 2, 3 … the fastest."""
     chosen = {"algorithm": PartitionAlgorithm.PACKED_ROWS, "padded_input_length": 512}
     chosen |= {"padded_target_length": None if family is GPT else 256}
 
@@ -198,5 +199,5 @@ def test_rows_to_a_micro_batch(family: ModelFamily) -> None:
 
     counts = {rows: len(of(rows).replicas[0].micro_batches) for rows in (1, 2, 3)}
     assert counts[2] == -(-counts[1] // 2) and counts[3] == -(-counts[1] // 3)
-    predicted = [of(1 << power).totals.predicted_ns for power in range(counts[1].bit_length())]
+    predicted = [of(rows).totals.predicted_ns for rows in range(1, counts[1] + 1)]
     assert of(None).totals.predicted_ns == min(predicted)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import A100_RATES, LayerState, LayerTables, Network, Row
 from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.planning import layer_split
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import Samples
@@ -166,6 +167,20 @@ def test_a_layer_is_divided_where_that_evens_stages() -> None:
     options = msgspec.structs.replace(run_settings(Costs(GPT), (2, 1)), hidden_size=512, memory_limit_bytes=10**10)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
+
+
+def test_halves_begin_with_the_best_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few splits are tried, so that halves are never behind whole layers."""
+    monkeypatch.setattr(layer_split, "TRIALS", 2)
+    costs = cost_model(T5, hidden=512, heads=8, vocabulary=32_000, max_size=16, max_length=512)
+    room = {"hidden_size": 512, "memory_limit_bytes": 3 * 10**9}
+    options = msgspec.structs.replace(run_settings(Costs(T5), (4,) * 4, encoder_layers=8), **room)
+    batch, times = batch_of(*[(n, n // 4) for n in range(40, 290, 9)]), []
+    for halves in (False, True):
+        split = choose_layer_split(options, costs, [batch], halves=halves)
+        planner = Planner(msgspec.structs.replace(options, layers_per_stage=split), costs)
+        times.append(planner.plan(batch, 0).totals.predicted_ns)
+    assert times[1] < times[0]
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.cost import A100_RATES, TableCostModel
+from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.cost.packed import packed_layer_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.cost.tables import ENCODER_ROWS, PREFIX_UNIT
@@ -81,11 +82,25 @@ def test_pieces_tile_in_equal_time(lengths: list[int], most: int, multiple: int)
 
 
 def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
-    planner = Planner(settings(pipeline_parallel=2), COSTS)
+    of_halves = Rates(3, 0, 1), Rates(1, 1, 400)
+    division = Division(
+        forward=Rates(2, 0, 1),
+        backward=Rates(2, 0, 1),
+        stored=of_halves,
+        peak=(Peak(5000, PEAK_UNIT * 60_000, PEAK_UNIT), Peak(7000, PEAK_UNIT * 90_000, 0)),
+        parameters=(1, 1),
+    )
+    keys = {name: msgspec.structs.replace(key, division={"encoder": division}) for name, key in COSTS.file.keys.items()}
+    measured = TableCostModel(msgspec.structs.replace(COSTS.file, keys=keys), digest="")
+    planner = Planner(settings(pipeline_parallel=2, layers_per_stage=(15.5, 16.5)), measured)
     samples = planner.samples(batch(LENGTHS))
     found = cut_batch(samples, planner.problem(samples), 1000, 16, recompute=tuple(Recompute), element_bytes=2)
     assert found is not None
-    rows = [np.array([0, 1]), np.array([2, 9]), np.array([7])]
+    rows, problem = [np.array([0, 1]), np.array([2, 9]), np.array([7])], found.problem
+    before = np.zeros_like(problem.input_positions)
+    for at in range(1, len(before)):
+        if problem.chains[at] >= 0 and problem.chains[at] == problem.chains[at - 1]:
+            before[at] = before[at - 1] + problem.input_positions[at - 1]
     for number, mode in enumerate(Recompute):
         tables = COSTS.tables(tensor_parallel=2, recompute=mode)
         costs, covered = found.problem.costs_of(rows, [BatchLayout.PACKED] * 3, np.full(3, number))
@@ -95,8 +110,17 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
             layer = packed_layer_costs(tables, own, np.zeros_like(own))
             assert layer is not None
             layer[list(ENCODER_ROWS)] += found.problem.piece_costs[number, row].sum(axis=0)
-            assert costs.forward_ns[at, 0] == 16 * layer[0]
-            assert costs.stored_bytes[at, 0] == 16 * layer[2]
+            forward, _, stored, peak = layer[list(ENCODER_ROWS)]
+            assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=1)
+            assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=1)
+            pairs = int((own * (own + before[row])).sum())
+            attention_peak = min(5000 + 60_000 * int(own.sum()) + pairs, peak)
+            assert costs.peak_bytes[at, 0] == max(
+                14 * stored + peak, costs.stored_bytes[at, 0], 15 * stored + attention_peak
+            )
+            mlp = 400 * own.sum() / (401 * own.sum() + pairs)
+            assert costs.stored_bytes[at, 1] == pytest.approx(16 * stored + stored * mlp, abs=2)
+            assert costs.peak_bytes[at, 1] - costs.stored_bytes[at, 1] == max(peak - stored, 0)
 
 
 def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:

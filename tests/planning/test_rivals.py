@@ -1,5 +1,7 @@
 """Rows by the rules of other trainers: small cases worked out by hand from their sources, and what they cost."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,8 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
+from megatron_dynapipe.planning.methods import Longest, method_settings, predict
+from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.rivals import RIVALS, Room, differencing
+from megatron_dynapipe.planning.rivals import RIVALS, Room, differencing, row_sizes
+from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.units import ModelFamily
 from tests.planning.planner_cases import batch_of
 from tests.planning.test_methods import model
@@ -41,18 +46,66 @@ def test_rows_by_hand(name: str, lengths: list[int], replicas: int, group: int, 
     assert sorted(found) == sorted(expected) if name == "slime" else found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths", "message"),
-    [
-        ("dp_balanced", [9, 9, 9], "cannot make a multiple of 2 rows of 3 samples"),
-        ("slime", [9, 9, 9], "cannot make a multiple of 2 micro-batches of 3 samples"),
-    ],
-)
-def test_what_a_rule_does_not_serve_is_refused(name: str, lengths: list[int], message: str) -> None:
+def test_what_a_rule_does_not_serve_is_refused() -> None:
+    assert rows("dp_balanced", [9, 9, 9], replicas=2) == rows("slime", [9, 9, 9], replicas=2) == []
+    run, costs = model(ModelFamily.GPT)
+    run = msgspec.structs.replace(run, data_parallel=2, chunks=2)
+    message = "dp_balanced cannot make a multiple of 4 micro-batches of 3 samples"
     with pytest.raises(PlanningError, match=message):
-        rows(name, lengths, replicas=2)
+        predict("dp_balanced", batch_of((9, 0), (9, 0), (9, 0)), Longest(8, 0), run, costs)
+    with pytest.raises(PlanningError, match="default_dynamic_cp is not predicted with virtual stages"):
+        predict("default_dynamic_cp", batch_of((9, 0), (9, 0), (9, 0)), Longest(8, 0), run, costs)
     with pytest.raises(PlanningError, match="a sample of 21 positions does not fit 2 rows of 10"):
         dynamic_cp([21, 3], 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dp_balanced", [[[0], [2]], [[1], [3]]]),  # row i on replica i mod 2
+        ("verl", [[[0], [3]], [[1], [2]]]),  # 9 + 6 and 8 + 7, the largest first where there are two
+        ("slime", [[[0], [3]], [[2], [1]]]),  # 7 + 6, 9, 8; the first split in two; then 9 + 6 and 8 + 7
+    ],
+)
+def test_replicas_by_hand(name: str, expected: list[Rows]) -> None:
+    found = rows(name, [9, 8, 7, 6], replicas=2)
+    assert sorted(found[replica::2] for replica in range(2)) == expected
+
+
+def test_sizes_of_rows() -> None:
+    assert [*row_sizes([64, 26], 64, 1)] == [64, 72, 80, 88, 96], "an eighth of the longest apart, until one holds all"
+    assert [*row_sizes([30], 64, 8)] == [8, 16, 24, 32]
+    assert [*row_sizes([13], 64, 16)] == [4, 8, 12, 16]
+    assert [*row_sizes([6, 1], 6, 1)] == [6, 7]
+    assert [*row_sizes([1] * 40, 16, 1)][-4:] == [34, 36, 38, 40], "a sixteenth of themselves where that is more"
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "counts"),
+    [
+        # Rows of 512 hold one of 300, of 640 two; three of 512 are refused, as no multiple of two replicas.
+        ("dp_balanced", [300] * 3, [(2, 1)]),
+        ("dp_balanced", [300] * 8, [(1,) * 8, (2,) * 4, (3, 3, 1, 1), (4, 4), (5, 3), (6, 2), (7, 1)]),
+        ("verl", [300] * 8, [(1, 1, 2) * 2, (2,) * 4, (4, 4)]),
+        # Rows may be shorter than the longest sample: of 128 they hold one each, of 512 three and a half.
+        ("slime", [512, 100, 100, 100, 100, 100], [(1,) * 6, (1, 1, 2, 2), (1, 5)]),
+    ],
+)
+def test_of_all_sizes_and_of_its_own_replicas_and_better_ones_a_rival_has_the_fastest(name, lengths, counts) -> None:
+    settings, costs = model(ModelFamily.GPT)
+    run = method_settings(name, Longest(512, 0), msgspec.structs.replace(settings, data_parallel=2))
+    planner, batch = Planner(run, costs), batch_of(*((n + 1, 0) for n in lengths))
+    problem = planner.problem(planner.samples(batch))
+    offered = packed_partitions(problem, run.partition, hidden_size=64)
+    assert {tuple(sorted(one.sizes.tolist())) for one in offered.partitions} == {tuple(sorted(each)) for each in counts}
+    predicted = []
+    for one in offered.partitions:
+        found = schedule_batch(problem, replace(offered, partitions=(one,)), run.schedule, searchable=False)
+        assert found is not None
+        predicted.append(found.makespan_ns)
+        assert not one.in_turn or [*map(list, found.replicas)] == [[*range(r, len(one.sizes), 2)] for r in range(2)]
+    assert {one.in_turn for one in offered.partitions} == {True, False}
+    assert planner.plan(batch, 0).totals.predicted_ns == min(predicted)
 
 
 def test_differencing() -> None:
@@ -74,14 +127,14 @@ def test_every_sample_is_in_one_row(lengths: list[int], replicas: int, name: str
 @pytest.mark.parametrize(
     ("lengths", "ranks", "expected"),
     [
-        # A row of 6 may have work of 6 · 10 · 1.05 = 63: 6 · 6 + 4 · 4 = 52, not 36 + 5 · 5 and not 52 + 16.
+        # The 5 does not fit beside the 6, the first 4 fills their row, and the 5 shares the next with the other 4.
         pytest.param([4, 6, 5, 4], 1, [[(1, [1, 0])], [(1, [2, 3])]], id="one rank"),
         # 8 and 4 do not share a row of 10; both 4 do, beside the 64 of the 8, which stays the most.
         pytest.param([8, 4, 4], 2, [[(1, [0]), (1, [1, 2])]], id="rows beside one another"),
         # 16 needs two ranks, work 128 on each. A 4 has one of its own (a row of two would also leave 128, no less);
         # so has the other, which fits its row; 3 does not (11 positions), and begins another.
         pytest.param([16, 4, 4, 3], 4, [[(2, [0]), (1, [1, 2]), (1, [3])]], id="a long one over two ranks"),
-        # 6: work 36. The 5 takes the other rank. 4: with either 52 or 41 on one: 41, within 63. 3: 45 or 50: 45.
+        # 6: work 36. The 5 takes the other rank. 4: with either 52 or 41 on one: 41. 3: 45 or 50: 45.
         pytest.param([6, 5, 4, 3], 2, [[(1, [0, 3]), (1, [1, 2])]], id="where it is least busy"),
         # The first gets no more ranks than it needs, but what is idle at the end widens it.
         pytest.param([6], 4, [[(4, [0])]], id="idle ranks widen a row, twice"),

@@ -16,9 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from megatron_dynapipe.files import user_cache_folder
@@ -97,6 +99,7 @@ def _identity(run: RunConfig) -> str:
         "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "seconds": str(run.calibrate_s),
+        "file": json.dumps(msgspec.json.schema(CostFile)),  # what is measured
     }
     held |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
     return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=12).hexdigest()

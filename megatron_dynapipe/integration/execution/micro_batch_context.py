@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_safe_cuda_rng_tracker
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -132,16 +131,16 @@ def _return_copied_bias(_mlp: nn.Module, _inputs: Any, output: Any) -> Any:
 
 
 class LayerRandomness:
-    """Seeds every layer of a rank's model chunks at the start of its forward pass.
+    """Seeds every half of a layer of a rank's model chunks, and every embedding, before its forward pass.
 
-    The random state of dropouts is a function of (seed, iteration, replica, micro-batch, layer). Megatron lets one
-    state run on from pass to pass, so that a mask depends on everything that ran before it: on the order of passes, on
-    what was recomputed, on whether the iteration is run again. Here running an iteration again draws the same masks,
-    and so does a recomputation, without anything being saved.
+    The random state of dropouts is a function of (seed, iteration, replica, micro-batch, half of a layer). Megatron
+    lets one state run on from pass to pass, so that a mask depends on everything that ran before it: on the order of
+    passes, on what was recomputed, on whether the iteration is run again. Here running an iteration again draws the
+    same masks, and so does a recomputation, without anything being saved.
 
-    Hooks on layers and embeddings do it, so that a layer run again in a backward pass is seeded alike. Dropouts of
-    hidden states draw the same masks on all tensor-parallel ranks, those of attention different ones; under sequence
-    parallelism all differ, as in Megatron.
+    Hooks on modules do it, so that a layer run again in a backward pass is seeded alike. Dropouts of hidden states draw
+    the same masks on all tensor-parallel ranks, those of attention different ones; under sequence parallelism all
+    differ, as in Megatron.
 
     Args:
         models: this rank's model chunks, the first stage's first one first.
@@ -158,6 +157,7 @@ class LayerRandomness:
                 hint="remove --te-rng-tracker and the flags of CUDA graphs, or train without dropout",
             )
         self._identity = (seed, parallel_state.get_data_parallel_rank())
+        self._sequence_parallel = get_model_config(models[0]).sequence_parallel
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self._pass = (0, 0)
@@ -179,8 +179,9 @@ class LayerRandomness:
                 first = getattr(module, "first_layer", None)  # a T5's stack counts its layers from 1
                 for local, layer in enumerate(module.layers):
                     index = layer.layer_number - 1 if first is None else first + local
-                    half = ".mlp" if isinstance(layer.self_attention, IdentityOp) else ""
-                    layer.register_forward_pre_hook(functools.partial(self._seed, f"{stack}.{index}{half}"))
+                    layer.register_forward_pre_hook(functools.partial(self._seed, f"{stack}.{index}"))
+                    # The stage after may begin with it.
+                    layer.mlp.register_forward_pre_hook(functools.partial(self._seed, f"{stack}.{index}.mlp"))
 
     def _embed(self, first: int, module: Any, inputs: Any) -> None:
         """A T5 embeds twice: the encoder's tokens on its first stage, then, there or later, the decoder's."""
@@ -188,11 +189,11 @@ class LayerRandomness:
         self._embedded += 1
         self._seed(f"embedding.{number}", module, inputs)
 
-    def _seed(self, place: str, module: Any, _inputs: Any) -> None:
+    def _seed(self, place: str, _module: Any, _inputs: Any) -> None:
         tracker = get_cuda_rng_tracker()
         torch.cuda.manual_seed(self._derive(place, self._tensor_rank))
         tracker.states_[_TENSOR_PARALLEL_STATE] = torch.cuda.get_rng_state()
-        if not module.config.sequence_parallel:
+        if not self._sequence_parallel:
             torch.cuda.manual_seed(self._derive(place, "all"))
 
     def _derive(self, place: str, whose: object) -> int:

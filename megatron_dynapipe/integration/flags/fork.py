@@ -1,6 +1,7 @@
 """The published DynaPipe's flags and environment variables that are not taken here: what to give in place of each.
 
-Giving one stops the run in one line. Those of the same name and meaning as here are not in the table:
+Giving one stops the run in one line. Those that the fork has of its Megatron-LM, and today's has no longer, are among
+them. Those of the same name and meaning as here are not in the table:
 `--use-dynapipe`, `--dynapipe-cost-model`, `--dynapipe-device-memory-limit`, `--dynapipe-limit-rc-type`,
 `--dynapipe-reserve-all-memory`, `--tokens-per-global-batch`, `--train-epochs`. docs/migrating.md has the same table.
 """
@@ -12,6 +13,7 @@ from megatron_dynapipe.errors import ConfigError
 
 _CLUSTER = "give {} in a cluster file: --dynapipe-cluster FILE, such as those of configs/clusters/"
 _COMPARE = "plans partition by predicted time; `megatron-dynapipe compare` predicts the other ways for the same lengths"
+_LAYERS = "give the layers of every stage: --dynapipe-layers-per-stage 5,3, or auto"
 _ORDERED = "the order of samples follows from --seed, the same in every run"
 _NSYS = (
     "--profile --profile-step-start N --profile-step-end N, under nsys, which shows each pass of a micro-batch as a"
@@ -19,6 +21,8 @@ _NSYS = (
 )
 _ZERO = "--use-distributed-optimizer shards optimizer states over replicas (ZeRO stage 1)"
 _DEEPSPEED = "training runs on Megatron-LM alone: leave DeepSpeed's flags out"
+_DROPPED = "leave it out: Megatron-LM no longer has it"
+_DATA = "--dynapipe-data DIR holds inputs and targets; `megatron-dynapipe data prepare` makes it"
 _DUMPS = "`megatron-dynapipe plan --output FOLDER` writes plans, `show` and `verify` read them"
 _STORE = "DYNAPIPE_STORE_URL=redis://HOST:PORT/0, or a file that holds the URL for --dynapipe-store-url-file"
 
@@ -28,7 +32,7 @@ FLAGS: Mapping[str, str] = {
     "--dynapipe-inter-node-bw": _CLUSTER.format("inter-node-gbps"),
     "--dynapipe-intra-node-lat": _CLUSTER.format("intra-node-latency-us"),
     "--dynapipe-inter-node-lat": _CLUSTER.format("inter-node-latency-us"),
-    "--dynapipe-layer-to-device": "give the layers of every stage: --dynapipe-layers-per-stage 5,3, or auto",
+    "--dynapipe-layer-to-device": _LAYERS,
     "--dynapipe-partition-algo": _COMPARE,
     "--dynapipe-token-based-partition-mbs": _COMPARE,
     "--dynapipe-disable-tsp": "leave it out: ordering takes a sort, not a tour",
@@ -55,7 +59,7 @@ FLAGS: Mapping[str, str] = {
     "--dynamic-batchsize": "pass --tokens-per-global-batch alone",
     "--sort-dataset": _ORDERED,
     "--pack-dataset": "--dynapipe-layout packed packs samples; they do not attend to one another",
-    "--targets-data-path": "--dynapipe-data DIR holds inputs and targets; `megatron-dynapipe data prepare` makes it",
+    "--targets-data-path": _DATA,
     "--per-iter-time-log-path": "--dynapipe-report-dir DIR holds times of every iteration",
     "--profile-with-nsys": _NSYS,
     "--nsys-profile-warmup": _NSYS,
@@ -72,6 +76,22 @@ FLAGS: Mapping[str, str] = {
     "--deepscale_config": _DEEPSPEED,
     "--deepspeed-activation-checkpointing": _DEEPSPEED,
     "--zero-stage": _ZERO,
+    "--data-impl": _DATA,
+    "--mmap-warmup": _DATA,
+    "--no-scatter-gather-tensors-in-pipeline": "--dynapipe-scatter-gather off",
+    "--pipeline-model-parallel-split-rank": _LAYERS,
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--fp8-e4m3": "--fp8-format e4m3",
+    "--fp8-hybrid": "--fp8-format hybrid",
+    "--no-async-tensor-model-parallel-allreduce": _DROPPED,
+    "--no-contiguous-buffers-in-local-ddp": _DROPPED,
+    "--no-query-key-layer-scaling": _DROPPED,
+    "--standalone-embedding-stage": _DROPPED,
+    "--log-batch-size-to-tensorboard": _DROPPED,
+    "--no-log-learnig-rate-to-tensorboard": _DROPPED,
+    "--retriever-seq-length": _DROPPED,
+    "--local_rank": "start the run with torchrun, which gives every process its rank",
+    "--DDP-impl": _DROPPED,
 }
 
 VALUES: Mapping[tuple[str, str], str] = {("--dataloader-type", "ordered"): _ORDERED}

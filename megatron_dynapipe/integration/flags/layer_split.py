@@ -25,7 +25,8 @@ def layers_per_stage(given: str | None) -> Split | None:
     """
     if given in (None, AUTO, EQUAL):
         return None
-    split = parse_split(given, expected=(expected := "--dynapipe-layers-per-stage as 5,2.5,0.5, auto or equal"))
+    expected = "--dynapipe-layers-per-stage as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"
+    split = parse_split(given, expected=expected)
     if min(split) == 0:
         raise ConfigError(f"expected {expected}, got {given!r}")
     return split
@@ -50,33 +51,50 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     Raises:
         ConfigError: another flag splits the layers too, or there are no numbers of layers.
     """
-    given, layout = args.dynapipe_layers_per_stage, args.pipeline_model_parallel_layout
-    if given == AUTO and (obstacle := obstacle_to_auto(args)) is not None:
+    given, other = args.dynapipe_layers_per_stage, other_split(args)
+    if given == AUTO and other is not None:
         if os.environ.get("RANK", "0") == "0":
-            print(f"layers per stage: not planned (auto), since there is {obstacle}", flush=True)
+            print(f"layers per stage: not planned (auto), since there is {other}", flush=True)
         given = args.dynapipe_layers_per_stage = EQUAL
-    split = layers_per_stage(given)
-    if split is not None and layout is not None:
+    split, stages = layers_per_stage(given), args.pipeline_model_parallel_size
+    if split is not None:
+        _check(split, args)
+    elif given == AUTO and family is ModelFamily.GPT:
+        stages *= args.num_virtual_stages_per_pipeline_rank or 1
+        split = even_split(args.num_layers, stages, halves=not args.use_dynapipe)
+    if split is None:
+        return
+    if family is ModelFamily.GPT:
+        args.num_virtual_stages_per_pipeline_rank = None  # Megatron takes it or a layout, which says it too.
+        args.pipeline_model_parallel_layout = megatron_layout(split)
+    elif len(split) > stages:
+        args.num_virtual_stages_per_pipeline_rank = len(split) // stages
+
+
+def _check(split: Split, args: argparse.Namespace) -> None:
+    """Hold numbers of layers against the other flags."""
+    given, other = args.dynapipe_layers_per_stage, other_split(args)
+    if other is not None:
         raise ConfigError(
-            f"expected --dynapipe-layers-per-stage {given} or --pipeline-model-parallel-layout {layout}, got both",
-            hint="remove one of them",
+            f"expected --dynapipe-layers-per-stage {given} or {other}, got both", hint="remove one of them"
         )
-    if split is not None and args.use_dynapipe and any(layers % 1 for layers in split):
+    stages, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    each, rest = divmod(len(split), stages)
+    if rest or each != (chunks or (each if stages > 1 else 1)):
+        raise ConfigError(
+            f"expected layers of {stages} pipeline stages{f' with {chunks} virtual stages each' if chunks else ''} in"
+            f" --dynapipe-layers-per-stage, got {len(split)} numbers: {given}",
+            hint="pass a number for every virtual stage, in the order of the model",
+        )
+    if args.use_dynapipe and any(layers % 1 for layers in split):
         raise ConfigError(
             f"expected whole layers on every stage of a model that a patched checkout builds, got {given}",
             hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
         )
-    if given == AUTO and family is ModelFamily.GPT:
-        chunks = args.num_virtual_stages_per_pipeline_rank or 1
-        split = even_split(args.num_layers, args.pipeline_model_parallel_size * chunks)
-    if family is ModelFamily.GPT and split is not None:
-        if given == AUTO:
-            args.num_virtual_stages_per_pipeline_rank = None  # Megatron takes it or a layout, which says it too.
-        args.pipeline_model_parallel_layout = megatron_layout(split)
 
 
-def obstacle_to_auto(args: argparse.Namespace) -> str | None:
-    """The flag by which a planned split gives way, as it was given; None where the split can be planned."""
+def other_split(args: argparse.Namespace) -> str | None:
+    """Megatron's flag that splits the layers, as it was given; None where ours may."""
     others = (
         *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

@@ -118,7 +118,7 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
     whole = msgspec.structs.replace(run.training.evaluation, samples_per_iteration=sampler.samples_per_epoch)
     epoch = split_sampler(run.data, SplitSettings(name="train", sampler=whole)).batch(0)
-    even = even_split(run.model.encoder_layers + run.model.decoder_layers, run.parallel.stages)
+    even = even_split(run.model.encoder_layers + run.model.decoder_layers, run.parallel.stages, halves=halves)
     return choose_layer_split(_planner(run, even), _costs(run).load(), batches, to_fit=[epoch], halves=halves)
 
 

@@ -23,11 +23,12 @@ HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
 TENorm: Any = getattr(t5_spec, "TENorm", None)
 """Transformer Engine's norm, None where that is not installed."""
 
-_OF_ATTENTION = {
+ATTENTION: Mapping[str, type] = {
     **dict.fromkeys(("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"), IdentityOp),
     **dict.fromkeys(("self_attn_bda", "cross_attn_bda"), IdentityFuncOp),
 }
-_OF_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+MLP: Mapping[str, type] = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+"""Modules of each half of a layer, and what stands in their place where a stage does not hold it."""
 
 
 class CoreAttention(enum.StrEnum):
@@ -140,9 +141,9 @@ def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
     """
     built = list(layers)
     if parts.mlp:
-        built[0] = _without(built[0], _OF_ATTENTION)
+        built[0] = _without(built[0], ATTENTION)
     if parts.attention:
-        built[-1] = _without(built[-1], _OF_MLP)
+        built[-1] = _without(built[-1], MLP)
     return built
 
 

@@ -68,9 +68,10 @@ def profile(
         links = measure_links(setup.device)
         sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
-        divider = DivisionProfiler(scope=scope)
-        divided, prefix = divider.measure(), divider.prefix() if setup.packs else None
-        packed = PackedProfiler(scope=scope).run(left * SHARE_OF_PACKED) if setup.packs else {}
+        divider, packer = DivisionProfiler(scope=scope), PackedProfiler(scope=scope)
+        halves, prefixes = divider.padded(), divider.prefixes() if setup.packs else {}
+        rows = packer.run(left * SHARE_OF_PACKED) if setup.packs else {}
+        halves_of_rows = divider.packed(rows, halves)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         _measure(profiler, left, show=is_first)
         if not is_first:
@@ -81,9 +82,10 @@ def profile(
             profiler.measurements,
             modes=modes,
             within=scope.within,
-            packed=packed,
-            divisions={mode: divider.divisions(mode, divided) for mode in modes},
-            prefix=prefix,
+            packed={mode: packer.tables(rows, mode) for mode in modes} if rows else {},
+            halves=halves,
+            halves_of_rows=halves_of_rows,
+            prefixes=prefixes,
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )

@@ -1,28 +1,31 @@
-"""Measuring parts of layers: attention and MLP, weight gradients, and what a piece's prefix adds.
+"""Measuring parts of layers: attention and MLP by themselves, weight gradients, and what a piece's prefix adds.
 
-    layer                    attention + MLP                     at two lengths (a decoder: at three)
-    layer without attention  MLP                                 the same
-    layer, frozen            all but weight gradients            the same
-    piece after m positions  attention to the prefix besides     at four lengths
+    attention                  under every mode, at two lengths (a decoder: at three) and in a few packed rows
+    layer, and its MLP         the same for memory, and the MLP's time once: it takes what its positions do
+    layer, frozen              all but weight gradients, which are the same under every mode
+    piece after m positions    attention to the prefix besides, under every mode at four lengths
 
-All of it without recomputation: what that adds to a backward pass is the forward again.
+A half is measured in the layer itself, without the modules of the other half, as on a stage that holds it alone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched, count
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_dynapipe.cost.division import Division, Kind, Rates
+from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Kind, Peak, Rates
 from megatron_dynapipe.cost.surface import nonnegative_least_squares
-from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point
+from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
+from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, of_row
 from megatron_dynapipe.units import Recompute, round_up
 
 POSITIONS = 1024
@@ -31,21 +34,27 @@ SHARE = 4
 """Samples are as long as the longest, and by this factor shorter."""
 LONG_FOR_PIECES = 512
 """Positions of a sample from which its pieces are measured."""
+ROWS = {"encoder": 3, "decoder": 4, "expert": 3}
+"""Packed rows of each kind in which attention is measured by itself."""
 _PREFIXES = ((1, 2), (1, 7), (4, 1), (4, 4))
 """Eighths of the longest sample: those of a piece, and those before it."""
 _LARGEST = 2**24
+_LINEAR = (1, 1, 0, 1)
+"""Of `_terms`, all but attention's inside."""
 
 Floats = npt.NDArray[np.float64]
 Prefix = npt.NDArray[np.float64]
 """[forward, backward, stored, peak; once, times m, times m · n] in ns and bytes."""
 
 
-class _Times(NamedTuple):
-    """Of a layer at some points: `Values` of the layer, of its MLP, and of the frozen layer."""
+class Halves(NamedTuple):
+    """A kind of layer under a mode: how its costs are divided, and `[4, 4]`, its MLP's `Values` by each of `_terms`."""
 
-    layer: Floats
+    division: Division
     mlp: Floats
-    frozen: Floats
+
+
+HalvesByMode = Mapping[tuple[Kind, Recompute], Halves]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,45 +67,78 @@ class DivisionProfiler:
 
     scope: Scope
 
-    def divisions(self, mode: Recompute, measured: Mapping[Kind, "_Times"]) -> dict[Kind, Division]:
-        """The division of every kind of layer under a mode, from what `measure` gave."""
-        return {kind: self._division(kind, mode, times) for kind, times in measured.items()}
-
-    def measure(self) -> dict[Kind, "_Times"]:
-        """Times of the layers' parts; none where they do not fit the device."""
-        found: dict[Kind, _Times] = {}
+    def padded(self) -> HalvesByMode:
+        """Halves of padded micro-batches under every mode; none of a kind of which some do not fit the device."""
         kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
-        for kind in kinds:
-            if kind not in self.scope.parts:
-                continue
-            part, points = self.scope.parts[kind], self._points(kind)
-            assert part.mlp is not None, "a layer"
-            part.set_recompute(Recompute.NONE)
-            asked = [partial(self.scope.measure, each, point) for each in (part, part.mlp) for point in points]
-            asked += [partial(self._frozen, part, point) for point in points]
-            values = self._all(asked)
-            if all(values):
-                found[kind] = _Times(*np.array(values, float).reshape(3, len(points), 4))
+        return {
+            place: each for kind in kinds if kind in self.scope.parts for place, each in self._of_kind(kind).items()
+        }
+
+    def packed(self, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
+        """Halves of packed rows: attention is measured in some of those in which the layer was.
+
+        Args:
+            measured: rows of every kind and mode, with what a layer takes.
+            padded: what `padded` gave.
+        """
+        found: dict[tuple[Kind, Recompute], Halves] = {}
+        for (kind, mode), halves in padded.items():
+            rows = measured.get((kind, mode), [])[: ROWS[kind]]
+            part = self.scope.parts[kind]
+            attention = self._all([partial(self._values, of_row(part, row), mode, "attention") for row, _ in rows])
+            if len(rows) and attention is not None:
+                layer = np.array([each.stored_bytes for _, each in rows], float)
+                terms, known = _terms([row for row, _ in rows]), halves.division
+                division = _divided(terms, layer, attention, halves.mlp, known.parameters, packed=True)
+                division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
+                found[kind, mode] = Halves(division, halves.mlp)
         return found
 
-    def prefix(self) -> Prefix | None:
-        """What attending to earlier positions adds; None where samples cannot be cut, are short, or do not fit."""
+    def prefixes(self) -> dict[Recompute, Prefix]:
+        """What attending to earlier positions adds to attention, by mode; a layer's peak rises by no more.
+
+        Empty where samples cannot be cut, are short, or do not fit.
+        """
         part, longest = self.scope.parts["encoder"], self.scope.within.input_length
         prepare = part.prepare_piece
         if prepare is None or longest < LONG_FOR_PIECES:
-            return None
-        part.set_recompute(Recompute.NONE)
+            return {}
         longest = min(longest, self.scope.most_positions)
         pieces = [(round_up(longest * own // 8), round_up(longest * before // 8)) for own, before in _PREFIXES]
         points = [*pieces, *sorted({(own, 0) for own, _ in pieces})]
         part = replace(part, prepare=prepare, alone=None)
-        values = self._all([partial(self.scope.measure, part, point) for point in points])
-        if not all(values):
-            return None
-        found = {point: np.array(each, float) for point, each in zip(points, values, strict=True)}
-        more, alone = (np.stack([found[own, m] for own, m in of]) for of in (pieces, [(own, 0) for own, _ in pieces]))
         terms = np.array([(1, before, before * own) for own, before in pieces], float)
-        return np.array([_solved(terms, column) for column in (more - alone).T])
+        prefixes: dict[Recompute, Prefix] = {}
+        for mode in self.scope.modes:
+            values = self._all([partial(self._values, part, mode, "attention", point) for point in points])
+            if values is None:
+                return {}
+            found = dict(zip(points, values, strict=True))
+            more = np.stack([found[own, before] - found[own, 0] for own, before in pieces])
+            prefixes[mode] = np.array([_solved(terms, column) for column in more.T])
+        return prefixes
+
+    def _of_kind(self, kind: Kind) -> HalvesByMode:
+        part, points, found = self.scope.parts[kind], self._points(kind), dict[tuple[Kind, Recompute], Halves]()
+        small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
+        terms = _terms([_row(kind, point) for point in (*points, small)])
+        layers = [partial(self._values, part, Recompute.NONE, None, point) for point in points]
+        trained = self._all([*layers, *(partial(self._frozen, part, point) for point in points)])
+        for mode in self.scope.modes:
+            timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
+            values = self._all([
+                partial(self._values, part, mode, half, point, timed=point in its)
+                for half, its in timed.items()
+                for point in (*points, small)
+            ])  # fmt: skip
+            if trained is None or values is None:
+                return {}
+            layer, attention, its_mlp = np.split(values, 3)
+            mlp = _of_mlp(terms, its_mlp)
+            division = _divided(terms, layer[:, 2], attention, mlp, _parameters(part))
+            per_mille = _weight_per_mille(terms[:-1], trained, division.forward)
+            found[kind, mode] = Halves(msgspec.structs.replace(division, weight_per_mille=per_mille), mlp)
+        return found
 
     def _points(self, kind: Kind) -> list[Point]:
         within = self.scope.within
@@ -107,51 +149,104 @@ class DivisionProfiler:
         most = min(POSITIONS, self.scope.most_positions)
         return [(min(max(most // sum(each), 1), within.size), *each) for each in lengths]
 
+    def _values(
+        self, part: MeasuredModule, mode: Recompute, half: Half | None, point: Point = (), *, timed: bool = True
+    ) -> Values | None:
+        part.set_recompute(mode)
+        with nullcontext() if half is None else only(half, part):
+            return self.scope.measure(part, point, timed=timed)
+
     def _frozen(self, part: MeasuredModule, point: Point) -> Values | None:
         with _frozen(part.module):
-            return self.scope.measure(replace(part, alone=None), point)
+            return self._values(replace(part, alone=None), Recompute.NONE, None, point)
 
-    def _all(self, asked: Sequence[Callable[[], Values | None]]) -> list[Values | None]:
+    def _all(self, asked: Sequence[Callable[[], Values | None]]) -> Floats | None:
+        """`[asked, 4]`; None where one does not fit."""
         turns, found = count(), []
         for some in batched(asked, at_once(shared=self.scope.shared)):
             found += measured_by_ranks(some, turn=next(turns), shared=self.scope.shared)
-        return found
-
-    def _division(self, kind: Kind, mode: Recompute, times: "_Times") -> Division:
-        own, terms = self._terms(kind)
-        attention = np.maximum(times.layer - times.mlp, 0)
-        forward, stored = (_rates(terms, own, attention[:, of], times.mlp[:, of]) for of in (0, 2))
-        backward = attention[:, 1], times.mlp[:, 1]
-        if mode is Recompute.FULL:
-            backward = backward[0] + attention[:, 0], backward[1] + times.mlp[:, 0]
-        weights = float((times.layer[:, 1] - times.frozen[:, 1]).sum())
-        core = terms[:, 1] * forward.inner
-        linears = (terms @ [forward.linear, 0, forward.memory] + own * forward.mlp) / (
-            terms @ [forward.linear, 0, forward.memory] + own * forward.mlp + core
-        )
-        part = self.scope.parts[kind]
-        assert part.mlp is not None, "a layer"
-        mlp = part.mlp.parameters
-        of_attention, of_mlp = _scaled(part.parameters - mlp, mlp)
-        return Division(
-            forward=forward,
-            backward=_rates(terms, own, *backward),
-            stored=None if mode is Recompute.FULL else stored,
-            parameters=(of_attention, of_mlp),
-            weight_per_mille=max(round(1000 * weights / float((times.layer[:, 0] * linears).sum())), 0),
-        )
-
-    def _terms(self, kind: Kind) -> tuple[Floats, Floats]:
-        """Own positions of the points, and what attention's linear, inner and memory rates are multiplied by there."""
-        points = np.array(self._points(kind), float)
-        size, encoder, own = points[:, 0], points[:, 1], points[:, -1]
-        memory = encoder if kind == "decoder" else np.zeros_like(own)
-        return size * own, size[:, None] * np.stack([own, own * (own + memory), memory], axis=1)
+        return np.array(found, float) if all(found) else None
 
 
-def _rates(terms: Floats, own: Floats, attention: Floats, mlp: Floats) -> Rates:
-    linear, inner, memory = _solved(terms, attention)
-    return Rates(*(_scaled(linear, inner, float(mlp.sum() / own.sum()), memory)))
+def _row(kind: Kind, point: Point) -> Row:
+    """The samples of a padded micro-batch."""
+    size, inputs, *targets = point
+    return Row((inputs,) * size, tuple(targets) * size if kind == "decoder" else ())
+
+
+def _terms(rows: Sequence[Row]) -> Floats:
+    """1, own positions, their pairs with keys, and positions of the encoder's output: `[rows, 4]`."""
+    terms = []
+    for row in rows:
+        inputs, targets = np.array(row.inputs, float), np.array(row.targets, float)
+        own, keys, memory = (targets, targets + inputs, inputs.sum()) if row.targets else (inputs, inputs, 0.0)
+        terms.append((1.0, own.sum(), (own * keys).sum(), memory))
+    return np.array(terms)
+
+
+def _divided(
+    terms: Floats,
+    layer: Floats,
+    attention: Floats,
+    mlp: Floats,
+    parameters: tuple[int, int],
+    *,
+    packed: bool = False,
+) -> Division:
+    """How a layer's costs are divided, but for weight gradients.
+
+    Args:
+        terms: of the rows that were measured.
+        layer: bytes that a layer stores, `[rows]`.
+        attention: `Values` of its attention, `[rows, 4]`; without times in rows that were measured for memory alone.
+        mlp: of its MLP, as in `Halves`.
+        parameters: of attention and of the MLP.
+        packed: a packed row's peak is linear in its positions, as in its tables.
+    """
+    mlps, timed = terms @ mlp.T, attention[:, 0] > 0
+    forward, backward = (_rates(terms[timed], attention[timed, at], mlps[timed, at]) for at in (0, 1))
+    stored = (
+        _rates(terms, attention[:, 2], np.maximum(layer - attention[:, 2], 0)),
+        _rates(terms, np.maximum(layer - mlps[:, 2], 0), mlps[:, 2]),
+    )
+    peak = _peak(_solved(terms * _LINEAR if packed else terms, attention[:, 3])), _peak(mlp[3])
+    return Division(forward=forward, backward=backward, stored=stored, peak=peak, parameters=parameters)
+
+
+def _of_mlp(terms: Floats, values: Floats) -> Floats:
+    """Times by own position, where they were measured; memory by all but attention's inside."""
+    timed = values[:, 0] > 0
+    times = [(0.0, values[timed, at].sum() / terms[timed, 1].sum(), 0.0, 0.0) for at in (0, 1)]
+    return np.array([*times, *(_solved(terms * _LINEAR, values[:, at]) for at in (2, 3))])
+
+
+def _peak(of_terms: Floats) -> Peak:
+    once, *rates = of_terms.tolist()
+    return Peak(math.ceil(once), *(math.ceil(rate * PEAK_UNIT) for rate in rates))
+
+
+def _rates(terms: Floats, attention: Floats, mlp: Floats) -> Rates:
+    linear, inner, memory = _solved(terms[:, 1:], attention)
+    return Rates(*(_scaled(linear, inner, float(mlp.sum() / terms[:, 1].sum()), memory)))
+
+
+def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
+    """Weight gradients, in thousandths of the forward of all but attention's inside.
+
+    `measured` are `Values` of the layer at the terms' rows, and of the frozen layer, `[2 · rows, 4]`.
+    """
+    layer, frozen = np.split(measured, 2)
+    linears = terms @ [0, forward.linear + forward.mlp, 0, forward.memory]
+    share = linears / (linears + terms[:, 2] * forward.inner)
+    weights = float((layer[:, 1] - frozen[:, 1]).sum())
+    return max(round(1000 * weights / float((layer[:, 0] * share).sum())), 0)
+
+
+def _parameters(part: MeasuredModule) -> tuple[int, int]:
+    with only("mlp", part):
+        mlp = part.parameters
+    attention, its_mlp = _scaled(part.parameters - mlp, mlp)
+    return attention, its_mlp
 
 
 def _scaled(*values: float) -> tuple[int, ...]:

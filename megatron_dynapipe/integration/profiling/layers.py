@@ -5,22 +5,23 @@ gradients are added to `main_grad` by hooks, as Megatron's data-parallel wrapper
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
+from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.layers import T5Split
@@ -41,6 +42,7 @@ Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
 LAYERS = ("encoder", "decoder", "expert")
+Half = Literal["attention", "mlp"]
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
 
@@ -56,7 +58,6 @@ class MeasuredModule:
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
         layers: that a forward runs one after another; what is measured is divided by it.
         alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
-        mlp: the same layers without their attention.
         prepare_piece: as `prepare`, of a piece of (own positions, positions before); None where samples stay whole.
     """
 
@@ -66,7 +67,6 @@ class MeasuredModule:
     prepare_row: Callable[[Lengths, Lengths], Forward] | None = None
     layers: int = 1
     alone: "MeasuredModule | None" = None
-    mlp: "MeasuredModule | None" = None
     prepare_piece: Callable[[Point], Forward] | None = None
 
     @property
@@ -76,7 +76,7 @@ class MeasuredModule:
 
     def set_recompute(self, mode: Recompute) -> None:
         """Let the next passes keep or recompute what `mode` says."""
-        for part in (*self.from_most_layers, *([] if self.mlp is None else [self.mlp])):
+        for part in self.from_most_layers:
             RecomputeSwitch([part.module]).set(mode)
 
     @property
@@ -113,23 +113,34 @@ def build_parts(
     if chained > 1:
         single = {part.name: part for part in build(model, config, groups, 1, make)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
-    halves = {part.name: part for part in build(model, config, groups, chained, make) if part.name in LAYERS}
-    for name, part in halves.items():
-        _remove_attention(part.module)
-        parts[name] = replace(parts[name], mlp=part)
-    for part in (*halves.values(), *(each for chain in parts.values() for each in chain.from_most_layers)):
+    for part in (each for chain in parts.values() for each in chain.from_most_layers):
         part.module.to(device=device, dtype=model.dtype).train()
         accumulate_gradients(part.module, model.gradient_dtype)
     return parts
 
 
-def _remove_attention(module: torch.nn.Module) -> None:
-    """Leave the MLPs of layers, with their norms."""
-    for layer in module.modules():
-        if isinstance(layer, TransformerLayer):
-            for name in ("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"):
-                setattr(layer, name, IdentityOp())
-            layer.self_attn_bda, layer.cross_attn_bda = IdentityFuncOp(), IdentityFuncOp()
+@contextmanager
+def only(half: Half, part: MeasuredModule) -> Iterator[None]:
+    """Leave one half of the part's layers inside the block, as on a stage that holds it alone.
+
+    Its recompute mode is set before.
+    """
+    absent = specs.ATTENTION if half == "mlp" else {**specs.MLP, "is_moe_layer": bool, "recompute_mlp": bool}  # False
+    modules = (module for each in part.from_most_layers for module in each.module.modules())
+    layers = [module for module in modules if isinstance(module, TransformerLayer)]
+    kept = [(layer, name, getattr(layer, name)) for layer in layers for name in absent]
+    try:
+        for layer, name, _ in kept:
+            _put(layer, name, absent[name]())
+        yield
+    finally:
+        for layer, name, value in kept:
+            _put(layer, name, value)
+
+
+def _put(layer: TransformerLayer, name: str, value: Any) -> None:
+    delattr(layer, name)  # a function takes a module's place
+    setattr(layer, name, value)
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

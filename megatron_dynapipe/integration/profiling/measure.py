@@ -81,9 +81,11 @@ class Scope:
     shared: bool = False
     hurried: bool = False
 
-    def measure(self, part: MeasuredModule, point: Point) -> Values | None:
+    def measure(self, part: MeasuredModule, point: Point, *, timed: bool = True) -> Values | None:
         """`measure` the part, with a single layer where several do not fit; None where memory runs out."""
-        run = partial(measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried)
+        run = partial(
+            measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried, timed=timed
+        )
         return largest_that_fits(part, run, shared=self.shared)
 
 
@@ -103,7 +105,13 @@ def clock_of(device: torch.device, *, shared: bool) -> DevicePlatform:
 
 
 def measure(
-    part: MeasuredModule, point: Point, platform: DevicePlatform, *, shared: bool, hurried: bool = False
+    part: MeasuredModule,
+    point: Point,
+    platform: DevicePlatform,
+    *,
+    shared: bool,
+    hurried: bool = False,
+    timed: bool = True,
 ) -> Values:
     """Measure a part at a point, in the recompute mode it is set to.
 
@@ -113,12 +121,15 @@ def measure(
         platform: the device's clock.
         shared: ranks share the part, and all of them measure it together.
         hurried: time is too short to repeat much.
+        timed: whether times are wanted, beside memory; without, they are 0.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory for it.
     """
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
+    if not timed:
+        return Values(0, 0, memory.stored_bytes, memory.peak_bytes)
     in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device, shared=shared) - 1))
     on_cpu = platform.device.type == "cpu"
     fewest, most = (SHARED_REPEATS, SHARED_REPEATS) if shared else (FEWEST_REPEATS, MOST_REPEATS)

@@ -50,6 +50,10 @@ class Row(NamedTuple):
     targets: Lengths
 
 
+MeasuredRows = Mapping[tuple[str, Recompute | None], Sequence[tuple[Row, Values]]]
+"""Rows of a part under a mode, the head's under none, with what one layer took."""
+
+
 def rows_of(part: str, within: Shape, most_positions: int) -> list[Row]:
     """The rows that a part may be measured with, the most telling first."""
     longest = within.input_length
@@ -101,7 +105,7 @@ class _Surface:
     name: str
     mode: Recompute | None
     left: list[Row]
-    measured: list[tuple[Row, tuple[int, ...]]] = field(default_factory=list)
+    measured: list[tuple[Row, Values]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +118,8 @@ class PackedProfiler:
 
     scope: Scope
 
-    def run(self, budget_s: float) -> dict[Recompute, Tables]:
-        """Tables by mode, of the rows that the budget allows, and of `FEWEST_ROWS` of each part and mode at least.
+    def run(self, budget_s: float) -> MeasuredRows:
+        """The rows that the budget allows, and `FEWEST_ROWS` of each part and mode at least.
 
         Empty where even these do not fit into the device's memory.
         """
@@ -131,11 +135,11 @@ class PackedProfiler:
                 self._measure_next(some, next(turns))
         if any(len(surface.measured) < FEWEST_TO_FIT for surface in surfaces):
             return {}
-        found = {(surface.name, surface.mode): surface.measured for surface in surfaces}
-        return {
-            mode: self._tables({name: rows for (name, own), rows in found.items() if own in (mode, None)})
-            for mode in self.scope.modes
-        }
+        return {(surface.name, surface.mode): surface.measured for surface in surfaces}
+
+    def tables(self, measured: MeasuredRows, mode: Recompute) -> Tables:
+        """Those of a mode, from what `run` gave."""
+        return self._tables({name: rows for (name, own), rows in measured.items() if own in (mode, None)})
 
     def _surfaces(self) -> Iterator[tuple[str, Recompute | None]]:
         """What is measured by itself: layers under every mode; the head recomputes nothing."""
@@ -157,9 +161,9 @@ class PackedProfiler:
     def _values(self, surface: "_Surface", row: Row) -> Values | None:
         if surface.mode is not None:
             self.scope.parts[surface.name].set_recompute(surface.mode)
-        return self.scope.measure(_of_row(self.scope.parts[surface.name], row), ())
+        return self.scope.measure(of_row(self.scope.parts[surface.name], row), ())
 
-    def _tables(self, measured: Mapping[str, Sequence[tuple[Row, tuple[int, ...]]]]) -> Tables:
+    def _tables(self, measured: Mapping[str, Sequence[tuple[Row, Values]]]) -> Tables:
         tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}
         for name, rows in measured.items():
             attends = self.scope.parts[name].prepare_row is not None
@@ -175,7 +179,7 @@ class PackedProfiler:
         return tables
 
 
-def _of_row(part: MeasuredModule, row: Row) -> MeasuredModule:
+def of_row(part: MeasuredModule, row: Row) -> MeasuredModule:
     """The part with the forward of a packed row, whatever the point."""
 
     def forward(of: MeasuredModule, _point: object) -> Forward:

@@ -25,7 +25,7 @@ from megatron_dynapipe.cost.format import (
 )
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
-from megatron_dynapipe.integration.profiling.division import Prefix
+from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.integration.profiling.layers import LAYERS, MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurement
@@ -49,15 +49,16 @@ def cost_file(
     modes: Sequence[Recompute],
     within: Shape,
     packed: Mapping[Recompute, PackedTables],
-    divisions: Mapping[Recompute, dict[Kind, Division]],
-    prefix: Prefix | None,
+    halves: HalvesByMode,
+    halves_of_rows: HalvesByMode,
+    prefixes: Mapping[Recompute, Prefix],
     links: Mapping[str, Link],
     provenance: Provenance,
 ) -> CostFile:
     """The cost model that measurements make; its error bars are among its provenance.
 
-    `packed` are the tables of packed rows by mode; without them they are derived when plans are made. `divisions` say
-    how layers' costs are divided, `prefix` what pieces cost besides.
+    `packed` are the tables of packed rows by mode; without them they are derived when plans are made. `halves` say how
+    layers' costs are divided, `halves_of_rows` in packed rows, `prefixes` what pieces cost besides.
 
     Raises:
         CostModelError: something was not measured at all.
@@ -78,9 +79,11 @@ def cost_file(
             within=within,
             infeasible=_infeasible(measurements, mode),
         )
-        rows = _packed_entry(packed[mode], mode, prefix, setup) if packed else None
+        rows = None
+        if packed:
+            rows = _packed_entry(packed[mode], prefixes.get(mode), _divisions(halves_of_rows, mode), setup)
         entries[key_of(setup.tensor_parallel, mode)] = msgspec.structs.replace(
-            entry, packed=rows, division=divisions[mode]
+            entry, packed=rows, division=_divisions(halves, mode)
         )
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
@@ -173,8 +176,14 @@ def _points(
     return points
 
 
-def _packed_entry(tables: PackedTables, mode: Recompute, prefix: Prefix | None, setup: ProfileSetup) -> PackedEntry:
-    """Tables of packed rows as the file has them; a recomputation attends to the prefix again, and keeps nothing."""
+def _divisions(halves: HalvesByMode, mode: Recompute) -> dict[Kind, Division]:
+    return {kind: each.division for (kind, its), each in halves.items() if its is mode}
+
+
+def _packed_entry(
+    tables: PackedTables, prefix: Prefix | None, division: dict[Kind, Division], setup: ProfileSetup
+) -> PackedEntry:
+    """Tables of packed rows as the file has them."""
     parts = {
         quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in made.items()}
         for quantity, made in tables.items()
@@ -184,15 +193,14 @@ def _packed_entry(tables: PackedTables, mode: Recompute, prefix: Prefix | None, 
         parts["stored_activation_mb"]["encoder_output"] = PackedPart(linear=output)
     if prefix is not None:
         forward, backward, stored, peak = prefix
-        again = mode is not Recompute.NONE
         for quantity, part, costs in (
             ("time_ms", "encoder.forward", forward / NS_PER_MS),
-            ("time_ms", "encoder.backward", (backward + again * forward) / NS_PER_MS),
-            ("stored_activation_mb", "encoder", stored * (not again) / BYTES_PER_MB),
+            ("time_ms", "encoder.backward", backward / NS_PER_MS),
+            ("stored_activation_mb", "encoder", stored / BYTES_PER_MB),
             ("peak_activation_mb", "encoder", peak / BYTES_PER_MB),
         ):
             parts[quantity][part] = msgspec.structs.replace(parts[quantity][part], prefix=tuple(costs.tolist()))
-    return PackedEntry(**parts)
+    return PackedEntry(division=division, **parts)
 
 
 def _position_mb(setup: ProfileSetup) -> float:

@@ -79,7 +79,7 @@ REFUSED = {
     "--dynapipe-planners 0": "expected --dynapipe-planners above 0, got 0",
     "--dynapipe-lookahead many": "invalid int value: 'many'",
     "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type to name some of none,selective,full, got 'some'",
-    "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,2.5,0.5, auto or equal, got '3;1'",
+    "--dynapipe-layers-per-stage 3;1": "expected --dynapipe-layers-per-stage as 5,2.5,0.5 (multiples of 0.5, none 0)",
     "--dynapipe-scatter-gather on": "there are no tensor-parallel ranks to divide messages over",
     "--dynapipe-cost-model /nowhere.json": "/nowhere.json",
     "--dynapipe-cluster /nowhere.yaml": "cluster file /nowhere.yaml does not exist",

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import fork
+from megatron_dynapipe.integration.flags import fork, megatron_flags
 
 GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"
 VALUES = {" ".join(pair): instead for pair, instead in fork.VALUES.items()}
@@ -37,6 +37,12 @@ def test_what_the_fork_has_beside_its_dynapipe_flags_is_decided_on() -> None:
     variables = {"DYNAPIPE_REDIS_CMD", "DYNAPIPE_KVREDIS_POLLING_INTERVAL", "DYNAPIPE_KVREDIS_CONNECT_TIMEOUT"}
     assert {*flags.split()} <= {*fork.FLAGS} and variables <= {*fork.VARIABLES}
     assert ("--dataloader-type", "ordered") in fork.VALUES
+
+
+def test_flags_of_its_launch_template_that_megatron_dropped_are_decided_on() -> None:
+    template = "--no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline --data-impl"
+    assert {*template.split()} <= {*fork.FLAGS}
+    assert not {flag for action in megatron_flags.actions() for flag in action.option_strings} & {*fork.FLAGS}
 
 
 def test_other_flags_and_values_pass() -> None:

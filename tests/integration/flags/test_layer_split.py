@@ -18,9 +18,9 @@ RUNS = {
         "t5", (1, 3), f"{AUTO} --dynapipe-layout padded", lambda layers: layers[0] >= 3),
     "gpt, odd: the stage with the head has the fewer": (
         "gpt", (1, 60), f"{AUTO} --num-layers 5", lambda layers: sum(layers) == 5 and layers[0] > layers[1]),
-    "gpt, virtual stages: evened over both chunks of both ranks": (
-        "gpt", (1, 60), f"{AUTO} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
-        lambda layers: len(layers) == 4 and sum(layers) == 8 and layers[1] + layers[3] < 4),
+    "gpt, more virtual stages than layers: evened in halves over both chunks of both ranks": (
+        "gpt", (1, 60), f"{AUTO} --num-layers 3 --num-virtual-stages-per-pipeline-rank 2",
+        lambda layers: len(layers) == 4 and sum(layers) == 3 and layers[1] + layers[3] <= 1.5),
     "gpt, flags that say more": ("gpt", (1, 60), f"{AUTO} {OBSTACLE}", None),
     "t5, a layout of two chunks in Megatron's letters": (
         "t5", (1, 60), "--decoder-num-layers 4 --pipeline-model-parallel-layout Et*2|t|t|(t)*2L", None),
@@ -80,30 +80,51 @@ def test_a_t5_has_no_other_way_to_split(given, message):
 
 
 SETTLED = {
-    "t5": (ModelFamily.T5, {"dynapipe_layers_per_stage": "3,1"}, None),
-    "gpt": (ModelFamily.GPT, {}, None),
-    "gpt, layers": (ModelFamily.GPT, {"dynapipe_layers_per_stage": "3,1"}, "Ettt|tL"),
-    "gpt, half layers": (ModelFamily.GPT, {"dynapipe_layers_per_stage": "1.5,0.5,2"}, "Et|t|ttL"),
-    "gpt, to be planned": (
-        ModelFamily.GPT,
-        {"dynapipe_layers_per_stage": "auto", "num_layers": 5, "pipeline_model_parallel_size": 2},
-        "Ettt|ttL",
+    # family, --dynapipe-layers-per-stage, other flags, Megatron's layout and its virtual stages
+    "t5": (ModelFamily.T5, "3,1", {}, None, None),
+    "t5, virtual stages": (ModelFamily.T5, "1.5,1,0.5,1", {}, None, 2),
+    "gpt": (ModelFamily.GPT, None, {}, None, None),
+    "gpt, layers": (ModelFamily.GPT, "3,1", {}, "Ettt|tL", None),
+    "gpt, half layers of two chunks": (
+        ModelFamily.GPT, "1.5,0.5,2,1", {"num_virtual_stages_per_pipeline_rank": 2}, "Et|t|tt|tL", None),
+    "gpt, to be planned": (ModelFamily.GPT, "auto", {"num_layers": 5}, "Ettt|ttL", None),
+    "gpt, to be planned in halves": (ModelFamily.GPT, "auto", {"num_layers": 1}, "E|tL", None),
+}  # fmt: skip
+CONTRADICTED = {
+    "1,1,1": ({}, "expected layers of 2 pipeline stages in --dynapipe-layers-per-stage, got 3 numbers: 1,1,1"),
+    "2,1": (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        "of 2 pipeline stages with 2 virtual stages each .* 2 numbers",
     ),
+    "1,1": ({"pipeline_model_parallel_size": 1}, "expected layers of 1 pipeline stages .* got 2 numbers"),
+    "3,1": ({"decoder_first_pipeline_num_layers": 1}, "stage 3,1 or --decoder-first-pipeline-num-layers 1, got both"),
+    "1.5,0.5": ({"use_dynapipe": True}, "expected whole layers on every stage of a model that a patched checkout"),
 }
 
 
 def flags_of_layers(**given: object) -> Namespace:
     chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    return asked(**dict.fromkeys(chunks), **given)
+    return asked(**{**dict.fromkeys(chunks), "pipeline_model_parallel_size": 2, **given})
 
 
-@pytest.mark.parametrize(("family", "given", "layout"), SETTLED.values(), ids=SETTLED.keys())
-def test_what_megatron_is_given(family, given, layout):
+@pytest.mark.parametrize(("family", "layers", "given", "layout", "chunks"), SETTLED.values(), ids=SETTLED.keys())
+def test_what_megatron_is_given(family, layers, given, layout, chunks):
     from megatron_dynapipe.integration.flags.layer_split import settle
 
-    args = flags_of_layers(**given)
+    args = flags_of_layers(dynapipe_layers_per_stage=layers, **given)
     settle(args, family)
     assert args.pipeline_model_parallel_layout == layout
+    assert args.num_virtual_stages_per_pipeline_rank == chunks
+
+
+@pytest.mark.parametrize(("layers", "case"), CONTRADICTED.items())
+def test_layers_that_other_flags_contradict(layers, case):
+    from megatron_dynapipe.integration.flags.layer_split import settle
+
+    given, message = case
+    for family in ModelFamily:
+        with pytest.raises(ConfigError, match=message):
+            settle(flags_of_layers(dynapipe_layers_per_stage=layers, **given), family)
 
 
 @pytest.mark.parametrize("given", ["", "3,x", "3,0,1", "3;1", "automatic"])
@@ -127,7 +148,7 @@ def test_layers_per_stage_are_numbers(given):
     ],
 )
 def test_flags_that_a_planned_split_gives_way_to(name, value):
-    from megatron_dynapipe.integration.flags.layer_split import obstacle_to_auto
+    from megatron_dynapipe.integration.flags.layer_split import other_split
 
     args = flags_of_layers(dynapipe_layers_per_stage="auto")
     setattr(args, name, value)
@@ -136,4 +157,4 @@ def test_flags_that_a_planned_split_gives_way_to(name, value):
         if name in ("num_layers", "num_virtual_stages_per_pipeline_rank")
         else f"--{name.replace('_', '-')} {value}"
     )
-    assert obstacle_to_auto(args) == expected
+    assert other_split(args) == expected

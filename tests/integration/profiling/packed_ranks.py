@@ -1,15 +1,16 @@
-"""What the rank of the packed profile's tests runs: tables of packed rows, and what another row then takes."""
+"""What the rank of the packed profile's tests runs: tables of packed rows, halves, and what others then take."""
 
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from megatron_dynapipe.cost.division import PEAK_UNIT, Rates
 from megatron_dynapipe.cost.tabulate import PartTables
 from megatron_dynapipe.integration.profiling.division import DivisionProfiler
-from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.layers import build_parts, only
 from megatron_dynapipe.integration.profiling.measure import Scope
-from megatron_dynapipe.integration.profiling.packed import PackedProfiler, Row, _of_row
+from megatron_dynapipe.integration.profiling.packed import MeasuredRows, PackedProfiler, Row, of_row
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
@@ -25,12 +26,14 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
         parts = build_parts(setup.model, setup.device)
         scope = Scope(
             parts=parts,
-            modes=[Recompute.NONE, Recompute.FULL],
+            modes=list(Recompute),
             within=WITHIN,
             most_positions=1024,
             platform=platform_of(torch.device("cpu")),
         )
-        found = PackedProfiler(scope=scope).run(0.0)  # the fewest rows are measured also beyond the budget
+        packer = PackedProfiler(scope=scope)
+        rows = packer.run(0.0)  # the fewest rows are measured also beyond the budget
+        found = {mode: packer.tables(rows, mode) for mode in scope.modes}
         stored = {
             f"{name}, {mode}": (
                 _at(made["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
@@ -43,21 +46,54 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
         return {
             "names": {mode.value: {q: sorted(made[q]) for q in made} for mode, made in found.items()},
             "stored": stored,
-            "prefix": _prefix(replace(scope, within=LONG)),
+            "halves": _halves(scope, rows),
+            "prefixes": _prefixes(replace(scope, within=LONG)),
         }
 
 
-def _prefix(scope: Scope) -> list[list[float]] | None:
-    """[forward, backward, stored, peak; once, by position, by pair] of pieces."""
-    found = DivisionProfiler(scope=scope).prefix()
-    return None if found is None else found.tolist()
+def _prefixes(scope: Scope) -> dict[str, list[list[float]]]:
+    """By mode [forward, backward, stored, peak; once, by position, by pair] of pieces."""
+    return {mode.value: found.tolist() for mode, found in DivisionProfiler(scope=scope).prefixes().items()}
+
+
+def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
+    """(predicted, measured) bytes that halves store and need, in a padded micro-batch and in `OTHER`."""
+    profiler, found = DivisionProfiler(scope=scope), {}
+    padded = profiler.padded()
+    packed = profiler.packed(rows, padded)
+    for kind, mode in padded:
+        inputs, targets = OTHER if kind == "decoder" else (OTHER.inputs, ())
+        shape = [40, 24] if kind == "decoder" else [40]
+        for layout, halves, part, point, lengths in (
+            ("padded", padded, scope.parts[kind], (3, *shape), ([n] * 3 for n in shape)),
+            ("packed", packed, of_row(scope.parts[kind], Row(inputs, targets)), (), filter(None, (inputs, targets))),
+        ):
+            *of_encoder, own = lengths
+            encoder = of_encoder[0] if of_encoder else [0] * len(own)
+            keys = [n + m for n, m in zip(own, encoder, strict=True)]
+            part.set_recompute(mode)
+            layer = scope.measure(part, point, timed=False)
+            for at, half in enumerate(("attention", "mlp")):
+                with only(half, part):
+                    measured = scope.measure(part, point, timed=False)
+                assert layer is not None and measured is not None
+                division = halves[kind, mode].division
+                assert division.peak is not None
+                name = f"{layout} {kind}, {mode}, {half}"
+                of = division.peak[at]
+                linears, inside, _ = Rates(of.linear, of.inner, 0, of.memory).parts(own, keys, encoder)
+                found[f"{name}, peak"] = (of.once + (linears + inside) / PEAK_UNIT, measured.peak_bytes)
+                linears, inside, mlp = division.stored[at].parts(own, keys, encoder)
+                share = (linears + inside, mlp)[at] / (linears + inside + mlp)
+                found[f"{name}, stored"] = (share * layer.stored_bytes, measured.stored_bytes)
+    return found
 
 
 def _measured(scope: Scope, name: str, mode: Recompute) -> float:
     part = scope.parts[name]
     part.set_recompute(mode)
     row = OTHER if name == "decoder" else Row(OTHER.inputs, ())
-    found = scope.measure(_of_row(part, row), ())
+    found = scope.measure(of_row(part, row), ())
     assert found is not None
     return found.stored_bytes / BYTES_PER_MB
 

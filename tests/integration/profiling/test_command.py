@@ -60,7 +60,12 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
     assert none.state.encoder_bytes == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
     division = none.division["encoder"]
     assert division.parameters[0] / sum(division.parameters) == pytest.approx(4 / 12, rel=0.06)
-    assert division.stored is not None and full.division["encoder"].stored is None
+    halves = [Row.ENCODER_ATTENTION_PEAK, Row.ENCODER_MLP_PEAK]
+    for tables, stores_apart in ((none, True), (full, False)):
+        assert (tables.values[halves] < tables.values[Row.ENCODER_PEAK]).all(), "a layer holds more than either half"
+        attention, layer = (tables.values[row] for row in (Row.ENCODER_ATTENTION_STORED, Row.ENCODER_STORED))
+        assert (attention < 0.6 * layer).all() == stores_apart, "recomputed in full each half keeps its own input"
+        assert tables.packed is not None and tables.packed.division.keys() == tables.division.keys()
     assert division.forward.mlp > 0 and division.forward.linear + division.forward.inner > 0
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
 

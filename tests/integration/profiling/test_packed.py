@@ -13,7 +13,7 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
     tables = "tests.integration.profiling.packed_ranks:tables"
     found = run_ranks(tables, 1, {"flags": flags, "family": family}, deadline_s=200)[0]
     kinds = sorted([*layers, "postprocess"])
-    for mode in ("none", "full"):
+    for mode in ("none", "selective", "full"):
         assert found["names"][mode] == {
             "time_ms": sorted(f"{kind}.{way}" for kind in kinds for way in ("forward", "backward")),
             "stored_activation_mb": kinds,
@@ -23,12 +23,12 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
         # Attention without a kernel for packed rows pads groups of like samples, by how they happen to lie, and keeps
         # where they lie: much beside states of 32 channels.
         assert predicted == pytest.approx(measured, rel=0.2), name
-    if family == "t5":
-        assert found["prefix"] is None, "samples stay whole"
-    else:
-        forward, backward, stored, _ = found["prefix"]
+    assert found["prefixes"].keys() == (set() if family == "t5" else {"none", "selective", "full"}), "a T5's stay whole"
+    for forward, backward, stored, _ in found["prefixes"].values():
         assert sum(forward[1:]) > 0 and sum(backward[1:]) > 0, "attending to more keys takes longer"
         assert sum(stored) == 0, "earlier keys are kept once, by their own pieces"
+    wrong = {name: pair for name, pair in found["halves"].items() if not 0.95 <= pair[0] / pair[1] <= 1.15}
+    assert len(found["halves"]) == 24 * len(layers) and wrong == {}, f"(predicted, measured): {wrong}"
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder", "postprocess"])
