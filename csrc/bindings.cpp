@@ -124,12 +124,13 @@ public:
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        BatchMaker maker(problem_, *costs_, places);
-        const std::vector<ReplicaState> begin = restored(problem_, given, maker);
+        if (!begun_ || begun_->order != places) begun_ = std::make_unique<Begun>(problem_, *costs_, places);
+        const std::vector<ReplicaState> begin = restored(problem_, given, begun_->maker);
         if (begin.size() < given.size()) return result;
-        dynapipe::Found found = search(problem_, *costs_, maker, checked, evaluations, seed, begin);
+        dynapipe::Found found = given.empty() ? search(problem_, *costs_, *begun_, checked, evaluations, seed)
+                                              : search_from(problem_, *costs_, begun_->maker, begin, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r)
-            result.emplace_back(chosen_of(found.replicas[r], maker), std::move(found.orders[r]));
+            result.emplace_back(chosen_of(found.replicas[r], begun_->maker), std::move(found.orders[r]));
         return result;
     }
 
@@ -220,7 +221,8 @@ private:
     const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
-    std::mutex mutex_;  // of the cache
+    std::unique_ptr<Begun> begun_;
+    std::mutex mutex_;  // of the cache and of what was begun
 };
 
 // Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer, second half.
@@ -266,21 +268,24 @@ std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Mat
             std::move(run.peak), run.makespan, run.stalled};
 }
 
-std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Matrix>& arrays, int64_t chunks,
-                                                            const Ints& model_state, int64_t memory_limit,
-                                                            bool forward_only, const Ints& depth, int64_t rule,
-                                                            bool peak_covers_backward) {
+std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(
+    const std::vector<Matrix>& arrays, int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
+    const Ints& depth, int64_t rule, bool peak_covers_backward, int64_t least_gap, int64_t bound, const Integers& before) {
     const PipelineShape shape = pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward);
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(depth.size() == model_state.size(), "a depth for every stage");
     for (size_t s = 0; s < depth.size(); ++s) require(depth.data()[s] >= 1, "depths of at least 1");
     require(rule >= 0 && rule < static_cast<int64_t>(Rule::kRules), "a rule that there is");
-    const Policy policy{copy(depth), static_cast<Rule>(rule)};
+    const Policy policy{copy(depth), static_cast<Rule>(rule), least_gap};
+    ListScheduler::Costs rows, earlier;
+    for (const PassCosts& row : costs) rows.push_back(&row);
+    for (int64_t row : before) earlier.push_back(&costs.at(row));
     std::vector<uint8_t> forwards;
     nb::gil_scoped_release release;
-    ListScheduler::Costs rows;
-    for (const PassCosts& row : costs) rows.push_back(&row);
-    const int64_t makespan = ListScheduler(shape).run(rows, policy, kUnreachable, &forwards);
+    ListScheduler scheduler(shape);
+    ListScheduler::Trace trace;
+    scheduler.run(earlier, policy, kUnreachable, nullptr, {}, nullptr, &trace);
+    const int64_t makespan = scheduler.run(rows, policy, bound, &forwards, {}, &trace);
     for (uint8_t& kind : forwards) kind = kind == kForwardPass;
     return {makespan, std::move(forwards)};
 }
@@ -380,6 +385,7 @@ NB_MODULE(_native, module) {
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
+               "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(),
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends, elements of messages).");

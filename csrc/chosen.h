@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "search.h"
+#include "solution.h"
 
 namespace dynapipe {
 

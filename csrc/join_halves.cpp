@@ -13,7 +13,10 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
     if (batches.empty()) return;
     std::vector<PassCosts> costs;
     for (const MicroBatch* batch : batches) costs.push_back(*batch->costs);
-    const int64_t makespan = simulate(shape, costs, order, false).makespan, width = order.size() / shape.stages;
+    const Simulation base = simulate(shape, costs, order, false);
+    const int64_t makespan = base.makespan, width = order.size() / shape.stages;
+    std::vector<int64_t> most_idle(shape.stages, makespan);  // for no longer a time
+    for (size_t i = 0; i < order.size(); ++i) most_idle[i / width] -= base.end[i] - base.start[i];
     const int64_t trials = kBudget / (static_cast<int64_t>(batches.size()) * shape.chunks * shape.stages);
     for (int64_t s = 0; s < shape.stages; ++s) {
         const auto begin = order.begin() + s * width, end = begin + width;
@@ -26,7 +29,7 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
             *first -= kInputPass - kBackwardPass;
             std::rotate(second, second + 1, end);
             end[-1] = kNoPass;
-            const Simulation run = simulate(shape, costs, order, false);
+            const Simulation run = simulate(shape, costs, order, false, &most_idle);
             if (!run.stalled && run.makespan <= makespan) continue;
             *first += kInputPass - kBackwardPass;
             end[-1] = half;

@@ -5,6 +5,11 @@
 #include "checks.h"
 
 namespace dynapipe {
+namespace {
+
+constexpr int64_t kPoints = 64;  // of a trace, about
+
+}  // namespace
 
 // Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages.
 void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned) {
@@ -68,13 +73,83 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
             }
         }
         if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
-        stages_[s] = {0, shape_.model_state[s], work, above, drain, weights, 0, 0, 0, 0, kForwardPass};
+        stages_[s] = {0, shape_.model_state[s], 0, 0, 0, 0, 0, 0, kForwardPass};
         starts_[s] = kUnreachable;
+        above_[s] = above;
+        most_idle_[s] = bound - work;
+        drain_[s] = drain - weights;
         warmup += costs.front()->forward[s] + costs.front()->forward_transfer[s];
         if (!shape_.forward_only && s + 1 < shape_.stages)
             drain += last->backward[s] - (divided ? last->weight[s] : 0) + last->backward_transfer[s + 1];
     }
     return true;
+}
+
+void ListScheduler::Trace::replace(Trace& before) {
+    std::swap_ranges(points_.begin(), points_.begin() + shared_, before.points_.begin());
+    std::swap(*this, before);
+}
+
+int64_t ListScheduler::Trace::common(const Costs& costs, const Policy& policy, const std::vector<int32_t>& turned) const {
+    if (costs_.empty() || !(policy == policy_) || turned.empty() != turned_.empty()) return 0;
+    const auto alike = [](const auto& a, const auto& b) {
+        return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
+    };
+    int64_t common = alike(costs, costs_);
+    if (turned.empty()) return common;
+    const size_t same = alike(turned, turned_);
+    common = std::min<int64_t>(common, same);
+    for (const auto* each : {&turned, &turned_})  // whose backwards are elsewhere
+        for (size_t place = same; place < each->size(); ++place) common = std::min<int64_t>(common, (*each)[place]);
+    return common;
+}
+
+void ListScheduler::Trace::begin(size_t shared) {
+    costs_.clear();
+    used_ = shared_ = shared;
+    if (points_.size() < used_) points_.resize(used_);
+}
+
+void ListScheduler::mark(Trace& trace) const {
+    if (trace.used_ == trace.points_.size()) trace.points_.emplace_back();
+    Point& point = trace.points_[trace.used_++];
+    point.stages = stages_;
+    point.starts = starts_;
+    point.makespan = makespan_;
+}
+
+void ListScheduler::keep(Trace& trace, const Costs& costs, const Policy& policy) {
+    trace.costs_ = costs;
+    trace.policy_ = policy;
+    trace.turned_ = turned_;
+    trace.above_ = above_;
+    trace.input_ready_.swap(input_ready_);
+    trace.gradient_ready_.swap(gradient_ready_);
+}
+
+// Goes to the last point of an earlier run at which only so many micro-batches mattered.
+template <bool kChunked>
+size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
+    if (before.above_ != above_) return 0;
+    size_t at = before.used_;
+    while (at > 0 && before.points_[at - 1].stages[0].forwards >= common) --at;
+    if (at == 0) return 0;
+    const Point& point = before.points_[at - 1];
+    const int64_t width = before.costs_.size(), last = shape_.stages - 1;
+    stages_ = point.stages;
+    starts_ = point.starts;
+    makespan_ = point.makespan;
+    for (int64_t s = 0; s <= last; ++s) {
+        left_ -= stages_[s].passes;
+        if (s > 0) std::copy_n(before.input_ready_.begin() + s * width, stages_[s - 1].forwards, input_ready_.begin() + s * items_);
+        const int64_t* gradients = before.gradient_ready_.data() + s * width;
+        if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradient_ready_.begin() + s * items_);
+    }
+    for (int64_t i = 0; i < stages_[last].forwards; ++i) {
+        const int64_t place = item<kChunked>(true, i).after;
+        gradient_ready_[last * items_ + place] = before.gradient_ready_[last * width + place];
+    }
+    return at;
 }
 
 // The stage whose next pass starts first.
@@ -90,7 +165,7 @@ int64_t ListScheduler::earliest() const {
 
 template <bool kChunked>
 int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int64_t bound,
-                                   std::vector<uint8_t>* kinds) {
+                                   std::vector<uint8_t>* kinds, const Trace* before, Trace* trace) {
     if (costs.empty()) return 0;
     const bool divided = policy.least_gap != kUndivided && !shape_.forward_only;
     if (!begin(costs, bound, divided)) return kUnreachable;
@@ -100,20 +175,28 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
     for (int64_t i = 0; i < items_; ++i)
         if (item<kChunked>(true, i).chunk == 0) input_ready_[i] = 0;
     if (kinds) kinds->assign(stages * passes, kPassKinds);
-    choose<kChunked>(0, costs, policy);
-    int64_t makespan = 0;
+    makespan_ = 0;
+    const size_t shared = before ? begin_from<kChunked>(*before, before->common(costs, policy, turned_)) : 0;
+    if (shared == 0) choose<kChunked>(0, costs, policy);
+    if (trace) trace->begin(shared);
+    const int64_t apart = items_ / kPoints + 1;
+    int64_t next_point = trace ? stages_[0].forwards + apart : kUnreachable;
     for (; left_ > 0; --left_) {
         const int64_t s = earliest();
         Stage& stage = stages_[s];
+        if (s == 0 && stage.forwards >= next_point && stage.next == kForwardPass) {
+            mark(*trace);
+            next_point += apart;
+        }
         if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
         const int64_t at = s * passes + stage.passes++;
         Fed fed{s, 0, false};
         if (stage.next == kWeightPass) step_weight<kChunked>(s, costs);
         else fed = step<kChunked>(s, costs);
         if (kinds) (*kinds)[at] = stage.next;
-        if (stage.free + stage.work_left + std::max<int64_t>(stage.drain - stage.weight_left, 0) >= bound)
-            return kUnreachable;
-        makespan = std::max(makespan, stage.free);
+        const int64_t drain = stage.backwards < items_ ? std::max<int64_t>(drain_[s] + stage.halves, 0) : 0;
+        if (stage.idle + drain >= most_idle_[s]) return kUnreachable;
+        makespan_ = std::max(makespan_, stage.free);
         if (fed.stage != s) {
             const Stage& other = stages_[fed.stage];  // unless it waits for something else
             if (fed.place == (fed.forward ? other.forwards : other.backwards))
@@ -121,7 +204,8 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         }
         choose<kChunked>(s, costs, policy);
     }
-    return makespan;
+    if (trace) keep(*trace, costs, policy);
+    return makespan_;
 }
 
 // Runs the oldest second half of a backward pass.
@@ -131,8 +215,7 @@ void ListScheduler::step_weight(int64_t s, const Costs& costs) {
     const Item item = this->item<kChunked>(false, stage.released++);
     const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row]->weight[v];
     stage.free += time;
-    stage.work_left -= time;
-    stage.weight_left -= time;
+    stage.halves += time;
     stage.held -= costs[item.row]->stored[v];
     release<kChunked>(s, costs);
 }
@@ -159,8 +242,8 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const int64_t v = item.chunk * stages + s;
     if (!forward && divided_ && cost.weight[v] > 0) stage.next = kInputPass;
     const int64_t time = cost.time(stage.next, v);
+    stage.idle += starts_[s] - stage.free;
     stage.free = starts_[s] + time;
-    stage.work_left -= time;
     if (forward && !shape_.forward_only) stage.held += cost.stored[v];
     if (stage.next == kBackwardPass) stage.held -= cost.stored[v];
     if (!forward) release<kChunked>(s, costs);
@@ -189,7 +272,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
         const PassCosts& cost = *costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
         // Beside others in flight it must leave room for every backward.
-        const int64_t needed = i == stage.released ? cost.peak[v] : std::max(cost.peak[v], cost.stored[v] + stage.above);
+        const int64_t needed = i == stage.released ? cost.peak[v] : std::max(cost.peak[v], cost.stored[v] + above_[s]);
         // A chain's backward passes begin with its last forward, however deep that is.
         const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
         const bool wanted = i - j < depth || awaited;
@@ -216,10 +299,12 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
 }
 
 int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
-                           const std::vector<int32_t>& turned) {
+                           const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
     number(costs.size(), turned);
-    return has_items() ? run_chunked<true>(costs, policy, bound, kinds)
-                       : run_chunked<false>(costs, policy, bound, kinds);
+    if (trace) trace->begin(0);
+    if (shape_.chunks > 1) before = trace = nullptr;  // passes of a chunk depend on all micro-batches
+    return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)
+                       : run_chunked<false>(costs, policy, bound, kinds, before, trace);
 }
 
 std::vector<Pass> ListScheduler::order(const std::vector<uint8_t>& kinds) const {

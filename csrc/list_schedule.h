@@ -24,22 +24,70 @@ struct Policy {
     // Where backward passes are divided, a stage runs its oldest second half instead of waiting for its next pass for at
     // least this many quarters of the half's time.
     int64_t least_gap = kUndivided;
+
+    bool operator==(const Policy& other) const {
+        return depth == other.depth && rule == other.rule && least_gap == other.least_gap;
+    }
 };
 
 // Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
 class ListScheduler {
+    struct Stage {
+        int64_t free, held;
+        int64_t idle;    // of `free`
+        int64_t halves;  // of `free`, in second halves
+        int64_t forwards, backwards;  // that have run
+        int64_t released;  // backwards up to the first that waits for its second half
+        int64_t passes;    // that have run
+        PassKind next;
+    };
+    // A state right before the first stage's next pass, a forward.
+    struct Point {
+        std::vector<Stage> stages;
+        std::vector<int64_t> starts;
+        int64_t makespan = 0;
+    };
+
 public:
     using Costs = std::vector<const PassCosts*>;
 
-    explicit ListScheduler(const PipelineShape& shape) : shape_(shape), stages_(shape.stages), starts_(shape.stages) {}
+    // A run, for others that begin as it does: until the first stage comes to a micro-batch that differs, all stages take
+    // the same passes.
+    //
+    //     micro-batches   a b c d e f        points  a · c · e ·
+    //     the next run    a b c e d f                a · c ──► from here on
+    class Trace {
+    public:
+        // Begins anew, but for points that the earlier run's trace has.
+        void begin(size_t shared);
+        // Takes the place of the trace that its run began from.
+        void replace(Trace& before);
+
+    private:
+        friend class ListScheduler;
+        // Micro-batches at the beginning that a run has in common with this one.
+        int64_t common(const Costs& costs, const Policy& policy, const std::vector<int32_t>& turned) const;
+
+        Costs costs_;  // empty where no run is kept
+        Policy policy_;
+        std::vector<int32_t> turned_;
+        std::vector<int64_t> above_, input_ready_, gradient_ready_;
+        std::vector<Point> points_;
+        size_t used_ = 0, shared_ = 0;  // points; those of them that stay in the trace that the run began from
+    };
+
+    explicit ListScheduler(const PipelineShape& shape)
+        : shape_(shape), stages_(shape.stages), above_(shape.stages), most_idle_(shape.stages), drain_(shape.stages),
+          starts_(shape.stages) {}
 
     // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
     // memory, and where stages wait for one another.
     // Fills `kinds`, if given, with [stages][passes], kPassKinds where a stage has fewer. Forward passes keep one sequence
     // on all stages, and so do backward passes and their second halves: group by group, and in a group chunk by chunk.
     // `turned`, where it is not empty, says which micro-batch each place of the backward sequence runs (Chains).
+    // Begins from the trace `before`, where it can, and fills `trace`; costs are the same where their addresses are.
     int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
-                const std::vector<int32_t>& turned = {});
+                const std::vector<int32_t>& turned = {}, const Trace* before = nullptr, Trace* trace = nullptr);
 
     // The order of passes, [stages][passes], that the `kinds` of the last run say.
     std::vector<Pass> order(const std::vector<uint8_t>& kinds) const;
@@ -51,16 +99,6 @@ private:
     struct Item {
         int64_t row, chunk, after, forward;
     };
-    struct Stage {
-        int64_t free, held, work_left;
-        int64_t above;  // room that every backward finds
-        int64_t drain;  // the least time from the stage's last pass to the iteration's end
-        int64_t weight_left;  // of `work_left`, in second halves
-        int64_t forwards, backwards;  // that have run
-        int64_t released;  // backwards up to the first that waits for its second half
-        int64_t passes;    // that have run
-        PassKind next;
-    };
     // What a pass makes ready: a forward's input, or a backward's gradient, at a place of a stage's sequence.
     struct Fed {
         int64_t stage, place;
@@ -69,7 +107,10 @@ private:
 
     // With one chunk and whole samples, which a search runs most, a sequence is the micro-batches and needs no items.
     template <bool kChunked>
-    int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds);
+    int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
+                        const Trace* before, Trace* trace);
+    template <bool kChunked>
+    size_t begin_from(const Trace& before, int64_t common);
     template <bool kChunked>
     void choose(int64_t s, const Costs& costs, const Policy& policy);
     template <bool kChunked>
@@ -86,6 +127,8 @@ private:
 
     void number(int64_t count, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound, bool divided);
+    void mark(Trace& trace) const;
+    void keep(Trace& trace, const Costs& costs, const Policy& policy);
     bool has_items() const { return shape_.chunks > 1 || !turned_.empty(); }
     int64_t earliest() const;
 
@@ -95,6 +138,10 @@ private:
     std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;
+    std::vector<int64_t> above_;      // [stages] room that every backward finds
+    std::vector<int64_t> most_idle_;  // [stages] which the iteration's time reaches the bound with
+    std::vector<int64_t> drain_;  // [stages] least time from the last pass to the iteration's end, less the second halves
+    int64_t makespan_ = 0;
     std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them
     std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][items]; kUnreachable until known
 };

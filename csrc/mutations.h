@@ -8,7 +8,7 @@
 #include "batches.h"
 #include "chains.h"
 #include "random.h"
-#include "search.h"
+#include "solution.h"
 
 namespace dynapipe {
 

@@ -16,6 +16,8 @@ constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
 
 int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves up
     const __int128 twice = 2 * value + by;
+    if (const int64_t small = twice, whole = 2 * by; small == twice && whole == 2 * by)
+        return small / whole - (small % whole < 0);
     const __int128 quotient = twice / (2 * by);
     return static_cast<int64_t>(quotient - (twice % (2 * by) < 0));
 }
@@ -80,9 +82,7 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions, int64_t (&t
     size_t cell = its.from.size() - 1;
     while (cell > 0 && its.from[cell] > positions) --cell;
     const int64_t* values = its.terms.data() + cell * 2 * kRows;
-    const int rows = problem_.rows;
-    for (int row = 0; row < rows; ++row) terms[row] += values[row];
-    for (int row = kRows; row < kRows + rows; ++row) terms[row] += values[row];
+    for (int row = 0; row < 2 * kRows; ++row) terms[row] += values[row];  // those that are not read are 0
     if (problem_.is_piece(sample)) {
         const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kEncoderRows;
         for (int row = 0; row < kEncoderRows; ++row) terms[kRows + row] += extra[row];

@@ -256,8 +256,8 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
     std::iota(order.begin(), order.end(), size_t{0});
     for (size_t i = 0; i < samples.size(); ++i)
         for (size_t kind = 0; kind < kinds; ++kind) {
-            const int64_t part = static_cast<int64_t>(static_cast<__int128>(time(share(mode, samples[i])[kind])) *
-                                                      (kScale * kScale) / total[kind]);
+            const uint64_t scaled = static_cast<uint64_t>(time(share(mode, samples[i])[kind])) * (kScale * kScale);
+            const int64_t part = scaled / static_cast<uint64_t>(total[kind]);  // of costs up to 2^43
             load[i * kinds + kind] = part;
             heaviest[i] = std::max(heaviest[i], part);
         }
@@ -291,10 +291,11 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
             }
         }
         const int64_t taken = chosen->second;
-        by_load.erase(chosen);
+        auto entry = by_load.extract(chosen);
         for (size_t kind = 0; kind < kinds; ++kind) held[taken * kinds + kind] += load[i * kinds + kind];
         row_samples[taken].push_back(samples[i]);
-        by_load.emplace(least.first, taken);
+        entry.value() = {least.first, taken};
+        by_load.insert(std::move(entry));
     }
     for (std::vector<int32_t>& row : row_samples) {
         if (row.empty()) continue;

@@ -9,11 +9,11 @@
 #include "blocks.h"
 #include "chains.h"
 #include "checks.h"
+#include "evaluate.h"
 #include "jitter.h"
 #include "join_halves.h"
 #include "mutations.h"
 #include "packed_starts.h"
-#include "transfers.h"
 
 namespace dynapipe {
 namespace {
@@ -30,8 +30,8 @@ class Search {
 public:
     Search(const Problem& problem, CostCache& costs, BatchMaker& maker, Division division, int64_t evaluations,
            uint64_t seed)
-        : problem_(problem), costs_(costs), maker_(maker), division_(division), scheduler_(problem.pipeline),
-          jittered_(problem.pipeline), chains_(problem),
+        : problem_(problem), costs_(costs), maker_(maker), division_(division),
+          jittered_(problem.pipeline), chains_(problem), evaluator_(problem, chains_),
           mutations_(problem, maker, chains_, division != Division::kOff, seed), left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
@@ -40,7 +40,10 @@ public:
 
 private:
     Found improved(std::vector<Solution> solutions);
-    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr);
+    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr) {
+        --left_;
+        return evaluator_.makespan(replica, bound, kinds);
+    }
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
                                  const std::vector<MicroBatches>& packed);
     Solution assigned(const MicroBatches& batches);
@@ -62,32 +65,15 @@ private:
     CostCache& costs_;
     BatchMaker& maker_;
     const Division division_;
-    ListScheduler scheduler_;
     JitteredReplay jittered_;
     Chains chains_;
+    Evaluator evaluator_;
     Mutations mutations_;
     int64_t left_;
     bool by_default_;
-    std::vector<const PassCosts*> rows_;
-    std::vector<uint8_t> kinds_, scheduled_;
+    std::vector<uint8_t> kinds_;
     std::vector<size_t> touched_;
 };
-
-int64_t Search::evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds) {
-    rows_.clear();
-    --left_;
-    for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
-    const bool is_plain = problem_.pipeline.transfers.are_plain();
-    const std::vector<int32_t>& turned = chains_.turned(replica.micro_batches);
-    const int64_t makespan = scheduler_.run(rows_, replica.policy, bound, is_plain ? kinds : &scheduled_, turned);
-    if (is_plain || makespan >= bound) return makespan;
-    if (kinds) *kinds = scheduled_;
-    // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
-    std::vector<PassCosts> costs;
-    for (const PassCosts* row : rows_) costs.push_back(*row);
-    const Simulation run = simulate_transfers(problem_.pipeline, costs, scheduler_.order(scheduled_));
-    return run.stalled ? kUnreachable : run.makespan;
-}
 
 // The depths that fill the pipeline, and `extra` beyond them on all stages but the last.
 Policy Search::policy(int64_t extra, Rule rule) const {
@@ -265,7 +251,7 @@ Found Search::improved(std::vector<Solution> solutions) {
         found.orders.emplace_back();
         if (replica.micro_batches.empty()) continue;
         evaluate(replica, kUnreachable, &kinds_);
-        found.orders.back() = scheduler_.order(kinds_);
+        found.orders.back() = evaluator_.order(kinds_);
     }
     found.replicas = std::move(best.replicas);
     return found;
@@ -289,9 +275,12 @@ bool Search::change(Solution& candidate, int64_t limit) {
         if (!touched_.empty() && mutations_.unfit()) --left_;
         return false;
     }
-    for (size_t r : touched_) {
-        ReplicaState& replica = candidate.replicas[r];
-        replica.makespan = replica.micro_batches.empty() ? 0 : evaluate(replica, limit + 1);
+    for (size_t i = 0; i < touched_.size(); ++i) {
+        ReplicaState& replica = candidate.replicas[touched_[i]];
+        replica.makespan = 0;
+        const int64_t most = i + 1 < touched_.size() ? limit : candidate.most(limit);
+        if (!replica.micro_batches.empty()) --left_;
+        replica.makespan = evaluator_.makespan_of_changed(candidate, touched_, i, most + 1);
         if (replica.makespan >= kUnreachable) return false;
     }
     return candidate.objective() <= limit;
@@ -303,6 +292,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     Solution current = best;
     int64_t current_objective = current.objective(), best_objective = current_objective;
     const int64_t margin = best_objective / 2000;
+    evaluator_.keep(current);
     for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
         Solution candidate = current;
         const int64_t before = left_;
@@ -310,6 +300,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
         const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
         if (!taken) continue;
+        evaluator_.take(touched_);
         current = std::move(candidate);
         current_objective = current.objective();
         if (current_objective < best_objective) {
@@ -324,7 +315,7 @@ int64_t Search::jittered_total(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return 0;
     evaluate(replica, kUnreachable, &kinds_);
     left_ -= kJitterDraws / 2;
-    return jittered_.total(rows_, kinds_, chains_.turned(replica.micro_batches));
+    return jittered_.total(evaluator_.rows(), kinds_, chains_.turned(replica.micro_batches));
 }
 
 // Of the policies that predict no longer a time, the one of the least total under jitter.
@@ -353,6 +344,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
         totals.push_back(jittered_total(replica));
     }
     const int64_t limit = best.objective();
+    evaluator_.keep(best);
     left_ = evaluations;
     for (int64_t idle = 0; left_ > 0 && idle < 1000; ++idle) {
         Solution candidate = best;
@@ -365,6 +357,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
         if (std::accumulate(changed.begin(), changed.end(), int64_t{0}) >=
             std::accumulate(totals.begin(), totals.end(), int64_t{0}))
             continue;
+        evaluator_.take(touched_);
         best = std::move(candidate);
         totals = std::move(changed);
     }
@@ -372,18 +365,18 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 }  // namespace
 
-Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed,
-             const std::vector<ReplicaState>& given) {
-    if (!given.empty()) {
-        Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
-        join_halves(problem, found);
-        return found;
-    }
-    const std::vector<MicroBatches> packed =
-        problem.may_pack ? packed_starts(problem, costs, maker) : std::vector<MicroBatches>();
+Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
+                  int64_t evaluations, uint64_t seed) {
+    Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
+    join_halves(problem, found);
+    return found;
+}
+
+Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+             int64_t evaluations, uint64_t seed) {
+    if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
     const auto run = [&](Division as, int64_t most) {
-        return Search(problem, costs, maker, as, evaluations, seed).run(partitions, packed, most);
+        return Search(problem, costs, begun.maker, as, evaluations, seed).run(partitions, begun.packed, most);
     };
     Found found = run(problem.division, kUnreachable);
     if (problem.division != Division::kAuto) return found;

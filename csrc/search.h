@@ -2,40 +2,15 @@
 // The rules are told in planning/search.py.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "batches.h"
 #include "costs.h"
-#include "list_schedule.h"
 #include "problem.h"
+#include "solution.h"
 
 namespace dynapipe {
-
-// One replica's micro-batches in the order in which they enter the pipeline, and how its passes are chosen.
-struct ReplicaState {
-    MicroBatches micro_batches;
-    Policy policy;
-    int64_t makespan = 0;
-};
-
-// All replicas of a solution and what they come to.
-struct Solution {
-    std::vector<ReplicaState> replicas;
-
-    int64_t slowest() const {
-        int64_t most = 0;
-        for (const ReplicaState& replica : replicas) most = std::max(most, replica.makespan);
-        return most;
-    }
-    // The slowest replica's makespan first; a faster other replica is room for later mutations.
-    int64_t objective() const {
-        int64_t sum = 0;
-        for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        return slowest() + sum / static_cast<int64_t>(16 * replicas.size());
-    }
-};
 
 struct Found {
     std::vector<ReplicaState> replicas;      // empty where nothing fits
@@ -51,10 +26,22 @@ struct Run {
 
 constexpr int64_t kDefaultEvaluations = -1;
 
-// The best solution from the given partitions of the maker's order and, where rows may be packed, from rows made here;
-// where a solution is given, from that alone, in a part of the evaluations.
-Found search(const Problem& problem, CostCache& costs, BatchMaker& maker,
-             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed,
-             const std::vector<ReplicaState>& given = {});
+// The micro-batches of searches in one order of the samples, kept, since a full search often follows a quick one.
+struct Begun {
+    Begun(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
+        : order(places), maker(problem, costs, places) {}
+
+    const std::vector<int64_t> order;
+    BatchMaker maker;
+    std::vector<MicroBatches> packed;  // rows to begin with
+};
+
+// The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
+Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+             int64_t evaluations, uint64_t seed);
+
+// The best solution from a given one, in a part of the evaluations.
+Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
+                  int64_t evaluations, uint64_t seed);
 
 }  // namespace dynapipe

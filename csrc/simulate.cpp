@@ -9,7 +9,7 @@
 namespace dynapipe {
 
 Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
-                    bool queue_links) {
+                    bool queue_links, const std::vector<int64_t>* most_idle) {
     if (!shape.transfers.are_plain()) return simulate_transfers(shape, costs, order);
     const int64_t stages = shape.stages, chunks = shape.chunks, last = shape.virtual_stages() - 1;
     const int64_t passes = order.size() / stages;
@@ -18,7 +18,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     run.start.assign(order.size(), 0);
     run.end.assign(order.size(), 0);
     run.peak = shape.model_state;
-    std::vector<int64_t> held = shape.model_state, free(stages, 0), position(stages, 0), link_free(2 * stages, 0);
+    std::vector<int64_t> held = shape.model_state, free(stages, 0), idle(stages, 0), position(stages, 0), link_free(2 * stages, 0);
     // When a forward's input is there, a backward's gradient, and what a first half leaves to the second.
     std::vector<int64_t> input_ready(costs.size() * (last + 1), kUnknown), gradient_ready = input_ready,
         weight_ready = input_ready;
@@ -49,6 +49,11 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             const PassCosts& cost = costs[row];
             const int64_t start = std::max(free[stage], ready);
             const int64_t end = start + cost.time(kind, v);
+            idle[stage] += start - free[stage];
+            if (most_idle && idle[stage] > (*most_idle)[stage]) {
+                run.stalled = true;
+                return run;
+            }
             run.start[step] = start;
             run.end[step] = free[stage] = end;
             if (backward) held[stage] -= cost.stored[v];

@@ -4,7 +4,8 @@
 
 The samples are those of the recorded batches of 2,048 positions, again and again. Costs, memory and links are those of
 `full.py`; packed rows, pieces, divided backward passes and half layers are on, the layer split is chosen from the
-larger batches. One process on one core for each setting; memory is that of the whole process at its peak.
+larger batches, before the plan and apart from it. One process on one core for each setting; memory is that of the whole
+process at its peak.
 """
 
 import argparse
@@ -31,16 +32,19 @@ def main() -> None:
     every = recorded_batches()
     for setting in args.settings:
         model, _, layout = setting.partition(":")
-        seconds, processor, most = _planned(model, layout, args.samples, every)
+        seconds, processor, rest, most = _planned(model, layout, args.samples, every)
         print(
-            f"{setting}: {args.samples:,} samples in {seconds:.1f} s, {processor:.1f} s of processor time, peak memory"
-            f" of the processes so far {most:.2f} GB",
+            f"{setting}: {args.samples:,} samples in {seconds:.1f} s, {processor:.1f} s of processor time; layer"
+            f" split and start {rest:.1f} s of processor time; peak memory of the processes so far {most:.2f} GB",
             flush=True,
         )
 
 
-def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[float, float, float]:
-    """Seconds of wall-clock and of processor time for the plan, and gigabytes of the largest process so far."""
+def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[float, ...]:
+    """Seconds of wall-clock and of processor time for the plan, of processor time for the rest, and gigabytes of the
+    largest process so far.
+    """
+    before = _processor_seconds()
     own = [batch for batch in every if batch["model"] == model and batch["max_seq_len"] == LONGEST]
     drawn = {
         key: list(itertools.islice(itertools.cycle(n for batch in own for n in batch[key]), samples))
@@ -58,8 +62,15 @@ def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[
     (iteration,) = json.loads(done.stdout)["iterations"]
     if iteration["error"]:
         sys.exit(iteration["error"])
+    planned = iteration["planning_processor_seconds"]
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-    return iteration["planning_seconds"]["total"], iteration["planning_processor_seconds"], most
+    return iteration["planning_seconds"]["total"], planned, _processor_seconds() - before - planned, most
+
+
+def _processor_seconds() -> float:
+    """Of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ it. With n own positions after m earlier ones a piece costs what a whole sample 
   are kept for every piece.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, PREFIX_UNIT, IntArray, LayerTables
 from megatron_dynapipe.units import Recompute
 
 
+@lru_cache(maxsize=8)  # asked for again with every size of pieces that is tried
 def prefix_curvatures(tables: LayerTables) -> tuple[tuple[int, int], ...]:
     """g of each of `ENCODER_ROWS` as (numerator, denominator): ns or bytes by positions².
 

@@ -95,8 +95,16 @@ def list_schedule(
     depth: _Ints,
     rule: int,
     peak_covers_backward: bool = False,
+    least_gap: int = -1,
+    bound: int = ...,
+    before: Sequence[int] = (),
 ) -> tuple[int, list[int]]:
-    """(makespan, 1 per forward and 0 per backward of every stage)."""
+    """(makespan, 1 per forward and 0 per backward of every stage).
+
+    A stage runs second halves of backward passes where it would wait for at least `least_gap`; -1 keeps passes whole.
+    From `bound` on the makespan does not matter. Passes that an earlier run of the micro-batches `before` has, too, are
+    not run again, and left out.
+    """
 
 def fast_verify(
     lists: bytes, chunks: int, micro_batches: int, forward_only: bool, ordered_starts: bool = False

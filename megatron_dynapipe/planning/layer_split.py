@@ -131,7 +131,7 @@ class _Trials:
         batches: Sequence[GlobalBatch],
         to_fit: Sequence[GlobalBatch],
     ) -> None:
-        self.results: dict[Split, tuple[int, _Work]] = {}
+        self.results: dict[Split, tuple[int, list[MicroBatch]]] = {}
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
@@ -193,7 +193,8 @@ class _Trials:
         last = len(self.results) + TRIALS
         improved = True
         while improved:
-            self._work = self.results[best][1]
+            rows = [self._layer_costs(micro_batch) for micro_batch in self.results[best][1]]
+            self._work = np.array(rows, np.int64).reshape(-1, len(Row))
             improved = False
             worst = self.estimate_ns(best) * TOLERANCE
             for split in sorted((each for step in steps for each in _neighbours(best, step)), key=self.estimate_ns):
@@ -244,14 +245,13 @@ class _Trials:
         costs: IntArray = tables.at_sizes(tables.at_lengths(inputs, targets), size)[0]
         return costs
 
-    def _summary(self, plans: Sequence[IterationPlan | None]) -> tuple[int, _Work]:
-        """Predicted time of all plans, and their micro-batches' costs."""
+    def _summary(self, plans: Sequence[IterationPlan | None]) -> tuple[int, list[MicroBatch]]:
+        """Predicted time of all plans, and their micro-batches."""
         planned = [plan for plan in plans if plan is not None]
         if not planned or len(planned) < len(plans):
-            return UNPLANNED, np.zeros((0, len(Row)), np.int64)
+            return UNPLANNED, []
         batches = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
-        batches = [mb for mb in batches if not mb.is_filler]
-        return sum(plan.totals.predicted_ns for plan in planned), np.stack([self._layer_costs(mb) for mb in batches])
+        return sum(plan.totals.predicted_ns for plan in planned), [mb for mb in batches if not mb.is_filler]
 
     def _fitting(self, split: Split) -> BoolArray:
         """Which of the different samples fit alone."""

@@ -8,8 +8,9 @@ from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
-from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule, policies
+from megatron_dynapipe.planning.schedules.list_scheduling import NEVER, Policy, Rule, list_schedule, policies
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, gpipe, one_f_one_b, sequences
 from megatron_dynapipe.planning.simulate import simulate
 from tests.helpers.plans import random_problem
@@ -143,6 +144,25 @@ def test_list_scheduling_follows_its_rules(problem, rule, extra):
     filling = filling_depths(problem.stages, problem.chunks)
     policy = Policy(tuple(max(depth + extra, 1) for depth in filling), rule)
     assert list_schedule(problem, policy) == list_schedule_by_rules(problem, policy)
+
+
+@given(problem=problems | interleaved_problems, rule=st.sampled_from(Rule), gap=st.integers(-1, 4), choose=st.randoms())
+def test_a_schedule_that_begins_like_another_or_within_a_bound_takes_as_long(problem, rule, gap, choose):
+    earlier = list(range(problem.micro_batches))
+    if earlier:  # a search moves one, leaves some out and adds others
+        earlier.insert(choose.randrange(len(earlier)), earlier.pop(choose.randrange(len(earlier))))
+        earlier = earlier[: choose.randrange(1, len(earlier) + 1)] + earlier[: choose.randrange(2)]
+
+    def makespan(**given):
+        depths = np.array(filling_depths(problem.stages, problem.chunks), np.int64) + 1
+        shape = problem.chunks, problem.model_state_bytes, problem.memory_limit_bytes, problem.forward_only
+        policy = depths, int(rule), problem.peak_covers_backward, gap
+        return core.list_schedule(problem.cost_arrays, *shape, *policy, **given)[0]
+
+    alone = makespan()
+    assert makespan(before=earlier) == alone
+    assert makespan(before=earlier, bound=alone + 1) == alone == makespan(bound=alone + 1)
+    assert makespan(bound=alone) == (NEVER if problem.micro_batches else 0)
 
 
 @given(problem=problems | interleaved_problems)
