@@ -127,18 +127,19 @@ LayersCosts costs_of(const Layers& layers, const int64_t* costs, int64_t weight,
     if (!layers.any()) return {0, 0, 0, 0, 0};
     const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
     LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
-    if (layers.whole > 0) out.end = out.stored - stored + peak;
+    int64_t halves_end = 0;
     if (layers.mlp + layers.attention > 0) {
         const int64_t attention_stored = halves[2 * step], attention_peak = halves[3 * step];
         const int64_t mlp_stored = halves[4 * step], mlp_peak = halves[5 * step], its_weight = halves[6 * step];
-        const int64_t before_attention = layers.mlp * mlp_stored + out.stored;
         out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
         out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
-        out.stored = before_attention + layers.attention * attention_stored;
+        out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
         out.weight += layers.attention * its_weight + layers.mlp * (weight - its_weight);
-        if (layers.whole > 0) out.end += layers.mlp * mlp_stored;
-        out.end = std::max({out.end, layers.mlp * mlp_peak, layers.attention * (before_attention + attention_peak)});
+        // What attention stored may still be held when what is before it peaks: recomputed in full, it is the output.
+        halves_end = std::max(layers.mlp * (mlp_peak + layers.attention * attention_stored),
+                              layers.attention * (out.stored - attention_stored + attention_peak));
     }
+    out.end = std::max(halves_end, layers.whole > 0 ? out.stored - stored + peak : 0);
     return out;
 }
 

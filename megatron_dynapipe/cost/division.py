@@ -88,6 +88,10 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parameters: tuple[_Rate, _Rate]
     weight_per_mille: _Rate = 1000
 
+    def __post_init__(self) -> None:
+        if not any(self.parameters):
+            raise ValueError("expected parameters of attention or of the MLP above 0")
+
 
 def division_by_flops(
     hidden: int,

@@ -250,6 +250,9 @@ def decode_file(data: bytes, *, origin: str) -> CostFile:
     for key, entry in file.keys.items():
         if key != (expected := key_of(entry.tp, entry.recompute)):
             raise CostModelError(f"{origin}: key {key!r} holds the tables of {expected!r}")
+        for division in (entry.division, {} if entry.packed is None else entry.packed.division):
+            if division and (missing := set(entry.kinds) - division.keys()):
+                raise CostModelError(f"{origin}, {key}: division lacks {sorted(missing)}")
     if len({entry.kinds for entry in file.keys.values()}) != 1:
         raise CostModelError(f"{origin}: only some of its keys have decoder layers, or layers with experts")
     return file

@@ -42,7 +42,8 @@ def _by_size(tables: LayerTables, layout: PipelineLayout, inputs: IntArray, targ
 
     A stage's forward (backward) is the sum of its layers', halves of layers among them, plus the head on the last, and
     so is what it stores, plus the encoder's output where it has decoder layers alone; its peak is the largest, over its
-    layers, their halves and the head, of what those before it stored and that one's own peak.
+    layers, their halves and the head, of what those before it stored, that one's own peak, and what attention at the
+    stage's end stored.
     """
     layer_costs = tables.of_stages_at_lengths(inputs, targets)
     row = {r: layer_costs[:, :, r, :] for r in Row}
@@ -98,17 +99,18 @@ def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Laye
     parts_of_layer = ("MLP_", "", "ATTENTION_")
     its_mlp, layer, its_attention = (row[Row[f"{kind}_{part}STORED"]] for part in parts_of_layer)
     mlp_peak, peak, attention_peak = (row[Row[f"{kind}_{part}PEAK"]] for part in parts_of_layer)
-    before_attention = mlp * its_mlp + whole * layer
+    stored = mlp * its_mlp + whole * layer + attention * its_attention
+    # What attention stored may still be held when what is before it peaks: recomputed in full, it is the output.
     ends = (
-        mlp * mlp_peak,
-        (whole > 0) * (before_attention - layer + peak),
-        attention * (before_attention + attention_peak),
+        mlp * (mlp_peak + attention * its_attention),
+        (whole > 0) * (stored - layer + peak),
+        attention * (stored - its_attention + attention_peak),
     )
     return _Layers(
         present=parts.sum(axis=1, keepdims=True) > 0,
         forward=time("FORWARD"),
         backward=time("BACKWARD"),
-        stored=before_attention + attention * its_attention,
+        stored=stored,
         end=np.maximum.reduce(np.broadcast_arrays(*ends)),
         weight=time("WEIGHT"),
     )

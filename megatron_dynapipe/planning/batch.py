@@ -1,5 +1,6 @@
 """One batch of another trainer, planned: which samples run together, on which replica, in which order of passes."""
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -129,6 +130,8 @@ def _settings(
     if model.hidden_size is None and "hidden_size" not in given:
         raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
     encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
+    if not 0 < memory_mb < math.inf:
+        raise ConfigError(f"expected memory_mb above 0, in megabytes of one device, got {memory_mb}")
     chosen = {
         "hidden_size": model.hidden_size,
         "micro_batch_layouts": tuple(BatchLayout),

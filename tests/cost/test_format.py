@@ -69,6 +69,7 @@ def at(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 FORWARD = ("keys", "tp1_none", "time_ms", "encoder.forward")
 IN_PACKED = ("keys", "tp1_none", "packed")
+HALVED = {"forward": [1, 1, 1], "backward": [1, 1, 1], "stored": [[1, 0, 1], [1, 0, 1]], "parameters": [1, 2]}
 PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
 
 
@@ -101,6 +102,12 @@ PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
         (at(*PACKED_FORWARD, "linear", value={}), "the table is empty"),
         (at(*PACKED_FORWARD, "linear", value={"8": -1.0}), "Expected `float` >= 0"),
         (at(*IN_PACKED, "surprise", value={}), "surprise"),
+        (at("keys", "tp1_none", "division", value={"decoder": HALVED}), r"tp1_none: division lacks \['encoder'\]"),
+        (at(*IN_PACKED, "division", value={"decoder": HALVED}), r"tp1_none: division lacks \['encoder'\]"),
+        (
+            at("keys", "tp1_none", "division", value={"encoder": HALVED | {"parameters": [0, 0]}}),
+            "expected parameters of attention or of the MLP above 0",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_naming_the_field(change: Callable[[dict[str, Any]], None], message: str) -> None:

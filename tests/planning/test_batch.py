@@ -65,6 +65,7 @@ def test_settings_are_those_of_the_planner_that_are_not_set_for_it() -> None:
         ([900] * 5, ONE_BY_ONE, PlanningError, "5 samples cannot be divided into equally many"),
         (LENGTHS, {"stages": 2}, ConfigError, "expected settings among hidden_size, .*, got stages"),
         (LENGTHS, {"slices": 256, "lockstep": True}, ConfigError, "got lockstep, slices\nhint: samples are whole"),
+        (LENGTHS, {"memory_mb": float("nan")}, ConfigError, "expected memory_mb above 0, .* got nan"),
         (LENGTHS, {"family": "t5"}, ConfigError, "got family"),
         (LENGTHS, {"recompute": ("some",)}, ConfigError, "Invalid enum value 'some'"),
         ([5, [812, 3]], {}, ConfigError, r"lengths\[1\]: .* an integer from 1 to 1048576, got \[812, 3\]"),

@@ -115,9 +115,8 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
             assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=1)
             pairs = int((own * (own + before[row])).sum())
             attention_peak = min(5000 + 60_000 * int(own.sum()) + pairs, peak)
-            assert costs.peak_bytes[at, 0] == max(
-                14 * stored + peak, costs.stored_bytes[at, 0], 15 * stored + attention_peak
-            )
+            kept = costs.stored_bytes[at, 0]
+            assert costs.peak_bytes[at, 0] == max(kept, kept - stored + peak, 15 * stored + attention_peak)
             mlp = 400 * own.sum() / (401 * own.sum() + pairs)
             assert costs.stored_bytes[at, 1] == pytest.approx(16 * stored + stored * mlp, abs=2)
             assert costs.peak_bytes[at, 1] - costs.stored_bytes[at, 1] == max(peak - stored, 0)

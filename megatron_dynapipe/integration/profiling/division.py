@@ -68,14 +68,13 @@ class DivisionProfiler:
     scope: Scope
 
     def padded(self) -> HalvesByMode:
-        """Halves of padded micro-batches under every mode; none of a kind of which some do not fit the device."""
+        """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
         kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
-        return {
-            place: each for kind in kinds if kind in self.scope.parts for place, each in self._of_kind(kind).items()
-        }
+        found = [self._of_kind(kind) for kind in kinds if kind in self.scope.parts]
+        return {place: each for one in found for place, each in one.items()} if all(found) else {}
 
     def packed(self, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
-        """Halves of packed rows: attention is measured in some of those in which the layer was.
+        """Halves of packed rows: attention is measured in some of those in which the layer was. None as of `padded`.
 
         Args:
             measured: rows of every kind and mode, with what a layer takes.
@@ -86,12 +85,13 @@ class DivisionProfiler:
             rows = measured.get((kind, mode), [])[: ROWS[kind]]
             part = self.scope.parts[kind]
             attention = self._all([partial(self._values, of_row(part, row), mode, "attention") for row, _ in rows])
-            if len(rows) and attention is not None:
-                layer = np.array([each.stored_bytes for _, each in rows], float)
-                terms, known = _terms([row for row, _ in rows]), halves.division
-                division = _divided(terms, layer, attention, halves.mlp, known.parameters, packed=True)
-                division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
-                found[kind, mode] = Halves(division, halves.mlp)
+            if not rows or attention is None:
+                return {}
+            layer = np.array([each.stored_bytes for _, each in rows], float)
+            terms, known = _terms([row for row, _ in rows]), halves.division
+            division = _divided(terms, layer, attention, halves.mlp, known.parameters, packed=True)
+            division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
+            found[kind, mode] = Halves(division, halves.mlp)
         return found
 
     def prefixes(self) -> dict[Recompute, Prefix]:

@@ -1,8 +1,11 @@
 """What the rank of the chained layers' tests runs: one layer's measurements against those of several together."""
 
-import torch
+from dataclasses import replace
 
-from megatron_dynapipe.integration.profiling.layers import build_parts
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule, build_parts, only
 from megatron_dynapipe.integration.profiling.measure import measure
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
@@ -26,4 +29,23 @@ def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[s
                         memory = measure(each, POINTS[name], platform, shared=True)
                         costs[f"{mode}, {each.layers}"] = (memory.stored_bytes, memory.peak_bytes)
                 found[f"{name}, {chained}"] = {"parameters": part.parameters, "costs": costs}
+        found["halves"] = {mode.value: _half_a_layer_last(parts["encoder"], mode) for mode in Recompute}
     return found
+
+
+def _half_a_layer_last(three: MeasuredModule, mode: Recompute) -> list[tuple[int, int]]:
+    """(stored, peak) of one layer, its attention, its MLP, and of three layers without the last one's MLP."""
+    one, last = three.alone, [module for module in three.module.modules() if isinstance(module, TransformerLayer)][-1]
+    assert one is not None
+    three.set_recompute(mode)
+
+    def memory(part: MeasuredModule) -> tuple[int, int]:
+        found = measure(part, POINTS["encoder"], platform_of(torch.device("cpu")), shared=True, timed=False)
+        return found.stored_bytes, found.peak_bytes
+
+    found = [memory(one)]
+    for half in ("attention", "mlp"):
+        with only(half, one):
+            found.append(memory(one))
+    with only("attention", replace(three, module=last, alone=None)):
+        return [*found, memory(replace(three, layers=1))]

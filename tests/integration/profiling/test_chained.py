@@ -1,7 +1,10 @@
 """Several layers measured together give one layer's costs, and one alone is measured where they do not fit."""
 
+import numpy as np
 import pytest
 
+from megatron_dynapipe.cost import LayerState, LayerTables, PipelineLayout, Row, stage_costs
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.chained_ranks import compare
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
@@ -20,5 +23,17 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
             stored, peak = three["costs"][f"{mode}, 3"]
             assert stored == pytest.approx(alone[0], rel=0.1)  # what a stage keeps once is divided
             assert peak == pytest.approx(alone[1], rel=0.15)
+    for mode, (layer, attention, mlp, real) in found["halves"].items():
+        costs = dict(zip((Row.ENCODER_STORED, Row.ENCODER_PEAK), layer, strict=True))
+        costs |= dict(zip((Row.ENCODER_ATTENTION_STORED, Row.ENCODER_ATTENTION_PEAK), attention, strict=True))
+        costs |= dict(zip((Row.ENCODER_MLP_STORED, Row.ENCODER_MLP_PEAK), mlp, strict=True))
+        values, axis = np.zeros((len(Row), 1, 1, 1), np.int64), np.ones(1, np.int64)
+        values[list(costs)] = np.reshape(list(costs.values()), (-1, 1, 1, 1))
+        state = LayerState(embedding_bytes=1, encoder_bytes=1)
+        tables = LayerTables(sizes=axis, inputs=axis, targets=axis, values=values, state=state)
+        split = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(2.5, 0.5))
+        stage = stage_costs(tables, split, axis, axis, axis)
+        assert stage.stored_bytes[0, 0] == pytest.approx(real[0], rel=0.05), mode
+        assert 1 <= stage.peak_bytes[0, 0] / real[1] <= 1.06, f"{mode}: what a stage that ends with half a layer needs"
     for name in ("postprocess", "embedding"):
         assert found[f"{name}, 3"] == found[f"{name}, 1"], "what has no layers is not chained"
