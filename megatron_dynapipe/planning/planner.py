@@ -104,6 +104,12 @@ class Planner:
             return self
         return Planner(msgspec.structs.replace(self.settings, transfers=rules), self.cost_model)
 
+    @property
+    def _in_order(self) -> "Planner":
+        """As this one, for passes as 1F1B orders them."""
+        schedule = replace(self.settings.schedule, method="1f1b")
+        return Planner(msgspec.structs.replace(self.settings, schedule=schedule), self.cost_model)
+
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
 
@@ -124,7 +130,9 @@ class Planner:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
         found = leave_room_for_messages(
-            lambda reserved, last: self._planned(batch, forward_only, reserved, last, seconds),
+            lambda reserved, last, searched: (self if searched else self._in_order)._planned(
+                batch, forward_only, reserved, last, seconds
+            ),
             lambda planned: self._verified(batch, planned, iteration, forward_only, seconds),
             self.layout.stages,
         )

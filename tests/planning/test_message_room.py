@@ -4,9 +4,11 @@ import pytest
 
 from megatron_dynapipe.errors import InfeasibleError, PlanMemoryError
 from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.instructions import BackwardInput
 from megatron_dynapipe.plan.memory import message_elements, peak_bytes
 from megatron_dynapipe.plan.text import parse_instruction
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning import message_room
 from megatron_dynapipe.planning import planner as planner_module
 from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
@@ -53,7 +55,8 @@ def test_room_is_sought_between_too_little_and_too_much() -> None:
     """Messages take 40 beside passes that are given all memory; leaving so much fits no schedule, leaving 20 does."""
     tried: list[tuple[int, int | None]] = []
 
-    def planned(reserved, last):
+    def planned(reserved, last, searched):
+        assert searched
         tried.append((int(reserved[0]), last))
         if reserved[0] > 30:
             raise InfeasibleError("no schedule fits")
@@ -66,7 +69,33 @@ def test_room_is_sought_between_too_little_and_too_much() -> None:
 
     assert leave_room_for_messages(planned, verified, 1) == 20 and tried == [(0, None), (40, 0), (20, 0)]
     with pytest.raises(InfeasibleError, match="passes fit, but not beside their messages: over"):
-        leave_room_for_messages(lambda reserved, _: 0, verified, 1)
+        leave_room_for_messages(lambda *_: 0, verified, 1)
+
+
+def test_the_order_of_1f1b_leaves_room_where_searched_ones_do_not() -> None:
+    tried: list[tuple[int, int | None, bool]] = []
+
+    def planned(reserved, last, searched):
+        tried.append((int(reserved[0]), last, searched))
+        return 0 if searched else int(reserved[0]) + 1
+
+    def verified(leaves):
+        if leaves < 40:
+            raise PlanMemoryError("over", (39,))
+        return leaves
+
+    assert leave_room_for_messages(planned, verified, 1) == 40
+    assert tried[-3:] == [(39, 0, True), (0, None, False), (39, 1, False)]
+
+
+@pytest.mark.parametrize("division", ["auto", "on"])
+def test_a_plan_in_the_order_of_1f1b_is_one_of_the_run(division: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the digest of the run's settings, under which ranks look for it."""
+    monkeypatch.setattr(message_room, "SEARCHED_ATTEMPTS", 0)
+    made = planner(ModelFamily.GPT, pipeline_parallel=4, split_backward=division)
+    found = made.plan(batch(ModelFamily.GPT, 40), 0)
+    passes = {type(each) for stage in found.replicas[0].stages for each in stage.instructions}
+    assert found.settings_digest == made.digest and BackwardInput not in passes
 
 
 def test_a_plan_without_room_is_searched_on_and_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
