@@ -26,7 +26,7 @@ from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
 from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
+from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone, may_fit
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -104,12 +104,6 @@ class Planner:
             return self
         return Planner(msgspec.structs.replace(self.settings, transfers=rules), self.cost_model)
 
-    @property
-    def _in_order(self) -> "Planner":
-        """As this one, for passes as 1F1B orders them."""
-        schedule = replace(self.settings.schedule, method="1f1b")
-        return Planner(msgspec.structs.replace(self.settings, schedule=schedule), self.cost_model)
-
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
 
@@ -129,10 +123,13 @@ class Planner:
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
+
+        def planned(reserved: IntArray, last: _Planned | None, searched: bool) -> _Planned:
+            planner = self if searched else Planner(self.settings.in_order_of_1f1b, self.cost_model)
+            return planner._planned(batch, forward_only, reserved, last, seconds)
+
         found = leave_room_for_messages(
-            lambda reserved, last, searched: (self if searched else self._in_order)._planned(
-                batch, forward_only, reserved, last, seconds
-            ),
+            planned,
             lambda planned: self._verified(batch, planned, iteration, forward_only, seconds),
             self.layout.stages,
         )
@@ -158,7 +155,7 @@ class Planner:
             problem = replace(problem, replicas=problem.replicas // group)
         with timed(seconds, "schedule"):
             cut, scheduled = self._searched_on(problem, last)
-        if scheduled is None:
+        if scheduled is None and (last is None or self.settings.may_cut or may_fit(problem)):
             with timed(seconds, "partition"):
                 partitioned = self._partition(problem, orders)
             with timed(seconds, "schedule"):

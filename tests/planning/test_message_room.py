@@ -1,5 +1,8 @@
 """Messages are planned memory: what a list holds of them, and plans that leave them room."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from megatron_dynapipe.errors import InfeasibleError, PlanMemoryError
@@ -12,8 +15,9 @@ from megatron_dynapipe.planning import message_room
 from megatron_dynapipe.planning import planner as planner_module
 from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
-from megatron_dynapipe.units import ModelFamily
-from tests.planning.planner_cases import batch, planner
+from megatron_dynapipe.planning.samples import fits_alone, may_fit
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from tests.planning.planner_cases import batch, batch_of, planner
 
 MIDDLE = """
 LOAD0 RECV_F0<0[2] WAIT_RECV_F0<0 RECV_F1<0[3] F0 SEND_F0>2[5] FREE_DATA0
@@ -111,3 +115,24 @@ def test_a_plan_without_room_is_searched_on_and_not_planned_anew(monkeypatch: py
     limit = {"memory_limit_bytes": 24_000_000, "pipeline_parallel": 4, "element_bytes": 4}
     planner(ModelFamily.GPT, **limit).plan(batch(ModelFamily.GPT, 60), 0)
     assert begun[0] == 0 and begun[1:] and set(begun[1:]) == {1}
+
+
+def test_a_row_may_fit_where_a_padded_micro_batch_does_not() -> None:
+    """Padded positions are multiples of 8, a row's those of its samples: no search is given up for either alone."""
+    made = planner(
+        ModelFamily.GPT,
+        pipeline_parallel=4,
+        micro_batch_layouts=tuple(BatchLayout),
+        slices="off",
+        recompute=(Recompute.NONE,),
+    )
+    samples = made.samples(batch_of((130, 0)))
+    problem = made.problem(samples)
+    needed = [
+        int((made.model_state_bytes + costs.bytes_alone.min(axis=0)).max())
+        for costs, _ in (problem.costs_of([np.arange(1)], [layout], np.zeros(1, np.int64)) for layout in BatchLayout)
+    ]
+    assert needed[1] < needed[0]
+    for limit, fits in ((needed[1] - 1, False), (needed[1], True), (needed[0], True)):
+        at_limit = replace(problem, memory_limit_bytes=limit)
+        assert may_fit(at_limit) == fits and fits_alone(at_limit).all() == (limit == needed[0])
