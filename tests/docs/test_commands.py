@@ -25,7 +25,7 @@ NOT_RUN = {
     " tests/benchmarks holds the code",
     r"(torchrun .*)?pretrain_gpt.py|torchrun .*on_cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
     " cli/test_examples patches one, patches/test_training.py trains in one",
-    r"python -m varuna": "another project's",
+    r"python -m (varuna|verl)": "another project's",
     r"megatron-dynapipe (COMMAND|plan --output FOLDER$|store stop URL$)|python -m megatron_dynapipe C": "no whole line",
     r"megatron-dynapipe store start": "serves until it is stopped; run in docs/quick-start/several-nodes.md",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
