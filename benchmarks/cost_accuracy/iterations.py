@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="tokens, where no dataset is given")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
-    cpu.enable(config.value_of(flags, "dynapipe-device", "auto"))  # type: ignore[arg-type]
+    flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
+    cpu.enable(config.early_flags(flags, config.EarlyFlags).dynapipe_device)
     from megatron_dynapipe.integration.profiling.setup import prepared
 
     flags += ["--dynapipe-cost-model", str(args.cost_model)]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from megatron_dynapipe import config
+from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.elastic.job import LEFT, Job
 from megatron_dynapipe.elastic.layout import ElasticLayout, agree_on_layout, announce_end, choose_for_megatron
@@ -68,7 +68,7 @@ def prepare(family: ModelFamily) -> None:
     _take_notices()
     argv = _resumable_flags()
     argv += _saving_flags(argv, job)
-    timeout_s = float(config.value_of(argv, "dynapipe-timeout-s", "300"))
+    timeout_s = early_flags(argv, EarlyFlags).dynapipe_timeout_s
     choice = agree_on_layout(lambda: _choose(family, argv, job, timeout_s), timeout_s=timeout_s)
     sys.argv[1:] = argv + choice.flags()
 
@@ -171,23 +171,23 @@ def _resumable_flags() -> list[str]:
     """
     from megatron_dynapipe.integration.flags import command_line
 
-    argv = command_line.expanded(sys.argv[1:])
-    given = [flag for each in sys.argv[1:] if (flag := each.partition("=")[0]) in LAYOUT_FLAGS]
+    argv = sys.argv[1:]
+    given = [flag for each in argv if (flag := each.partition("=")[0]) in LAYOUT_FLAGS]
     if given and os.environ["RANK"] == "0":
         print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
     argv = command_line.without(argv, LAYOUT_FLAGS)
-    saved = config.value_of(argv, "save", "")
-    if not saved:
+    early = early_flags(argv, EarlyFlags)
+    if not early.save:
         raise ConfigError("expected --save DIR under launch, got none", hint="a folder that all nodes see")
-    if not config.value_of(argv, "save-interval", ""):
+    if not early.save_interval:
         raise ConfigError("expected --save-interval N with --save, got none", hint="iterations between checkpoints")
-    if (kind := config.value_of(argv, "ckpt-format", "torch_dist")) != "torch_dist":
+    if (kind := early.ckpt_format) != "torch_dist":
         raise ConfigError(
             f"expected --ckpt-format torch_dist under launch, got {kind}", hint="others load in one layout alone"
         )
-    if int(config.value_of(argv, "context-parallel-size", "1")) > 1:
+    if early.context_parallel_size > 1:
         raise ConfigError("launch knows no layouts with context parallelism", hint="remove --context-parallel-size")
-    return [*argv, *resuming(argv, Path(saved))]
+    return [*argv, *resuming(argv, Path(early.save))]
 
 
 def resuming(argv: Sequence[str], saved: Path) -> list[str]:
@@ -196,7 +196,7 @@ def resuming(argv: Sequence[str], saved: Path) -> list[str]:
 
     if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(argv, saved))):
         return []
-    if "--finetune" in argv:
+    if early_flags(argv, EarlyFlags).finetune:
         raise ConfigError(
             f"{saved} holds checkpoints of this job, and --finetune would begin from them anew",
             hint="leave --finetune out when a job is resumed, or --save in an empty folder",
@@ -205,7 +205,7 @@ def resuming(argv: Sequence[str], saved: Path) -> list[str]:
 
 
 def _emergency_folder(argv: Sequence[str], saved: Path) -> Path:
-    return Path(config.value_of(argv, "non-persistent-global-ckpt-dir", str(saved / "non_persistent")))
+    return Path(early_flags(argv, EarlyFlags).non_persistent_global_ckpt_dir or saved / "non_persistent")
 
 
 def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
@@ -219,7 +219,7 @@ def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
 
 
 def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> ElasticLayout:
-    saved = config.value_of(argv, "save", "")
+    saved = early_flags(argv, EarlyFlags).save
     _lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
     ranks = int(os.environ["WORLD_SIZE"])

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from megatron_dynapipe import config
+from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
@@ -133,7 +133,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             print(f"cost model: {calibration.gain(plan_inputs(run), computed)}", flush=True)
         return args, run
 
-    return launch.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))
+    return launch.start_together(check, timeout_s=early_flags(flags, EarlyFlags).dynapipe_timeout_s)
 
 
 def _data_checked(run: RunConfig) -> str:

@@ -7,7 +7,7 @@ also for a profile or a conversion. What depends on data, costs or checkpoints i
 import argparse
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
@@ -24,8 +24,8 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 _ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
 
 
-def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> None:
-    """Refuse what a planned run would not do as the flags say; say which have no effect.
+def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], *, on_cpu: bool) -> None:
+    """Refuse what a planned run would not do as the flags say; say which of Megatron's, `known`, have no effect.
 
     Raises:
         ConfigError: names the flag, the reason and what to do.
@@ -41,7 +41,7 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
     _check_parallel_sizes(args)
     _check_batch(args)
     _check_scatter_gather(args)
-    without_effect = megatron_flags.check(args, family, megatron_flags.actions())
+    without_effect = megatron_flags.check(args, family, known)
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
     maximum_lengths(args, family)

@@ -145,7 +145,7 @@ def _start(args: argparse.Namespace, world: int) -> torch.device:
 def _parse(
     flags: Sequence[str], family: ModelFamily, layout: Sequence[str], replicas: int, vocabulary: int | None
 ) -> argparse.Namespace:
-    def settle(args: argparse.Namespace) -> None:
+    def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas

@@ -36,8 +36,27 @@ def test_our_flags_are_frozen() -> None:
     made = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {option for option in made._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))}
     assert flags == set(OURS.split())
-    with pytest.raises(ConfigError, match="unrecognized arguments: --dynapipe-coast-model x"):
-        made.parse_args(["--dynapipe-coast-model", "x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--dynapipe-coast-model=x",
+            "--dynapipe-coast-model=x\nhint: did you mean --dynapipe-cost-model",
+        ),
+        ("--dynapipe_layout auto", "hint: did you mean --dynapipe-layout"),
+        ("--xyz 1", "unrecognized arguments: --xyz 1\nhint: --help lists all flags"),
+        ("--use-dynapipe=1", "--use-dynapipe: ignored explicit argument '1'"),
+        ("--dynapipe-layout", "--dynapipe-layout: expected one argument"),
+        ("--dynapipe-unset dynapipe-layuot", "'dynapipe-layuot' is not a flag: --dynapipe-layout?"),
+    ],
+)
+def test_a_flag_that_is_not_known_or_has_another_form_is_refused(words: str, said: str) -> None:
+    parser = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.parse_args(["--dynapipe-unset", "dynapipe-layout"])
+    with pytest.raises(ConfigError, match=said):
+        parser.parse_args(words.split())
 
 
 def parse_each(
