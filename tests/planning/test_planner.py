@@ -11,8 +11,8 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 

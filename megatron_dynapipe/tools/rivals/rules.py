@@ -11,7 +11,7 @@ slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
 micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
-Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `planning.dynamic_cp`.
+Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `tools.rivals.dynamic_cp`.
 """
 
 import heapq

@@ -6,17 +6,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.planning.test_methods import model
 
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
-from megatron_dynapipe.planning.methods import Longest, method_settings, predict
-from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.rivals import RIVALS, Room, differencing, row_sizes
 from megatron_dynapipe.planning.scheduling import schedule_batch
+from megatron_dynapipe.tools.rivals.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
+from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
+from megatron_dynapipe.tools.rivals.packed import packed_partitions
+from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, differencing, row_sizes
 from megatron_dynapipe.units import ModelFamily
 from tests.planning.planner_cases import batch_of
-from tests.planning.test_methods import model
 
 Rows = list[list[int]]
 

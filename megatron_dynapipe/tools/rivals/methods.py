@@ -2,8 +2,8 @@
 
     dynapipe            the planner: padded or packed micro-batches, as the settings allow
     packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
-    dp_balanced         rows as Megatron-LM's own scheduler packs them (`planning.rivals`)
-    default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`planning.dynamic_cp`)
+    dp_balanced         rows as Megatron-LM's own scheduler packs them (`tools.rivals.rules`)
+    default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`tools.rivals.dynamic_cp`)
     verl, slime         rows as these trainers pack them
     token_based         sorted, a fixed number of padded positions to a micro-batch
     uniform             sorted, a fixed number of samples to a micro-batch
@@ -22,14 +22,14 @@ import numpy as np
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.planning.dynamic_cp import fastest_run
-from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.rivals import RIVALS, row_sizes
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
+from megatron_dynapipe.tools.rivals.packed import pack
+from megatron_dynapipe.tools.rivals.rules import RIVALS, row_sizes
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import (
     BYTES_PER_MB,
     BatchLayout,
@@ -141,7 +141,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
     """
     replace = msgspec.structs.replace
     if method == "dynapipe":
-        return replace(settings, partition=PartitionSettings())
+        return replace(settings, partition=None)
     settings = replace(settings, slices="off")
     if method in PACKED_METHODS:
         equal = (settings.encoder_layers + settings.decoder_layers) % settings.pipeline_parallel == 0

@@ -13,15 +13,15 @@ from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings, baseline_partitions
-from megatron_dynapipe.planning.packed_baselines import pack
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.tools.rivals.packed import pack
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning import planner_cases
 
-DP, TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:5]
+TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:4]
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 
@@ -58,7 +58,8 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
 
 
 def offered(given: BatchProblem, **chosen: object) -> tuple[Partition, ...]:
-    return baseline_partitions(given, np.arange(len(given.inputs)), PartitionSettings(**chosen))  # type: ignore[arg-type]
+    chosen_settings = PartitionSettings(**chosen)  # type: ignore[arg-type]
+    return chosen_settings.partitions(given, np.arange(len(given.inputs)), hidden_size=1).partitions
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,6 @@ def test_samples_longer_than_a_row() -> None:
     ("chosen", "message"),
     [
         ({"algorithm": PACKING}, "lets them attend to one another"),
-        (
-            {"algorithm": DP, "micro_batch_size": 2},
-            "a micro-batch size goes with uniform, padding and packed rows, not with dp",
-        ),
         ({"algorithm": UNIFORM, "micro_batch_tokens": 2}, "goes with token_based, not with uniform"),
         ({"algorithm": PartitionAlgorithm.VERL, "micro_batch_size": 2}, "and packed rows, not with verl"),
     ],
@@ -149,8 +146,9 @@ def test_settings_that_do_not_go_together(chosen: dict, message: str) -> None:
         PartitionSettings(**chosen)
 
 
-def plan(family: ModelFamily, samples: int, partition: dict[str, Any], **changes: object) -> IterationPlan:
-    planner = planner_cases.planner(family, partition=PartitionSettings(**partition), **changes)
+def plan(family: ModelFamily, samples: int, partition: dict[str, Any] | None, **changes: object) -> IterationPlan:
+    chosen = None if partition is None else PartitionSettings(**partition)
+    planner = planner_cases.planner(family, partition=chosen, **changes)
     return planner.plan(planner_cases.batch(family, samples), 0)
 
 
@@ -158,7 +156,8 @@ def plan(family: ModelFamily, samples: int, partition: dict[str, Any], **changes
 @pytest.mark.parametrize("algorithm", [TOKENS, UNIFORM, PADDING])
 def test_whole_plans(family: ModelFamily, algorithm: PartitionAlgorithm) -> None:
     """Every sample once, shapes as the algorithm says, the same plan twice, never faster than the planner's own."""
-    found, again, own = (plan(family, 24, {"algorithm": each}, data_parallel=2) for each in (algorithm, algorithm, DP))
+    chosen = {"algorithm": algorithm}
+    found, again, own = (plan(family, 24, partition, data_parallel=2) for partition in (chosen, chosen, None))
     verify(found, expected_samples=range(100, 124))
     if algorithm is PADDING:
         assert len({mb.shape[1:] for replica in found.replicas for mb in replica.micro_batches}) == 1

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel
-from megatron_dynapipe.planning.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.planner_cases import batch_of, cost_model, of_lengths, settings
 

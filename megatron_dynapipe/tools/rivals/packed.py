@@ -1,65 +1,52 @@
-"""Partitions into packed rows that no cost model chooses, to compare with: first fit decreasing, and `planning.rivals`.
+"""Partitions into packed rows that no cost model chooses: first fit decreasing, and the rules of other trainers.
 
 `packed_rows` fills rows of the longest length, the longest sample first, each into the first row with room; a
 micro-batch of several rows is one packed row of all their samples, as attention with packed sequences runs it. A rival
 packs into rows of several sizes. Its own assignment to replicas is offered, and one by times.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.rivals import RIVALS, Room, row_sizes
+from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, row_sizes
 from megatron_dynapipe.units import BatchLayout
 
 _Rows = list[IntArray]
 
 
-def packed_partitions(problem: BatchProblem, settings: PartitionSettings, *, hidden_size: int) -> OrderedPartitions:
-    """The algorithm's rows, by every size of a micro-batch and recompute mode that fit with one in flight.
-
-    Raises:
-        ConfigError: a sample is longer than a row.
-        PlanningError: a rival's rule does not serve these replicas.
-    """
-    inputs, targets = problem.input_positions, problem.target_positions
-    longest = (
-        settings.padded_input_length or int(inputs.max()),
-        settings.padded_target_length or int(targets.max()),
-    )
-    _check_room(inputs, targets, *longest)
-    if settings.algorithm is PartitionAlgorithm.PACKED_ROWS:
-        offered = _joined(pack(inputs, targets, *longest), settings)
-    else:
-        offered = _of_rival(problem, settings.algorithm, longest[0], hidden_size)
+def partitions(problem: BatchProblem, offered: Iterable[_Rows]) -> OrderedPartitions:
+    """Of the micro-batches offered, all that fit with one in flight, by recompute mode."""
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
-    partitions = []
+    fitting = []
     for members in offered:
-        sizes = np.array([len(each) for each in members], np.int64)
+        sizes = np.array([len(row) for row in members], np.int64)
         for mode in range(len(problem.modes)):
             modes = np.full(len(members), mode, np.int64)
             costs, covered = problem.costs_of(members, [BatchLayout.PACKED] * len(members), modes)
             if covered.all() and (costs.bytes_alone <= memory_bytes).all():
                 order = np.concatenate(members)
                 one = Partition(sizes=sizes, modes=modes, layout=BatchLayout.PACKED, order=order)
-                partitions += [one, replace(one, in_turn=True)][: problem.replicas]
-    return OrderedPartitions(order=np.arange(len(inputs)), partitions=tuple(partitions))
+                fitting += [one, replace(one, in_turn=True)][: problem.replicas]
+    return OrderedPartitions(order=np.arange(len(problem.inputs)), partitions=tuple(fitting))
 
 
-def _joined(rows: _Rows, settings: PartitionSettings) -> Iterator[_Rows]:
-    """Samples of each micro-batch, for 1, 2, 3 … rows to each."""
-    given = settings.micro_batch_size
-    for size in [given] if given else row_sizes([len(rows)], 1, 1):
+def joined(rows: _Rows, rows_each: int | None) -> Iterator[_Rows]:
+    """Samples of each micro-batch of so many rows; None tries several."""
+    for size in [rows_each] if rows_each else row_sizes([len(rows)], 1, 1):
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _of_rival(problem: BatchProblem, rival: str, longest_input: int, hidden_size: int) -> Iterator[_Rows]:
-    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample."""
+def rows_of_rival(problem: BatchProblem, rival: str, longest_input: int, hidden_size: int) -> Iterator[_Rows]:
+    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample.
+
+    Raises:
+        PlanningError: its rule does not serve these replicas.
+    """
     lengths = (problem.input_positions + problem.target_positions).tolist()
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
     last = None
@@ -85,7 +72,7 @@ def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target
     Raises:
         ConfigError: a sample is longer than a row.
     """
-    _check_room(inputs, targets, longest_input, longest_target)
+    check_room(inputs, targets, longest_input, longest_target)
     rows: list[list[int]] = []
     left_input = np.zeros(len(inputs), np.int64)
     left_target = np.zeros(len(inputs), np.int64)
@@ -102,7 +89,8 @@ def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target
     return [np.array(row, np.int64) for row in rows]
 
 
-def _check_room(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> None:
+def check_room(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> None:
+    """Raise a ConfigError where a sample is longer than a row."""
     if inputs.max() > longest_input or targets.max() > longest_target:
         raise ConfigError(
             f"rows of {longest_input} input and {longest_target} target positions cannot hold samples of up to"
