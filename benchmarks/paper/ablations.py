@@ -34,8 +34,8 @@ from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
 

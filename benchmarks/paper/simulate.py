@@ -17,8 +17,8 @@ from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.methods import Prediction, predict
 
 METHODS = ("dynapipe", "packed_rows", "token_based", "packing", "padding")

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
     from megatron_dynapipe.extras import require
     from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-    from megatron_dynapipe.report.comparison import draw_comparison, geometric_means
+    from megatron_dynapipe.tools.report.comparison import draw_comparison, geometric_means
     from megatron_dynapipe.tools.rivals.methods import METHODS
 
     if args.output is not None:

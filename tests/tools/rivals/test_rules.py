@@ -3,20 +3,20 @@
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.test_methods import model
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.tools.rivals.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
-from megatron_dynapipe.tools.rivals.packed import packed_partitions
 from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, differencing, row_sizes
 from megatron_dynapipe.units import ModelFamily
 from tests.planning.planner_cases import batch_of
+from tests.tools.rivals.test_methods import model
 
 Rows = list[list[int]]
 
@@ -96,7 +96,7 @@ def test_of_all_sizes_and_of_its_own_replicas_and_better_ones_a_rival_has_the_fa
     run = method_settings(name, Longest(512, 0), msgspec.structs.replace(settings, data_parallel=2))
     planner, batch = Planner(run, costs), batch_of(*((n + 1, 0) for n in lengths))
     problem = planner.problem(planner.samples(batch))
-    offered = packed_partitions(problem, run.partition, hidden_size=64)
+    offered = run.partition.partitions(problem, np.arange(len(lengths)), hidden_size=64)
     assert {tuple(sorted(one.sizes.tolist())) for one in offered.partitions} == {tuple(sorted(each)) for each in counts}
     predicted = []
     for one in offered.partitions:
