@@ -181,10 +181,9 @@ class Bench:
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
     from megatron_dynapipe.integration.flags.from_megatron import run_config
-    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
     setup.args.train_iters, setup.args.eval_iters = 10**6, 0
-    return plan_inputs(run_config(setup.args, setup.family))
+    return run_config(setup.args, setup.family).inputs
 
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Everything the planner process is given, as one record that travels as JSON through its stdin."""
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from megatron_dynapipe.cost import AnalyticCostModel, CostModel, DeviceRates, ModelShape, TableCostModel
+from megatron_dynapipe.cost import AnalyticCostModel, DeviceRates, ModelShape, TableCostModel
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
@@ -19,17 +20,21 @@ _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
-    """Costs measured on a device, from a cost model file at `path`."""
+class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file", dict=True):
+    """Costs measured on a device, from a cost model file at `path`, which is opened once."""
 
     path: str
 
-    def load(self) -> CostModel:
-        """Read and check the file; raises `CostModelError`."""
+    def load(self) -> TableCostModel:
+        """The file's costs, read and checked at the first call; raises `CostModelError`."""
+        return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> TableCostModel:
         return TableCostModel.load(Path(self.path))
 
 
-class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic"):
+class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic", dict=True):
     """Costs computed from the model's shape and the device's rates, up to a micro-batch of this size and length."""
 
     shape: ModelShape
@@ -37,8 +42,12 @@ class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_size: _AtLeastOne = 4096
     max_length: _AtLeastOne = 16384
 
-    def load(self) -> CostModel:
-        """Tabulate the model; raises `CostModelError`."""
+    def load(self) -> AnalyticCostModel:
+        """The model, tabulated once; raises `CostModelError`."""
+        return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> AnalyticCostModel:
         return AnalyticCostModel(self.shape, self.rates, max_size=self.max_size, max_length=self.max_length)
 
 

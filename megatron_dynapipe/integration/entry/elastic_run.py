@@ -234,16 +234,15 @@ def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float
 def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
     """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.flags import command_line
-    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.service.loop import split_sampler
 
     args, run = command_line.parse(family, sys.argv[1:])
-    inputs = plan_inputs(run)
+    inputs = run.inputs
     sampler = split_sampler(run.data, inputs.splits[0])
     space = Space(
         devices=1,
         tensor_sizes=_tensor_sizes(args, job.most_ranks),
-        distributed_optimizer=run.parallel.distributed_optimizer,
+        distributed_optimizer=run.planner.distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count

@@ -36,9 +36,8 @@ from megatron_dynapipe.integration.execution.step_functions import check_losses
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.plan_inputs import Progress, plan_inputs
 from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
@@ -205,7 +204,7 @@ class Session:
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
         if self._context is None:
-            self._context = MicroBatchContext(models, seed=self._run.training.seed)
+            self._context = MicroBatchContext(models, seed=self._run.sampler.seed)
         state, entry = self._context, item.entry
 
         def prepare(index: int) -> None:
@@ -224,7 +223,7 @@ class Session:
     @property
     def tokens(self) -> int | None:
         """Of the latest training iteration, where a batch's size is given in tokens."""
-        in_tokens = self._run.training.sampler.tokens_per_iteration is not None
+        in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
 
     def log_text(self) -> str:
@@ -261,7 +260,7 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(self._control.run_on_all(lambda: plan_inputs(run, self._progress())))
+        inputs = self._with_model_state(resumed_inputs(run.inputs, self._progress()))
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)

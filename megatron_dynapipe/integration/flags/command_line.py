@@ -303,7 +303,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     """
     from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
 
-    checks.check(args, family, known, on_cpu=cpu.is_enabled())
+    checks.check(args, family, known)
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:
