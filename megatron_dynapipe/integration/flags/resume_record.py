@@ -119,7 +119,6 @@ def settings_fields(inputs: PlanInputs) -> dict[str, str]:
     """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
     held = {
         "costs": inputs.costs.load().digest,
-        "recalibrate": inputs.recalibrate,
         "planner": msgspec.to_builtins(inputs.planner),
         "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
     }
