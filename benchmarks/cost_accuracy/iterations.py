@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.memory import high_water_marks, message_elements
+from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, time_by_kind
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.report.run import BACKWARD, FORWARD, time_by_kind
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import LiveStorages
 from megatron_dynapipe.sampling import LengthTable, Sampler
