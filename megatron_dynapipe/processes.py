@@ -147,6 +147,22 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
+def end_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal to this rank once torchrun has ended, by SIGKILL too.
+
+    Nothing happens under another launcher: a rank that a shell started in the background may outlive the shell.
+
+    Between the rank's start and this call its launcher may have ended already. Then the parent is another process by
+    now, or was when it was first asked for; in that case the rank has no peers to meet and ends by its timeout.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    set_parent_death_signal(number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
 def main() -> None:
     """The guard: reads an order from stdin, a line of JSON, and runs its command until that ends or stdin does.
 
@@ -176,19 +192,3 @@ def _status(returncode: int) -> int:
 
 if __name__ == "__main__":
     main()
-
-
-def end_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let the kernel send a signal to this rank once torchrun has ended, by SIGKILL too.
-
-    Nothing happens under another launcher: a rank that a shell started in the background may outlive the shell.
-
-    Between the rank's start and this call its launcher may have ended already. Then the parent is another process by
-    now, or was when it was first asked for; in that case the rank has no peers to meet and ends by its timeout.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    set_parent_death_signal(number)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)

@@ -115,9 +115,7 @@ def layout_for(
 
     def choose(ranks: int) -> TunedLayout:
         batches = [batch_of_positions(batch, number) for number, batch in enumerate(lengths)]
-        tuning = tune_segments(
-            known, batches, devices=ranks, memory_limit_bytes=memory_limit_bytes, network=network
-        )
+        tuning = tune_segments(known, batches, devices=ranks, memory_limit_bytes=memory_limit_bytes, network=network)
         return tuning.layouts[0]
 
     layout = agreed_layout(choose, timeout_s=timeout_s, describe=lambda layout: str(ModuleLayout.of(layout, known)))

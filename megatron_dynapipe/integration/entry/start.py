@@ -1,7 +1,7 @@
 """Ranks start together or not at all, before any process group exists.
 
-Over the store that torchrun's agent hosts (`runtime.start_store`) one rank with an error reports it for all, and no rank
-goes on into Megatron's initialisation, where it would wait for that rank.
+Over a store that ranks share (`runtime.start_store`) one rank with an error reports it for all, and no rank goes on
+into Megatron's initialisation, where it would wait for that rank.
 """
 
 import contextlib
