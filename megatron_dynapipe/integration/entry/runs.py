@@ -18,8 +18,7 @@ from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
-from megatron_dynapipe.elastic.job import from_rank_0
-from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
+from megatron_dynapipe.integration.entry import calibration, elastic_run, start
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -37,6 +36,7 @@ from megatron_dynapipe.integration.models.providers import (
     t5_provider,
     t5_required_fields,
 )
+from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -120,7 +120,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
         args, run = command_line.parse(family, flags)
         if (folder := resumed(run.checkpoints)) and folder.is_dir():
             args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
-        computed, measured = run.inputs.costs, None
+        measured = None
         if run.calibrate_s > 0:
             from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
             measured = calibration.measured_costs(run, flags)
@@ -131,11 +131,10 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             run = _plan_layer_split(run)
         _preflight(run)
         if measured is not None and run.rank == 0:
-            shutil.copyfile(measured, run.report_folder / "cost-model-0.json")  # before any correction of it
-            print(f"cost model: {calibration.gain(run.inputs, computed)}", flush=True)
+            shutil.copyfile(measured, run.report_folder / "cost-model.json")
         return args, run
 
-    return launch.start_together(check, timeout_s=early_flags(flags, EarlyFlags).dynapipe_timeout_s)
+    return start.start_together(check, timeout_s=early_flags(flags, EarlyFlags).dynapipe_timeout_s)
 
 
 def _data_checked(run: RunConfig) -> str:
@@ -144,7 +143,7 @@ def _data_checked(run: RunConfig) -> str:
 
 
 def _preflight(run: RunConfig) -> None:
-    if launch.checks_for_all():
+    if start.checks_for_all():
         check_run(run)
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
@@ -174,7 +173,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     `--create-attention-mask-in-dataloader` (the default) asks for one.
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
-    launch.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
+    start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
 
     def required_fields() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0

@@ -56,6 +56,5 @@ def describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) -
         assumed = name if rates_of(name) else f"an A100 (assumed: {name} is not in the table of devices)"
     return (
         f"computed from the model's shape for {assumed}; to predict this machine, let it be measured"
-        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model), or add"
-        " --dynapipe-recalibrate"
+        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model)"
     )
