@@ -3,10 +3,10 @@
     python -m benchmarks.faults.campaign [--data DATASET] [--minutes 30] [--seed 0] [--iterations 100]
 
 Run after run of a tiny model is started, on a shared server behind a relay (some beside a second job) or on a store of
-its own, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most runs are then left to their end; in some a last fault follows that no run
-can outlive. A run has to finish with the losses of one that nobody disturbed, or to end with the last fault's error;
-nothing of it may be left. Prints each run, and what was done how often with which outcome; exit status 1 if any run
-ends otherwise.
+its own, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most
+runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with the
+losses of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each run,
+and what was done how often with which outcome; exit status 1 if any run ends otherwise.
 """
 
 import argparse

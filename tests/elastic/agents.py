@@ -13,6 +13,8 @@ import psutil
 
 DEADLINE_S = 300.0
 """Of every wait; on a quiet machine none takes more than a minute."""
+LAST_CALL_S = 60
+"""How long the first start waits for the second node, which cannot come later where nodes do not join."""
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -31,6 +33,7 @@ class Nodes:
         self.folder, self._port = folder, port
         self._flags = ["--nnodes", f"1:{most}", "--max-restarts", "100", "--rdzv-backend", "c10d"]
         self._flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"]
+        self._flags += ["--rdzv-conf", f"last_call_timeout={5 if joins else LAST_CALL_S}"]
         self._script, self._joins = script, joins
         self._started: list[subprocess.Popen[bytes]] = []
 
