@@ -128,9 +128,7 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             run = _plan_layer_split(run)
         _preflight(run)
         if measures and run.rank == 0 and run.cost_model is not None:
-            shutil.copyfile(run.cost_model, run.report_folder / "cost-model-0.json")  # before any correction of it
-            computed = plan_inputs(replace(run, cost_model=None)).costs
-            print(f"cost model: {calibration.gain(plan_inputs(run), computed)}", flush=True)
+            shutil.copyfile(run.cost_model, run.report_folder / "cost-model.json")
         return args, run
 
     return start.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))

@@ -135,7 +135,6 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
         "for later runs (default 20; 0: costs are computed from the model's shape)",
     )
-    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
     add(
         "--dynapipe-cluster",
         default="auto",
