@@ -1,7 +1,6 @@
-"""Nodes of a job on this machine, for tests: agents of `launch` over a folder in which toy ranks write a log."""
+"""Nodes of a job on this machine, for tests: torchrun's agents with one rank each."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,37 +10,31 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from megatron_dynapipe.elastic.rendezvous import KEY_VARIABLE
 
-TOY = Path(__file__).parent / "toy_ranks.py"
-DEADLINE_S = 240.0
-"""Of every wait; on a quiet machine none takes more than a few seconds."""
+DEADLINE_S = 300.0
+"""Of every wait; on a quiet machine none takes more than a minute."""
+LAST_CALL_S = 60
+"""How long the first start waits for the second node, which cannot come later where nodes do not join."""
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Nodes:
     """A job whose nodes are started one by one; all of them are ended with the block.
 
     Args:
-        folder: of the job.
-        port: of its rendezvous.
-        least, most: its nodes.
-        script: the training script and its arguments; by default toy ranks over the folder.
-        host: address of the rendezvous.
+        folder: for what nodes say.
+        port: of the rendezvous, which the first node hosts.
+        most: nodes.
+        script: the training script and its arguments.
+        joins: whether nodes can come later, which torchrun's shared store does not allow (docs/elasticity.md).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        port: int,
-        *,
-        least: int,
-        most: int,
-        script: Sequence[str] = (),
-        host: str = "127.0.0.1",
-    ) -> None:
-        self.folder, self._port, self._nodes = folder, port, f"{least}:{most}"
-        self._endpoint = f"{host}:{port}"
-        self._script = script or (str(TOY), str(folder))
+    def __init__(self, folder: Path, port: int, *, most: int, script: Sequence[str], joins: bool = False) -> None:
+        self.folder, self._port = folder, port
+        self._flags = ["--nnodes", f"1:{most}", "--max-restarts", "100", "--rdzv-backend", "c10d"]
+        self._flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"]
+        self._flags += ["--rdzv-conf", f"last_call_timeout={5 if joins else LAST_CALL_S}"]
+        self._script, self._joins = script, joins
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -53,59 +46,31 @@ class Nodes:
                 kill(agent)
             agent.wait(DEADLINE_S)
 
-    def start(
-        self, *flags: str, address: str | None = "127.0.0.1", before: Sequence[str] = ()
-    ) -> subprocess.Popen[bytes]:
-        """One more node, at an address, with a command before its own; its output goes to `said`."""
-        argv = [*before, sys.executable, "-m", "megatron_dynapipe", "launch"]
-        argv += ["--nnodes", self._nodes, "--nproc-per-node", "1"]
-        argv += ["--rdzv-endpoint", self._endpoint, "--last-call", "1"]
-        argv += [] if address is None else ["--local-addr", address]
-        argv += ["--join-timeout", "60", *flags, *self._script]
+    def start(self) -> subprocess.Popen[bytes]:
+        """One more node; its output goes to `said`. Returns once the first one hosts the rendezvous."""
+        argv = [sys.executable, "-m", "torch.distributed.run", *self._flags, *self._script]
         with (self.folder / f"agent-{len(self._started)}").open("wb") as file:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-            environment.setdefault(KEY_VARIABLE, "a key for tests alone")
-            agent = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        self._started.append(agent)
-        return agent
+            environment |= {"OMP_NUM_THREADS": "1"} | ({SHARED_STORE: "1"} if self._joins else {})
+            self._started.append(subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment))
+        self.until(self._is_hosted, "a rendezvous")
+        return self._started[-1]
+
+    def _is_hosted(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     def said(self, node: int) -> str:
         return (self.folder / f"agent-{node}").read_text()
 
-    def log(self) -> list[str]:
-        path = self.folder / "log"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def await_host(self) -> None:
-        """Until the first node hosts the rendezvous: otherwise another might, and end it when it leaves."""
-
-        def answers() -> bool:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
-            except OSError:
-                return False
-            return True
-
-        self.until(answers, "a rendezvous")
-
-    def await_starts(self, world: int, rounds: int = 1) -> None:
-        """Until ranks of a world of this size have all started, in so many rounds."""
-        starts = [f"start {rank}/{world}" for rank in range(world)]
-        self.until(lambda: all(self.log().count(start) >= rounds for start in starts), f"{world} ranks")
-
-    def end(self) -> list[int]:
-        """End the run well; the agents' exit statuses."""
-        (self.folder / "end").touch()
-        return [agent.wait(DEADLINE_S) for agent in self._started]
-
-    def signal_rank(self, rank: int, number: signal.Signals) -> None:
-        os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
-
     def until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not done():
-            said = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("agent-*")))
-            assert time.monotonic() < deadline, f"expected {what} within {DEADLINE_S:.0f} s: {self.log()}\n{said}"
+            said = "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("agent-*")))
+            assert time.monotonic() < deadline, f"expected {what} within {DEADLINE_S:.0f} s:\n{said}"
             time.sleep(0.1)
 
 

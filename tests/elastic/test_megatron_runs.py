@@ -1,54 +1,102 @@
-"""Megatron's entry script under `launch`, by real agents: what it says and does of checkpoints that are not its own."""
+"""Megatron's entry script under torchrun with `--dynapipe-elastic`: a lost node, and nodes that come and go."""
 
-import shutil
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.resume_record import NAME
-from tests.elastic.agents import DEADLINE_S, Nodes
-from tests.helpers.entry_scripts import COMMON, ROOT, SMALL
+from tests.elastic.agents import DEADLINE_S, Nodes, kill
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, losses, train
 from tests.helpers.random_dataset import make_dataset
 from tests.store.servers import free_port
 
-
-def launch(folder: Path, saved: Path, *more: str) -> tuple[int, str]:
-    """Train to the third iteration; the agent's exit status, and what it and its rank said."""
-    folder.mkdir()
-    script = [str(ROOT / "pretrain_gpt_multitask.py"), *SMALL["gpt"].split(), *COMMON.split()]
-    script += ["--dynapipe-data", str(saved.parent / "data"), "--dynapipe-report-dir", str(folder / "report")]
-    script += ["--save", str(saved), "--save-interval", "100", "--train-iters", "20", "--exit-interval", "3"]
-    script += ["--dynapipe-device", "cpu", *more]
-    with Nodes(folder, free_port(), least=1, most=1, script=script) as nodes:
-        status = nodes.start("--emergency-every", "2").wait(DEADLINE_S)
-        return status, nodes.said(0)
+LINE = re.compile(r"iteration +(\d+)/ .*?lm loss: ([0-9.E+-]+)")
+LAST = 600
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the third iteration and, against losses without notice, of the second."""
-    folder = tmp_path_factory.mktemp("launched")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, and a checkpoint of the first iteration: Megatron's first weights depend on the layout."""
+    folder = tmp_path_factory.mktemp("elastic")
     make_dataset(folder / "data")
-    status, said = launch(folder / "first", folder / "saved")
-    assert status == 0, said[-3000:]
-    return folder / "saved"
+    flags = f"--train-iters {LAST} --exit-interval 1 --save {folder / 'first'} --save-interval 100"
+    train("gpt", folder / "data", flags, ranks=1, report=folder / "report-first")
+    return folder
 
 
-OTHER = ("--hidden-size", "64")
+@pytest.fixture(scope="module")
+def expected(begun: Path) -> dict[int, float]:
+    """Losses of one rank that nobody disturbs."""
+    flags = f"--train-iters {LAST} --load {begun / 'first'}"
+    found = losses("gpt", begun / "data", flags, ranks=1, report=begun / "report-undisturbed")
+    return {int(iteration): loss for iteration, loss in found.items()}
+
+
+def script(begun: Path, folder: Path, last: int) -> list[str]:
+    words = [str(ROOT / "pretrain_gpt_multitask.py"), *SMALL["gpt"].split(), *COMMON.split()]
+    words += ["--dynapipe-data", str(begun / "data"), "--dynapipe-report-dir", str(folder / "report")]
+    words += ["--load", str(begun / "first"), "--save", str(folder / "saved"), "--save-interval", "1000"]
+    words += ["--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
+    return [
+        *words,
+        "--train-iters",
+        str(LAST),
+        "--exit-interval",
+        str(last),
+        "--dynapipe-device",
+        "cpu",
+        "--dynapipe-elastic",
+    ]
+
+
+def trained(nodes: Nodes, node: int) -> dict[int, float]:
+    """Losses that a node has logged as the last rank; Megatron's second line after a start is the mean of two."""
+    found: dict[int, float] = {}
+    for start in nodes.said(node).split("WARNING: one_logger package")[1:]:
+        rows = [(int(number), float(loss)) for number, loss in LINE.findall(start)]
+        for at, (number, loss) in enumerate(rows):
+            found[number] = 2 * loss - rows[0][1] if at == 1 else loss
+    return found
+
+
+def assert_as_undisturbed(nodes: Nodes, expected: dict[int, float], last: int) -> None:
+    found = trained(nodes, 1) | trained(nodes, 0)
+    assert found == pytest.approx({number: expected[number] for number in range(2, last + 1)}, abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kept", ["iter_0000003", "non_persistent/iter_0000002"])
-def test_a_checkpoint_of_another_model_ends_the_job_at_once(saved: Path, tmp_path: Path, kept: str) -> None:
-    folder = shutil.copytree(saved, saved.parent / f"saved-{Path(kept).name}")
-    if kept != "iter_0000003":
-        shutil.rmtree(folder / "iter_0000003")
-        (folder / TRACKER).unlink()
-    assert (folder / kept / NAME).exists()
-    status, said = launch(tmp_path / "other", folder, *OTHER)
-    assert status == 2
-    assert f"error: expected the model and vocabulary of the checkpoint {folder / kept}" in said
-    assert "hidden_size 64 (was 32)" in said and "Traceback" not in said
-    assert said.count("launch: 1 nodes, 1 ranks") == 1, "it was not started again"
+def test_a_killed_node_s_run_goes_on_in_the_layout_that_fits(
+    begun: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    """By torchrun's plain command: kill -9 of the agent that does not host the rendezvous, and of its rank."""
+    with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, 60)) as nodes:
+        stays, lost = nodes.start(), nodes.start()
+        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731  (the last stage logs)
+        nodes.until(lambda: max(both(), default=0) > 9 or stays.poll() is not None, "iterations of two nodes")
+        kill(lost)
+        assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
+        assert re.findall(r"layout: (\d) ranks", nodes.said(0)) == ["2", "1"]
+        assert_as_undisturbed(nodes, expected, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nodes_come_and_leave_on_notice(begun: Path, expected: dict[int, float], tmp_path: Path) -> None:
+    with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, LAST), joins=True) as nodes:
+        stays = nodes.start()
+        nodes.until(lambda: len(trained(nodes, 0)) > 2, "iterations of one node")
+        leaves = nodes.start()
+        starts = lambda: re.findall(r"layout: (\d) ranks", nodes.said(0))  # noqa: E731
+        nodes.until(lambda: starts()[-1] == "2", "a layout of two")
+        alone = len(trained(nodes, 0))
+        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731
+        nodes.until(lambda: len(both()) > alone + 3, "iterations of two nodes")
+        leaves.send_signal(signal.SIGTERM)
+        leaves.wait(DEADLINE_S)
+        assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
+        assert starts() == ["1", "2", "1"]
+        assert_as_undisturbed(nodes, expected, LAST)
+        saves = re.findall(r"saving checkpoint at iteration +(\d+) to \S*/saved ", nodes.said(0) + nodes.said(1))
+        assert len(set(saves)) == 2, "all saved when the node came, and when it left"

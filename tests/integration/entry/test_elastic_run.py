@@ -1,15 +1,12 @@
-"""What a rank makes of its command line under `launch`, and that plans of another layout are never read."""
+"""What a rank makes of its command line with `--dynapipe-elastic`, and of the checkpoints that it finds."""
 
 import argparse
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
-from megatron_dynapipe.elastic.job import VARIABLE, Job
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.entry import elastic_run
@@ -17,7 +14,6 @@ from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.units import ModelFamily
 
-JOB = Job(most_ranks=4, wait_s=60, emergency_every=20)
 ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
 
 
@@ -114,45 +110,50 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest
         lock(str(tmp_path / "file"))
 
 
+GLOBAL = "--non-persistent-save-interval 50 --non-persistent-ckpt-type global"
+
+
 @pytest.mark.parametrize(
-    ("argv", "every", "added"),
+    ("argv", "added"),
     [
-        ([], 20, "--exit-signal-handler --non-persistent-save-interval 20 --non-persistent-ckpt-type global"),
-        ([], 0, "--exit-signal-handler"),
-        (["--non-persistent-save-interval", "7"], 20, "--exit-signal-handler"),
-        (["--use-distributed-optimizer"], 0, "--exit-signal-handler --dist-ckpt-optim-fully-reshardable"),
+        ([], f"--exit-signal-handler {GLOBAL}"),
+        (["--non-persistent-save-interval", "7"], "--exit-signal-handler"),
+        (
+            ["--use-distributed-optimizer"],
+            f"--exit-signal-handler --dist-ckpt-optim-fully-reshardable {GLOBAL}",
+        ),
     ],
 )
-def test_checkpoints_can_be_loaded_in_every_layout(argv: list[str], every: int, added: str) -> None:
-    assert " ".join(elastic_run._saving_flags(argv, msgspec.structs.replace(JOB, emergency_every=every))) == added
+def test_checkpoints_can_be_loaded_in_every_layout(argv: list[str], added: str) -> None:
+    assert " ".join(elastic_run._saving_flags(argv)) == added
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected --save DIR under launch, got none"),
+        ([], "expected --save DIR with --dynapipe-elastic, got none"),
         (ARGV[:4], "expected --save-interval N with --save, got none"),
-        ([*ARGV, "--ckpt-format", "torch"], "expected --ckpt-format torch_dist under launch, got torch"),
-        ([*ARGV, "--context-parallel-size", "2"], "launch knows no layouts with context parallelism"),
+        ([*ARGV, "--ckpt-format", "torch"], "expected --ckpt-format torch_dist with --dynapipe-elastic, got torch"),
+        ([*ARGV, "--context-parallel-size", "2"], "--dynapipe-elastic knows no layouts with context parallelism"),
     ],
 )
-def test_what_cannot_be_resharded_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str) -> None:
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", *flags])
-    monkeypatch.setenv("RANK", "0")
+def test_what_cannot_be_resharded_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        elastic_run._resumable_flags()
+        elastic_run._resumable(flags)
 
 
-def test_nothing_happens_without_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    before = signal.getsignal(signal.SIGUSR1)
+def test_nothing_happens_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["pretrain_gpt_multitask.py", "--pipeline-model-parallel-size", "2"]
+    monkeypatch.setattr("sys.argv", [*argv])
     elastic_run.prepare(ModelFamily.GPT)
     with elastic_run.status():
         pass
-    assert signal.getsignal(signal.SIGUSR1) is before
+    assert sys.argv == argv
 
 
 def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
     def leave(code: int) -> object:
         with pytest.raises(SystemExit) as leaving, elastic_run.status():
             raise SystemExit(code)
