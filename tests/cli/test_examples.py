@@ -15,7 +15,7 @@ from tests.docs.workspace import PROGRAM, make_workspace, run_text
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.runs import write_run
 from tests.modules.test_planning import costs_of
-from tests.tuning.test_graph_profile import node
+from tests.tools.tuning.test_graph_profile import node
 
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(dict.fromkeys(line for lines in EXAMPLES.values() for line in lines))

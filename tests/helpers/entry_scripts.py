@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,9 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
     sys.argv = [script, *argv]
     try:
-        bootstrap.run(runpy.run_path(str(ROOT / script))["main"])
+        names = runpy.run_path(str(ROOT / script))
+        family = ModelFamily.T5 if "_t5_" in script else ModelFamily.GPT
+        bootstrap.run(names["adapting"](family, names["main"]))
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0

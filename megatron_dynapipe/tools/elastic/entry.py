@@ -14,27 +14,24 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.elastic.layout import agreed_layout
-from megatron_dynapipe.elastic.run import LEFT, SAVE_EVERY
-from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
+from megatron_dynapipe.integration.entry.checkpoint_lock import lock
 from megatron_dynapipe.outputs import replace_bytes, unwritten
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import renew
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.tools.elastic.layout import agreed_layout
+from megatron_dynapipe.tools.elastic.run import LEFT, SAVE_EVERY
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 ELASTIC = "--dynapipe-elastic"
 LAYOUT_FLAGS = (
@@ -51,6 +48,17 @@ BATCHES = 2
 
 _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
+
+
+def adapting(family: ModelFamily, main: Callable[[], None]) -> Callable[[], None]:
+    """`main` of an entry script, in the layout that fits the ranks that are there if `--dynapipe-elastic` is given."""
+
+    def run() -> None:
+        prepare(family)
+        with status():
+            main()
+
+    return run
 
 
 def prepare(family: ModelFamily) -> None:
@@ -73,7 +81,7 @@ def prepare(family: ModelFamily) -> None:
     layout = agreed_layout(
         lambda ranks: _choose(family, argv, ranks, timeout_s), timeout_s=timeout_s, describe=_description
     )
-    sys.argv[1:] = argv + layout_flags(layout)
+    sys.argv[1:] = [word for word in argv if word != ELASTIC] + layout_flags(layout)
 
 
 @contextlib.contextmanager
@@ -102,27 +110,6 @@ def _description(layout: TunedLayout) -> str:
         f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
         f" stages ({stages} layers), {layout.predicted_ms:.0f} ms an iteration predicted"
     )
-
-
-def lock_checkpoints(run: "RunConfig") -> None:
-    """Let this run alone save to `--save` until rank 0 ends, and to its folder of emergency checkpoints.
-
-    Raises:
-        ConfigError: on rank 0: another run does, or the folder cannot be written to.
-    """
-    if run.rank == 0 and run.checkpoints.save is not None:
-        _lock(str(run.checkpoints.save), run.timeout_s)
-
-
-def _lock(saved: str, timeout_s: float) -> None:
-    if ":/" in saved:  # the URL of an object store, through Megatron's multi-storage client
-        return
-    try:
-        lock_folder(Path(saved), wait_s=timeout_s * LOCK_SHARE)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write checkpoints to {saved}: {error.strerror}", hint="give --save a folder of yours"
-        ) from error
 
 
 def _leave() -> NoReturn:
@@ -236,7 +223,7 @@ def _saving_flags(argv: Sequence[str]) -> list[str]:
 
 def _choose(family: ModelFamily, argv: Sequence[str], ranks: int, timeout_s: float) -> TunedLayout:
     saved = early_flags(argv, EarlyFlags).save
-    _lock(saved, timeout_s)
+    lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
     with _one_rank(argv):
         base, space, costs, batches = _choices(family, ranks)
