@@ -25,7 +25,7 @@ _COMPUTED = "--data data/demo --model-config configs/llama_like_8b.yaml --cost-m
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": ("doctor", "data demo --output data/demo", "report dynapipe-report"),
-    "doctor": ("doctor", "doctor --json"),
+    "doctor": ("doctor", "doctor --json", "doctor --store-url-file store.url"),
     "data": ("data demo --output data/demo", "data stats data/demo"),
     "data demo": ("data demo --output data/demo",),
     "data prepare": (
@@ -67,10 +67,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "report dynapipe-report --json > run.json",
         "report dynapipe-report --output run.html",
     ),
-    "store": ("store start --bind 0.0.0.0 --url-file store.url", "store inspect --url-file store.url"),
-    "store start": ("store start --bind 0.0.0.0 --url-file store.url",),
-    "store stop": ("store stop --url-file store.url",),
-    "store inspect": ("store inspect --url-file store.url --json",),
     "cost-model": ("cost-model show cost-model.json", "cost-model check cost-model.json"),
     "cost-model show": ("cost-model show cost-model.json",),
     "cost-model diff": ("cost-model diff before.json after.json",),
@@ -104,10 +100,16 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report", "store"),
+    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report"),
     *("cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
+
+GONE = {
+    "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
+    " run finds there (docs/reliability.md)",
+}
+"""Commands of earlier versions, and what takes their place."""
 
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
@@ -177,7 +179,10 @@ def _command(name: str) -> ModuleType:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     try:
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        if words and words[0] in GONE:
+            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}")
+        args = build_parser().parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
