@@ -47,7 +47,9 @@ NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
 
 def run_checks(store_url_file: Path | None = None) -> dict[str, Finding]:
     """Every check's finding, by its name; a check that itself breaks is a finding."""
-    checks = {**dict(CHECKS), **({"plan store": partial(check_store, store_url_file)} if store_url_file else {})}
+    checks = dict(CHECKS)
+    if store_url_file is not None:
+        checks["plan store"] = partial(check_store, store_url_file)
     return {name: _guarded(name, check) for name, check in checks.items()}
 
 

@@ -20,12 +20,10 @@ from tests.tuning.test_graph_profile import node
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(dict.fromkeys(line for lines in EXAMPLES.values() for line in lines))
 PATCHES = tuple(line for line in EVERY if line.startswith("patch "))
-SERVED = "--url-file store.url & until [ -s store.url ]; do sleep 0.2; done"
 SMALLER = (
     ("--budget-minutes 1 ", "--budget-minutes 0.2 "),
     ("--validate 2 ", "--validate 1 --validate-iterations 2 "),
     ("--nnodes 1:4 --rdzv-endpoint node0:29400", "--nnodes 1 --nproc-per-node 2 --rdzv-endpoint localhost:29431"),
-    ("start --bind 0.0.0.0 --url-file store.url", f"start --bind 127.0.0.1 {SERVED}"),
     ("to-hf checkpoints/llama-run", "to-hf checkpoints/llama"),
     ("to-hf checkpoints/flan-run models/mine", "to-hf checkpoints/flan models/other"),
 )

@@ -47,7 +47,8 @@ def train(
     """Run an entry script; per rank its losses by iteration (last stage), stdout and stderr.
 
     Every rank must end with exit status `status`. At the third iteration the children of rank 0 whose command line
-    has the word `kill` are killed, or stopped (`stop WORD`). Without `pictures` the report's, which takes a second, is not drawn.
+    has the word `kill` are killed, or stopped (`stop WORD`). Without `pictures` the report's, which takes a second, is
+    not drawn.
     """
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=report)}
     runs = run_ranks(run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
