@@ -25,7 +25,7 @@ _COMPUTED = "--data data/demo --model-config configs/llama_like_8b.yaml --cost-m
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": ("doctor", "data demo --output data/demo", "report dynapipe-report"),
-    "doctor": ("doctor", "doctor --json", "doctor --store-url-file store.url"),
+    "doctor": ("doctor", "doctor --json"),
     "data": ("data demo --output data/demo", "data stats data/demo"),
     "data demo": ("data demo --output data/demo",),
     "data prepare": (
