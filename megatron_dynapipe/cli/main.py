@@ -53,10 +53,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "orchestrate --profile vgg-19-pbs-32.txt --profile-batch-size 32 --micro-batch-size 32"
         " --global-batch-size 2048 --devices 16 --devices-per-node 1 --inter-node-gbps 10 --json",
     ),
-    "launch": (
-        "launch --nnodes 1:4 --rdzv-endpoint node0:29400 pretrain_gpt_multitask.py"
-        " --dynapipe-config configs/demo_gpt.yaml --save checkpoints --save-interval 500",
-    ),
     "verify": ("verify plans/iteration-0.plan",),
     "show": (
         "show plans/iteration-0.plan",
@@ -100,7 +96,7 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report"),
+    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report"),
     *("cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
@@ -108,6 +104,8 @@ COMMANDS = (
 GONE = {
     "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
     " run finds there (docs/reliability.md)",
+    "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
+    " --dynapipe-elastic (docs/elasticity.md)",
 }
 """Commands of earlier versions, and what takes their place."""
 
@@ -181,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in GONE:
-            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}")
+            hint = f"see `{PROGRAM} --help`"
+            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}", hint=hint)
         args = build_parser().parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()

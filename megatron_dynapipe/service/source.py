@@ -44,6 +44,7 @@ class PlanSource:
         deadline_s: of one plan.
         planners: of the job.
         may_come: whether planners are at work, as far as this node knows; asked while a plan is awaited.
+        say: tells the user that plans are made here, and why.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class PlanSource:
         deadline_s: float,
         planners: int = 1,
         may_come: Callable[[], bool] = lambda: True,
+        say: Callable[[str], object] = logger.warning,
     ) -> None:
         self._inputs, self._store, self._keys, self._who = inputs, store, keys, who
-        self._most_s, self._may_come = deadline_s / 2, may_come
+        self._most_s, self._may_come, self._say = deadline_s / 2, may_come, say
         self._enough = 2 * planners
         self._on_time = self._enough
         self._first_waits: list[float] = []
@@ -110,12 +112,9 @@ class PlanSource:
                 found[replica, stage] = self._await(self._store, key, started + patience_s)
         except StoreTimeoutError:
             if self._on_time:
-                logger.warning(
-                    "no plan of iteration %d of %s after %.1f s: %s makes it, and those that are late from now on",
-                    iteration,
-                    split,
-                    time.monotonic() - started,
-                    self._who,
+                self._say(
+                    f"no plan of iteration {iteration} of {split} after {time.monotonic() - started:.1f} s:"
+                    f" {self._who} makes it, and those that are late from now on"
                 )
             self._on_time = 0
             return None
@@ -157,7 +156,7 @@ class PlanSource:
 
     def _give_up(self, error: StoreError) -> None:
         self._ask_at = time.monotonic() + _ASK_AGAIN_S
-        logger.warning("%s; %s makes plans, and asks again in %.0f s", error.message, self._who, _ASK_AGAIN_S)
+        self._say(f"{error.message}; {self._who} makes plans, and asks again in {_ASK_AGAIN_S:.0f} s")
 
     def _check_open(self) -> None:
         if self._closed.is_set():

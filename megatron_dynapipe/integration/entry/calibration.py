@@ -21,13 +21,13 @@ import torch
 
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.cost.format import CostFile
-from megatron_dynapipe.elastic.job import from_rank_0
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import user_cache_folder
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
+from megatron_dynapipe.runtime.start_store import from_rank_0
 
 START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""
@@ -37,13 +37,13 @@ _MOST_PROCESSES = 8
 def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
 
-    What keeps it from that is printed. Call it on every rank, inside the check of `launch.start_together`.
+    What keeps it from that is printed. Call it on every rank, inside the check of `start.start_together`.
 
     Args:
         run: the run.
         flags: the run's command line as given.
     """
-    if launch.ranks_stand_alone():
+    if start.ranks_stand_alone():
         if os.environ["RANK"] == "0":
             print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
         return None

@@ -26,7 +26,6 @@ from tqdm.contrib import DummyTqdmFile
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
@@ -162,8 +161,6 @@ class Session:
         if forward_only:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-        if self._trained is None:
-            note_training()
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, losses)
         self._move_bar()

@@ -234,6 +234,12 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
         " DYNAPIPE_STORE_URL, else start one)",
     )
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
+    add(
+        "--dynapipe-elastic",
+        action="store_true",
+        help="under torchrun --nnodes MIN:MAX --max-restarts N: every start takes the layout that fits the ranks that"
+        " are there, and resumes --save",
+    )
     add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
 
 

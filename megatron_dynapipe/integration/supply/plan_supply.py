@@ -8,6 +8,7 @@ every rank         prefetches its share of every split's iterations
 
 import functools
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -203,4 +204,5 @@ class PlanSupply:
             deadline_s=run.timeout_s,
             planners=run.planners,
             may_come=lambda: not processes or any(process.status is None for process in processes),
+            say=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
         )
