@@ -48,7 +48,8 @@ def train(
     """Run an entry script; per rank its losses by iteration (last stage), stdout and stderr.
 
     Every rank must end with exit status `status`. At the third iteration the children of rank 0 whose command line
-    has the word `kill` are killed. Without `pictures` the report's, which takes a second, is not drawn.
+    has the word `kill` are killed, or stopped (`stop WORD`). Without `pictures` the report's, which takes a second, is
+    not drawn.
     """
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=report)}
     runs = run_ranks(run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
@@ -141,7 +142,9 @@ def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, fl
 
 
 def _kill_children(word: str) -> None:
+    """Kill children, or stop them ("stop WORD")."""
+    stops, word = word.startswith("stop "), word.removeprefix("stop ")
     victims = [p for p in psutil.Process().children(recursive=True) if word in " ".join(p.cmdline()[:5])]
     assert victims, f"no child process with {word} in its command line"
     for victim in victims:
-        victim.kill()
+        victim.suspend() if stops else victim.kill()
