@@ -56,7 +56,7 @@ ROOMS = {
     "cpu": room(5, "torch", "megatron"),
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
-    # torch's elastic agent; nothing of Megatron.
+    # Nothing of Megatron.
     "elastic": room(5, "torch"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
