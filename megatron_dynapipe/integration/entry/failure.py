@@ -160,7 +160,7 @@ def leave(status: int) -> None:
     """End a process of torchrun's at once: threads and kernels of aborted groups can hold up the interpreter's end."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         for helper in multiprocessing.active_children():  # Megatron's checkpoint writer has one, which would stay
-            helper.terminate()
+            helper.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -10,6 +10,7 @@ checkpoint saved and ends the run; ranks then end with a status that is no succe
 
 import argparse
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -119,7 +120,12 @@ def _leave() -> NoReturn:
 
 
 def _take_notices() -> None:
-    """After every iteration, see what ranks agreed on."""
+    """After every iteration, see what ranks agreed on; keep torchrun's signal from what saves.
+
+    torchrun sends SIGTERM to all processes of a rank's group. Megatron's writers tell what they wrote over a process
+    that would end by it, and the checkpoint would fail: it is started with the signal blocked, which is inherited.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
@@ -133,6 +139,17 @@ def _take_notices() -> None:
         return notices
 
     DistributedSignalHandler.signals_received = signals_received
+    results_queue = filesystem_async.get_write_results_queue
+
+    @functools.wraps(results_queue)  # start-up looks at its parameters
+    def get_write_results_queue(*arguments: Any, **keywords: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return results_queue(*arguments, **keywords)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
 
 
 def note_save(args: argparse.Namespace) -> None:

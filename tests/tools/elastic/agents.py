@@ -13,7 +13,7 @@ import psutil
 
 DEADLINE_S = 300.0
 """Of every wait; on a quiet machine none takes more than a minute."""
-LAST_CALL_S = 60
+LAST_CALL_S = 45
 """How long the first start waits for the second node, which cannot come later where nodes do not join."""
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
