@@ -16,6 +16,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, first_reason, slices, split_backward
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
@@ -50,6 +51,7 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
     split_backward(args)
     _check_length_of_training(args)
     _check_warm_up(args)
+    check_trackers(args)
     _check_pretrained(args)
     if args.dynapipe_cost_model is not None:
         read_file(args.dynapipe_cost_model)
