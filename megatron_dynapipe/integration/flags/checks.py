@@ -22,7 +22,7 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, tar
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
+_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit", "softmax_scale")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> None:
