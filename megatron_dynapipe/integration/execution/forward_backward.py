@@ -38,8 +38,8 @@ def run_iteration(
     forward_only: bool = False,
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
-) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
-    """Run a plan that all ranks have agreed on, and Megatron's finalisation; with the last stage's loss reports.
+) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
+    """Run a plan that all ranks have agreed on, and Megatron's finalisation.
 
     Args:
         runner: of this rank.
@@ -52,6 +52,10 @@ def run_iteration(
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
+
+    Returns:
+        What the runner adds up; the last stage's loss reports; the number of labels of the global batch, None where an
+        evaluation counts none.
     """
     if not forward_only:
         runner.warm_up(warm_up)
@@ -85,7 +89,7 @@ def run_iteration(
         finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        return runner.run(step), stage.reports()
+        return runner.run(step), stage.reports(), stage.labels
 
 
 @contextlib.contextmanager

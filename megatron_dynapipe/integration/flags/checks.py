@@ -100,6 +100,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         f"--softmax-type {softmax}",
         "--dynapipe-attention sdpa has the plain softmax alone; megatron has it",
     )
+    yield (
+        softmax == "learnable" and args.use_dynapipe and args.tensor_model_parallel_size > 1,
+        "--softmax-type learnable with --tensor-model-parallel-size",
+        "this Megatron does not say that sinks are divided over the ranks, so that the gradient's norm would be wrong",
+    )
     fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
     yield (
         bool(fixed),
