@@ -39,7 +39,7 @@ def run_iteration(
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
 ) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
-    """Run a plan that all ranks have agreed on, and Megatron's finalisation.
+    """Run a plan and Megatron's finalisation: totals, the last stage's loss reports, the batch's labels or None.
 
     Args:
         runner: of this rank.
@@ -52,10 +52,6 @@ def run_iteration(
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
-
-    Returns:
-        What the runner adds up; the last stage's loss reports; the number of labels of the global batch, None where an
-        evaluation counts none.
     """
     if not forward_only:
         runner.warm_up(warm_up)

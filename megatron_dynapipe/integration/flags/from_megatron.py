@@ -77,7 +77,6 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         cost_model=args.dynapipe_cost_model,
         calibrate_s=args.dynapipe_calibrate,
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
-        recalibrate=args.dynapipe_recalibrate,
         cluster=machine.cluster_of(args.dynapipe_cluster, device=device),
         memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
         reserves_all_memory=args.dynapipe_reserve_all_memory,

@@ -126,7 +126,6 @@ def settings_fields(inputs: PlanInputs) -> dict[str, str]:
     """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
     held = {
         "costs": inputs.costs.load().digest,
-        "recalibrate": inputs.recalibrate,
         "planner": msgspec.to_builtins(inputs.planner),
         "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
     }
@@ -348,7 +347,7 @@ def read_record(path: Path) -> ResumeRecord | None:
         ) from error
 
 
-def _differences(saved: Mapping[str, str], current: Mapping[str, str], absent: str = "absent") -> dict[str, str]:
+def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent: str = "absent") -> dict[str, str]:
     """Fields in which two records differ, by name, and how; one that only one of them has differs, too."""
     return {
         name: f"{name} {current.get(name, absent)} (was {saved.get(name, absent)})"

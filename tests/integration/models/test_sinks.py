@@ -25,7 +25,7 @@ def marks(rank: int, world_size: int) -> dict[str, tuple[bool, int]]:
 
     cpu.quieten()
     cpu.enable("cpu")
-    from megatron_dynapipe.integration.conversion.checkpoint import whole_model
+    from megatron_dynapipe.tools.conversion.checkpoint import whole_model
     from megatron_dynapipe.units import ModelFamily
 
     with whole_model(FLAGS, ModelFamily.GPT, 128, torch.float32) as model:
