@@ -194,7 +194,7 @@ class MegatronPipeline:
             planned = replica.micro_batches[index]
             self._state.begin(plan.iteration, index, planned.recompute, planned)
 
-        result, _ = run_iteration(
+        result, _, _ = run_iteration(
             self._runner,
             replica.stages[self._runner.stage],
             self._models,

@@ -38,8 +38,8 @@ def run_iteration(
     forward_only: bool = False,
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
-) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
-    """Run a plan that all ranks have agreed on, and Megatron's finalisation; with the last stage's loss reports.
+) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
+    """Run a plan and Megatron's finalisation: totals, the last stage's loss reports, the batch's labels or None.
 
     Args:
         runner: of this rank.
@@ -85,7 +85,7 @@ def run_iteration(
         finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        return runner.run(step), stage.reports()
+        return runner.run(step), stage.reports(), stage.labels
 
 
 @contextlib.contextmanager

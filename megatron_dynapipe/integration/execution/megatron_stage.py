@@ -41,6 +41,9 @@ class MegatronStage:
         before_backward: called with each whole backward pass before it runs, and `after_weights` with each second half
             of a divided one after it (overlapped gradient reduction).
         divided: (micro-batch, chunk) of the backward passes that run in halves.
+
+    Attributes:
+        labels: of the global batch, once Megatron's finalisation has counted them; else None.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class MegatronStage:
         self._losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self.labels: torch.Tensor | None = None
 
     def begin_pass(self, instruction: Pass) -> None:
         """Set recomputation and the random state; start the collectives among replicas that are due."""
@@ -129,9 +133,10 @@ class MegatronStage:
     def finalize(self, *, force_all_reduce: bool) -> None:
         """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
         if self._config.finalize_model_grads_func is not None:
+            self.labels = self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None
             self._config.finalize_model_grads_func(
                 list(self._models),
-                self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None,
+                self.labels,  # which it adds up over replicas, in place
                 pg_collection=self._groups,
                 force_all_reduce=force_all_reduce,
             )
@@ -141,8 +146,13 @@ class MegatronStage:
     def reports(self) -> list[dict[str, torch.Tensor]]:
         """The loss function's report of each micro-batch, on the last stage.
 
-        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing.
+        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing, and divides
+        their sums: of a batch without labels the loss is 0, by a number that is not.
         """
-        if self._is_last and not self._losses:
-            return [{LOSS_NAME: torch.zeros(2, device=self._device)}]
-        return self._losses
+        if not self._is_last:
+            return self._losses
+        first, *others = self._losses or [{LOSS_NAME: torch.zeros(2, device=self._device)}]
+        if self.labels is not None:
+            count = torch.stack([torch.zeros_like(self.labels), self.labels == 0])
+            first = first | {LOSS_NAME: first[LOSS_NAME] + count.to(first[LOSS_NAME])}
+        return [first, *others]

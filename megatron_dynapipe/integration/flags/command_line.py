@@ -226,6 +226,12 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
         " gates, as T5 v1.1 has it",
     )
+    add(
+        "--dynapipe-softmax-scale",
+        type=float,
+        metavar="X",
+        help="factor of attention's scores, 1 for a T5 of HuggingFace's (default: 1 / √(head size))",
+    )
 
 
 def _add_run_flags(add: Callable[..., Any]) -> None:

@@ -26,7 +26,7 @@ OURS = """
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-softmax-scale --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -96,6 +96,7 @@ REFUSED = {
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
     "--dataloader-type ordered": "--dataloader-type ordered is not taken",
     "--dynapipe-device-memory-limit 0": "expected --dynapipe-device-memory-limit above 0, got 0.0",
+    "--dynapipe-softmax-scale 0": "expected --dynapipe-softmax-scale above 0, got 0.0",
     "--dynapipe-timeout-s nan": "expected --dynapipe-timeout-s above 0, got nan",
     "--dynapipe-calibrate -1": "expected --dynapipe-calibrate of at least 0, got -1.0",
     "--dynapipe-lookahead 0": "expected --dynapipe-lookahead above 0, got 0",

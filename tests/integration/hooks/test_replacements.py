@@ -18,6 +18,7 @@ class FakeSession:
     shape = None
     samples = 19
     tokens: int | None = None
+    has_labels = True
 
     def forward_backward(self) -> str:
         return "planned"

@@ -86,6 +86,17 @@ def test_training_begins_where_the_source_is_and_comes_back(tmp_path: Path, name
     assert more["3"] == pytest.approx(after, abs=1e-4)
 
 
+def test_a_t5_fine_tunes_as_its_source_does(tmp_path: Path) -> None:
+    """Plain gradient descent, which shows a weight that is another one's multiple."""
+    data, _ = converted(tmp_path, "t5-v1.1", VOCABULARY)
+    arguments = {"folder": str(tmp_path / "hf"), "data": str(data), "rate": 0.1, "steps": 4}
+    (expected,) = run_ranks(training.their_losses, 1, arguments)
+    flags = "--train-iters 4 --optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0"
+    losses = train("t5-v1.1", tmp_path, flags, ranks=1)
+    assert list(losses.values()) == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] < expected[0] - 0.01
+
+
 @pytest.mark.slow
 def test_mixed_precision_trains_the_weights_that_it_has_read(tmp_path: Path) -> None:
     _, expected = converted(tmp_path, "llama", VOCABULARY)
