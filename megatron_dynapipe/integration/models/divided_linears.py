@@ -8,8 +8,8 @@ from autograd: so nothing touches the weight's gradient, nor the hooks on it, be
 run Megatron's own function. Embedding, head, norms and attention belong to the first half.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,18 +52,27 @@ class WeightHalves:
     """
 
     key: Key | None = None
-    _left: dict[Key, deque[_Left]] = field(default_factory=dict)
+    _left: dict[Key, list[_Left]] = field(default_factory=dict)
 
     def leave(self, key: Key, call: _Call, given: Tensor, gradient: Tensor) -> None:
         """Keep a linear's input and its output's gradient for the second half."""
-        self._left.setdefault(key, deque()).append((call, given, gradient))
+        self._left.setdefault(key, []).append((call, given, gradient))
 
-    def add_weight_gradients(self, key: Key) -> None:
-        """Run the second half: one pass through a graph of the weights alone, so that the hooks on them run."""
-        left = self._left.pop(key, deque())
-        ends = [_WeightGradient.apply(left, call.weight) for call, _, _ in left]  # type: ignore[no-untyped-call]
-        if ends:
-            torch.autograd.backward(ends, ends)
+    def add_weight_gradients(self, key: Key, done: Callable[[Collection[Tensor]], None] | None = None) -> None:
+        """Run the second half, through graphs of the weights alone, so that the hooks on them run.
+
+        Args:
+            key: of the first half.
+            done: called after each weight, from the model's end to its start, with those that are still to come;
+                without it all weights are one graph.
+        """
+        left = self._left.pop(key, [])[::-1]
+        pending = Counter(call.weight for call, _, _ in left)
+        while left and done is not None:
+            pending -= Counter([left[-1][0].weight])
+            _add_gradients([left.pop()])
+            done(pending)
+        _add_gradients(left)
 
     def clear(self) -> None:
         """Drop what an iteration that did not end has left."""
@@ -115,17 +124,28 @@ class _DividedLinear(torch.autograd.Function):
         return None, None, None, made, of_bias
 
 
+def _add_gradients(left: list[_Left]) -> None:
+    """Add the gradients of weights up, the last entry's first, since autograd runs the latest node first."""
+    ends = [_WeightGradient.apply([operands], operands[0].weight) for operands in left]  # type: ignore[no-untyped-call]
+    left.clear()
+    if ends:
+        torch.autograd.backward(ends, ends)
+
+
 class _WeightGradient(torch.autograd.Function):
-    """The second half of one linear's backward. Autograd takes what it returns as the gradient, without a copy."""
+    """The second half of one linear's backward. Autograd takes what it returns as the gradient, without a copy.
+
+    Its operands are alone in a list, so that they can be dropped once they are used.
+    """
 
     @staticmethod
-    def forward(ctx: Any, left: deque[_Left], weight: Tensor) -> Tensor:
-        ctx.left = left
+    def forward(ctx: Any, operands: list[_Left], weight: Tensor) -> Tensor:
+        ctx.operands = operands
         return weight.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor | None]:
-        return None, _weight_gradient(*ctx.left.pop())  # the latest node runs first
+        return None, _weight_gradient(*ctx.operands.pop())
 
 
 def _gathered(call: _Call, given: Tensor) -> Tensor:
