@@ -22,6 +22,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     WeightDone,
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
+from megatron_dynapipe.integration.models.experts import forget_iteration
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
@@ -57,8 +58,23 @@ def run_iteration(
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
         divides_apart: one replica may end a chunk's backward passes by a second half where another does not.
     """
+    divided = {(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)}
+    make_stage = partial(
+        MegatronStage,
+        models,
+        forward_step,
+        load,
+        is_last=runner.stage == runner.stages - 1,
+        prepare=prepare,
+        divided=divided,
+    )
+
+    def before_first_list() -> None:
+        warm_up()
+        _run_alone(runner, plan, models, make_stage())
+
     if not forward_only:
-        runner.warm_up(warm_up)
+        runner.warm_up(before_first_list)
     config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,
@@ -72,17 +88,11 @@ def run_iteration(
         at_end=has_idle_replica or (divides_apart and any(_wrapped(m).expert_parallel_bucket_groups for m in models)),
     )
     gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
-    stage = MegatronStage(
-        models,
-        forward_step,
-        load,
-        is_last=runner.stage == runner.stages - 1,
-        prepare=prepare,
+    stage = make_stage(
         before_forward=gathers.before_forward,
         before_backward=reduction.before_backward,
         during_weights=reduction.during_weights,
         after_weights=reduction.after_weights,
-        divided={(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)},
     )
     step = Step(
         plan=plan,
@@ -93,6 +103,21 @@ def run_iteration(
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
         return runner.run(step), stage.reports()
+
+
+def _run_alone(runner: StepRunner, plan: StagePlan, models: Sequence[torch.nn.Module], stage: MegatronStage) -> None:
+    """Run the first list without the other stages, so that its shapes, cut rows and halves have been run before any
+    receive is pending: cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.
+    """
+    with contextlib.ExitStack() as resources:
+        clear_kept_keys(models)
+        resources.enter_context(without_timers(get_model_config(models[0])))
+        for model in map(_wrapped, models):
+            resources.enter_context(model.no_sync())
+            resources.callback(model.zero_grad_buffer)
+        runner.run_alone(Step(plan=plan, model=stage))
+    clear_kept_keys(models)
+    forget_iteration(models)
 
 
 @contextlib.contextmanager

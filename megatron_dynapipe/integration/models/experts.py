@@ -191,6 +191,14 @@ def sample_numbers(planned: MicroBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
 
 
+def forget_iteration(models: Sequence[nn.Module]) -> None:
+    """Drop what the routers have counted since the last iteration."""
+    for router in routers_of(models):
+        router.sums.zero_()
+        if router.enable_expert_bias:
+            router.local_tokens_per_expert.zero_()
+
+
 def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Add up what the routers of all replicas have counted."""
     routers = routers_of(models)

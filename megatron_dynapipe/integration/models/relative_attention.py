@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
 from megatron_dynapipe.integration.models.packed_attention import has_kernel
@@ -24,6 +25,10 @@ from megatron_dynapipe.integration.models.packed_rows import PackedRow
 
 BLOCK = 128
 """Positions of a block's sides."""
+LEAST = BLOCK + 1
+"""Positions that a row is padded to, so that all rows are of one compiled kernel: one of fewer positions than a block
+is another, and a single block would be compiled in.
+"""
 
 
 def biases_take_kernel(device: torch.device, *, dropout: bool) -> bool:
@@ -54,6 +59,9 @@ def attend_with_biases(
     Returns:
         [t, heads, channels].
     """
+    length = query.size(0)
+    missing = max(LEAST - length, 0)
+    query, key, value = (functional.pad(t, (0, 0, 0, 0, 0, missing)) if missing else t for t in (query, key, value))
     segments = _segments(row, query.device, causal=causal)
     # In fp32, in which the kernel's backward adds the gradients of a distance's many pairs up.
     biases = by_distance(bias.float())
@@ -70,7 +78,7 @@ def attend_with_biases(
         scale=scale,
         enable_gqa=query.size(1) != key.size(1),
     )
-    return attended[0].transpose(0, 1)
+    return attended[0].transpose(0, 1)[:length]
 
 
 def by_distance(bias: Tensor) -> Tensor:
@@ -103,7 +111,8 @@ def _segments(row: PackedRow, device: torch.device, *, causal: bool) -> _Segment
 
 def _make_segments(row: PackedRow, device: torch.device, *, causal: bool) -> _Segments:
     assert row.positions is not None and not row.cuts, "a row of whole samples"
-    positions, length = row.positions[0], sum(row.lengths_q)
+    length = max(sum(row.lengths_q), LEAST)
+    positions = functional.pad(row.positions[0], (0, length - sum(row.lengths_q)))
     segment = torch.bucketize(torch.arange(length, device=device), row.cu_seqlens_q[1:], right=True)
 
     def same_sample(_batch: Tensor, _head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
@@ -125,11 +134,13 @@ def _blocks(row: PackedRow, *, causal: bool) -> tuple[np.ndarray[Any, Any], np.n
     They are consecutive, as segments are.
     """
     ends = np.cumsum(row.lengths_q)
+    if ends[-1] < LEAST:
+        ends = np.append(ends, LEAST)
     length = int(ends[-1])
     blocks = -(-length // BLOCK)
     first = np.arange(blocks) * BLOCK
     last = np.minimum(first + BLOCK, length) - 1
-    starts = ends - np.array(row.lengths_q)
+    starts = np.append(0, ends[:-1])
     first_key = starts[np.searchsorted(ends, first, side="right")]
     last_key = last if causal else ends[np.searchsorted(ends, last, side="right")] - 1
     begins, counts = first_key // BLOCK, last_key // BLOCK - first_key // BLOCK + 1
