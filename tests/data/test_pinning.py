@@ -18,7 +18,7 @@ def tensors(batch) -> dict[str, torch.Tensor | None]:
     found = {f.name: getattr(batch, f.name) for f in fields(batch)}
     for name in ("input_segments", "decoder_segments"):
         if (row := found.pop(name)) is not None:
-            found |= {f"{name}.offsets": row.offsets, f"{name}.positions": row.positions}
+            found |= {f"{name}.{part}": getattr(row, part) for part in ("offsets", "positions", "key_offsets")}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 

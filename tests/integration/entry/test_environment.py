@@ -9,7 +9,6 @@ from megatron_dynapipe.integration.entry import bootstrap
 ALL = {
     "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_MAX_P2P_NCHANNELS": "8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_weights_get_the_gradients_of_their_own_operands(one_by_one):
+def test_weights_get_the_gradients_of_their_own_operands(one_by_one, device):
     from megatron_dynapipe.integration.models.divided_linears import WeightHalves, _Call
 
     torch.manual_seed(1)
     halves = WeightHalves()
-    weights = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
+    weights = [torch.nn.Parameter(torch.zeros(3, 3, device=device)) for _ in range(3)]
     order, done = [], []
     for index, weight in enumerate(weights):
         weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
-    operands = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in weights]
-    operands.append((torch.randn(5, 3), torch.randn(5, 3)))  # the last weight is used twice
-    used = [*weights, weights[-1]]
+    used = [*weights, weights[-1]]  # the last one twice
+    operands = [tuple(torch.randn(2, 5, 3, device=device)) for _ in used]
     for weight, (given, gradient) in reversed(list(zip(used, operands, strict=True))):  # as a backward pass does
         call = _Call(weight, adds_to_main_grad=False, sums_input_gradient=False, gathers_input=False, group=None)
         halves.leave((0, 0), call, given, gradient)
