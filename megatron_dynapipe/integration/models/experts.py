@@ -175,7 +175,10 @@ def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | No
         config, group = routers[0].config, routers[0].tp_group
         if config.sequence_parallel:
             rows = np.split(rows, group.size())[group.rank()]
-        samples = torch.from_numpy(rows.reshape(-1)).to(routers[0].weight.device, non_blocking=True)
+        device, samples = routers[0].weight.device, torch.from_numpy(rows.reshape(-1))
+        if device.type == "cuda":  # a copy from other memory would wait for the device's work
+            samples = samples.pin_memory()
+        samples = samples.to(device, non_blocking=True)
     for router in routers:
         router.begin(samples, number)
 

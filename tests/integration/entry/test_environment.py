@@ -48,7 +48,7 @@ def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
     bootstrap.prepare_environment(["--dynapipe-config", str(file)], "auto", capabilities=lambda: [9, 9])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
-    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_")
+    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_")
     assert said.count("\n") == 1
 
 
