@@ -7,7 +7,7 @@ import torch
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_weights_get_the_gradients_of_their_own_operands(one_by_one, device):
-    from megatron_dynapipe.integration.models.divided_linears import WeightHalves, _Call
+    from megatron_dynapipe.integration.models.divided_linears import Operand, Product, WeightHalves
 
     torch.manual_seed(1)
     halves = WeightHalves()
@@ -18,8 +18,8 @@ def test_weights_get_the_gradients_of_their_own_operands(one_by_one, device):
     used = [*weights, weights[-1]]  # the last one twice
     operands = [tuple(torch.randn(2, 5, 3, device=device)) for _ in used]
     for weight, (given, gradient) in reversed(list(zip(used, operands, strict=True))):  # as a backward pass does
-        call = _Call(weight, adds_to_main_grad=False, sums_input_gradient=False, gathers_input=False, group=None)
-        halves.leave((0, 0), call, given, gradient)
+        sides = [Operand(gradient), Operand(given)]
+        halves.leave((0, 0), Product([weight], sides, lambda gradient, given: [gradient.t() @ given]))
     halves.add_weight_gradients((0, 0), (lambda left: done.append(len(left))) if one_by_one else None)
     products = [gradient.t() @ given for given, gradient in operands]
     for weight, expected in zip(weights, [*products[:2], products[2] + products[3]], strict=True):
