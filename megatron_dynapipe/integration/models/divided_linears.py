@@ -196,11 +196,12 @@ class _DividedLinear(torch.autograd.Function):
 
 def _add_gradients(products: list[Product], following: Product | None = None) -> None:
     """Add up the gradients of these products, which are dropped; another follows them."""
+    if not products:
+        return
     followed = reversed([*zip(products, [*products[1:], following], strict=True)])
     ends = [_WeightGradient.apply(each, after, *each.weights) for each, after in followed]  # type: ignore[no-untyped-call]
     products.clear()  # each node drops its own
-    if ends:
-        torch.autograd.backward(ends, ends)
+    torch.autograd.backward(ends, ends)
 
 
 class _WeightGradient(torch.autograd.Function):
