@@ -58,23 +58,11 @@ def run_iteration(
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
         divides_apart: one replica may end a chunk's backward passes by a second half where another does not.
     """
+    is_last = runner.stage == runner.stages - 1
     divided = {(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)}
-    make_stage = partial(
-        MegatronStage,
-        models,
-        forward_step,
-        load,
-        is_last=runner.stage == runner.stages - 1,
-        prepare=prepare,
-        divided=divided,
-    )
-
-    def before_first_list() -> None:
-        warm_up()
-        _run_alone(runner, plan, models, make_stage())
-
+    make_stage = partial(MegatronStage, models, forward_step, load, is_last=is_last, prepare=prepare, divided=divided)
     if not forward_only:
-        runner.warm_up(before_first_list)
+        runner.warm_up(lambda: _before_first_list(warm_up, runner, plan, models, make_stage))
     config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,
@@ -83,9 +71,7 @@ def run_iteration(
         is_first_stage=runner.stage == 0,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
-        # Gradients of experts have a communicator of their own. A whole backward pass starts reductions on the two as
-        # gradients become ready, a second half as buckets are numbered: replicas would start them in two orders.
-        at_end=has_idle_replica or (divides_apart and any(_wrapped(m).expert_parallel_bucket_groups for m in models)),
+        at_end=has_idle_replica or (divides_apart and _have_experts_apart(models)),
     )
     gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
     stage = make_stage(
@@ -105,17 +91,33 @@ def run_iteration(
         return runner.run(step), stage.reports()
 
 
-def _run_alone(runner: StepRunner, plan: StagePlan, models: Sequence[torch.nn.Module], stage: MegatronStage) -> None:
-    """Run the first list without the other stages, so that its shapes, cut rows and halves have been run before any
-    receive is pending: cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.
+def _have_experts_apart(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether gradients of experts are reduced over a communicator of their own.
+
+    A whole backward pass starts reductions on it and on the others' as gradients become ready, a second half as buckets
+    are numbered: where one replica ends by the one and another by the other, they would start them in two orders.
     """
+    return any(_wrapped(model).expert_parallel_bucket_groups for model in models)
+
+
+def _before_first_list(
+    warm_up: Callable[[], None],
+    runner: StepRunner,
+    plan: StagePlan,
+    models: Sequence[torch.nn.Module],
+    make_stage: Callable[[], MegatronStage],
+) -> None:
+    """Warm up, then run the list without the other stages: so its shapes, cut rows and halves have been run before any
+    receive is pending, for cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.
+    """
+    warm_up()
+    clear_kept_keys(models)
     with contextlib.ExitStack() as resources:
-        clear_kept_keys(models)
         resources.enter_context(without_timers(get_model_config(models[0])))
         for model in map(_wrapped, models):
             resources.enter_context(model.no_sync())
             resources.callback(model.zero_grad_buffer)
-        runner.run_alone(Step(plan=plan, model=stage))
+        runner.run_alone(Step(plan=plan, model=make_stage()))
     clear_kept_keys(models)
     forget_iteration(models)
 
