@@ -112,7 +112,11 @@ def _make_mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.Bl
         same = segment[of_query] == segment[of_key]
         return same & (of_key <= of_query) if causal else same
 
-    counts, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in _blocks(row, causal=causal))
+    # Tensors of their own: of views, Dynamo takes a size for a place in their buffer where the two are equal by chance.
+    counts, indices = (
+        [kind.clone() for kind in torch.from_numpy(part).to(device, non_blocking=True)]
+        for part in _blocks(row, causal=causal)
+    )
     return flex.BlockMask(
         seq_lengths=(length, length),
         kv_num_blocks=counts[0],

@@ -82,10 +82,11 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
 def test_blocks_with_and_without_a_mask_cover_the_pairs_of_each_sample(lengths, causal):
     import torch
 
-    from megatron_dynapipe.integration.models.relative_attention import BLOCK, _blocks
+    from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks
     from tests.integration.models.packed_ranks import row_of
 
-    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    padded = [*lengths, max(LEAST - sum(lengths), 0)]
+    of = torch.arange(len(padded)).repeat_interleave(torch.tensor(padded))
     pairs = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril(0 if causal else len(of))
     blocks = -(-len(of) // BLOCK)
     square = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
