@@ -159,6 +159,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.split_backward if self.searches and not alone else "off"
 
     @property
+    def divides_apart(self) -> bool:
+        """Whether one replica may divide a backward pass that another runs whole."""
+        return self.division != "off" and self.in_step < self.data_parallel
+
+    @property
     def in_order_of_1f1b(self) -> "PlannerSettings":
         """These, with passes in no searched order."""
         return msgspec.structs.replace(self, schedule=replace(self.schedule, method="1f1b"))

@@ -73,8 +73,6 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
         "CUDA_MODULE_LOADING": "EAGER",
         # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32",
-        # A pending receive occupies a thread block per channel; NVLink would get 16 or more for messages of a few MB.
-        "NCCL_MAX_P2P_NCHANNELS": "8",
         # Micro-batches of many shapes fragment segments of fixed sizes.
         ALLOCATOR[1]: "expandable_segments:True",
     }

@@ -155,6 +155,7 @@ class Session:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=0 in item.entry.totals.micro_batches,
+            divides_apart=self._planner.divides_apart,
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)

@@ -26,6 +26,9 @@ PrepareMicroBatch = Callable[[int], None]
 ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
 """Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
 
+WeightDone = Callable[[Collection[torch.Tensor]], None]
+"""Called after a weight's gradient has been added, with the weights of this second half that are still to come."""
+
 
 class MegatronStage:
     """One step's passes through this rank's model chunks; see `runtime.StageModel`.
@@ -38,8 +41,9 @@ class MegatronStage:
         is_last: whether this rank's last chunk ends the pipeline.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
         before_forward: called with each forward pass before it runs (gathers of parameters).
-        before_backward: called with each whole backward pass before it runs, and `after_weights` with each second half
-            of a divided one after it (overlapped gradient reduction).
+        before_backward: called with each whole backward pass before it runs (overlapped gradient reduction).
+        during_weights: called with each second half of a divided one before it runs; what it gives is called after each
+            weight with those still to come. `after_weights` is called after it.
         divided: (micro-batch, chunk) of the backward passes that run in halves.
 
     Attributes:
@@ -56,6 +60,7 @@ class MegatronStage:
         prepare: PrepareMicroBatch = lambda _: None,
         before_forward: Callable[[Forward], None] = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
+        during_weights: Callable[[BackwardWeight], WeightDone | None] = lambda _: None,
         after_weights: Callable[[BackwardWeight], None] = lambda _: None,
         divided: Collection[tuple[int, int]] = (),
     ) -> None:
@@ -64,7 +69,8 @@ class MegatronStage:
         self._forward_step = forward_step
         self._is_last = is_last
         self._prepare, self._before_forward = prepare, before_forward
-        self._before_backward, self._after_weights = before_backward, after_weights
+        self._before_backward = before_backward
+        self._during_weights, self._after_weights = during_weights, after_weights
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -86,8 +92,9 @@ class MegatronStage:
 
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """The second half of a divided backward pass."""
-        self._halves.add_weight_gradients((micro_batch, chunk))
-        self._after_weights(BackwardWeight(micro_batch, chunk))
+        instruction = BackwardWeight(micro_batch, chunk)
+        self._halves.add_weight_gradients((micro_batch, chunk), self._during_weights(instruction))
+        self._after_weights(instruction)
 
     def differentiable(self, micro_batch: int, boundary: int) -> None:
         """Every state is."""
