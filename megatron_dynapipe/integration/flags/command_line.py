@@ -304,9 +304,10 @@ def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Name
 
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
-    from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
+    from megatron_dynapipe.integration.flags import checks, from_megatron, kernels, layer_split
 
     checks.check(args, family, on_cpu=cpu.is_enabled())
+    kernels.settle(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:

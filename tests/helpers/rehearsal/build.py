@@ -21,7 +21,7 @@ def libraries() -> Path:
     assert spec is not None and spec.origin is not None and COMPILER is not None
     torch = Path(spec.origin).parent
     digest = hashlib.sha256((torch / "version.py").read_bytes())
-    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+    for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
     folder = FOLDER / digest.hexdigest()[:16]
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -41,9 +41,9 @@ def _build(torch: Path, folder: Path) -> None:
     compilers = [
         subprocess.Popen([str(COMPILER), *flags, "-c", str(source), "-o", str(unit)]) for source, unit in units.items()
     ]
-    if any([compiler.wait() for compiler in compilers]):
+    if any(list(map(subprocess.Popen.wait, compilers))):
         raise RuntimeError("the rehearsal's device does not compile: see above")
-    link = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", *"-ltorch -ltorch_cpu -ltorch_python -lc10".split()]
+    link = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     library = folder / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     _run("-shared", *map(str, units.values()), *link, "-o", str(library))
     _run("-shared", "-fPIC", "-x", "c", str(SOURCES / "nvml.c"), "-o", str(folder / "libnvidia-ml.so.1"))

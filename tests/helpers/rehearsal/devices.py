@@ -1,6 +1,5 @@
 """The functions of Python's `torch` that reach the driver, for rehearsed H100s."""
 
-import ctypes
 import importlib.util
 import os
 import time
@@ -138,9 +137,9 @@ def _memory_stats(device: int) -> dict[str, Any]:
     now, most, total = _native.memory(_index(device))
     counter = {"current": now, "peak": most, "allocated": total, "freed": total - now}
     kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes")
-    pools = {pool: counter for pool in ("all", "small_pool", "large_pool")}
+    pools = dict.fromkeys(("all", "small_pool", "large_pool"), counter)
     none = {pool: dict.fromkeys(counter, 0) for pool in pools}
-    return {kind: pools for kind in kinds[:-1]} | {kinds[-1]: none, "num_alloc_retries": 0, "num_ooms": 0}
+    return {**dict.fromkeys(kinds[:-1], pools), kinds[-1]: none, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 class Generator:
@@ -178,7 +177,8 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **about: Any) -> Any:
         if "stream_id" in about:
             return super().__new__(cls, **about)
-        return super().__new__(cls, torch.device("cuda", _index(torch.device(device) if isinstance(device, str) else device)), priority=0)
+        device = torch.device(device) if isinstance(device, str) else device
+        return super().__new__(cls, torch.device("cuda", _index(device)))
 
     @property
     def cuda_stream(self) -> int:

@@ -1,5 +1,8 @@
 """Operators that CUDA has and the CPU has not, and what CUDA's kernels refuse although the CPU's do not."""
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -96,7 +99,7 @@ def _check_flash(*tensors: Tensor) -> None:
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     assert offsets.dtype == torch.int32 and offsets.is_cuda, "cu_seqlens must have dtype int32, on the device"
     ends = offsets.tolist()
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def _heads(keys: Tensor, query: Tensor) -> Tensor:
@@ -115,13 +118,13 @@ def _scores(query: Tensor, key: Tensor, scale: float | None, causal: bool) -> Te
     return scores
 
 
-def _addmm_to(bias: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
+def _addmm_as(bias: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, **factors: Any) -> Tensor:
     """A product of half-precision matrices added to an fp32 one."""
-    return out.copy_(beta * bias + alpha * (left.to(dtype) @ right.to(dtype)))
+    return torch.addmm(bias, left.to(dtype), right.to(dtype), **factors)
 
 
-def _addmm_as(bias: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return beta * bias + alpha * (left.to(dtype) @ right.to(dtype))
+def _addmm_to(*operands: Any, out: Tensor, **factors: Any) -> Tensor:
+    return out.copy_(_addmm_as(*operands, **factors))
 
 
 def _mm_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

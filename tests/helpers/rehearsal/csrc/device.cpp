@@ -450,6 +450,11 @@ struct RehearsedHooks final : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &rehearsal::pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &rehearsal::device_allocator; }
   void deviceSynchronize(DeviceIndex) const override {}
+  bool compiledWithCuDNN() const override { return true; }
+  long versionCuDNN() const override { return 91900; }
+  long versionRuntimeCuDNN() const override { return 91900; }
+  long versionCuDNNFrontend() const override { return 11600; }
+  long versionCUDART() const override { return 13000; }
 };
 
 }  // namespace at

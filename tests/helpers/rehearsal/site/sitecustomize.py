@@ -26,9 +26,9 @@ class _Rehearsing(importlib.abc.MetaPathFinder):
                 execute(module)
                 if str(ROOT) not in sys.path:
                     sys.path.append(str(ROOT))
-                from tests.helpers import rehearsal
+                from tests.helpers.rehearsal import devices
 
-                rehearsal.install(int(os.environ["REHEARSED_DEVICES"]))
+                devices.install(int(os.environ["REHEARSED_DEVICES"]))
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
