@@ -110,7 +110,12 @@ IN_MEGATRON: tuple[Stub, ...] = (
         " GPUs copy them",
     ),
     *(
-        Stub(owner="megatron.core.tensor_parallel.mappings", name=name, make=make, why="experts' tensor-parallel ranks; NCCL gathers uneven rows")
+        Stub(
+            owner="megatron.core.tensor_parallel.mappings",
+            name=name,
+            make=make,
+            why="experts' tensor-parallel ranks; NCCL gathers uneven rows",
+        )
         for name, make in (
             ("_gather_along_first_dim", stubs.gathering_uneven),
             ("_reduce_scatter_along_first_dim", stubs.scattering_uneven),

@@ -1,6 +1,7 @@
 """The variables of CUDA, NCCL and PyTorch that a run on GPUs sets; no GPU is needed to say which."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,30 +69,33 @@ def test_a_host_without_a_driver_has_no_devices(monkeypatch):
     assert bootstrap._capabilities() == []
 
 
-class Library:
-    """The driver's management library of a machine with two GPUs."""
+def fill(value):
+    """A function of the driver's management library that writes `value` where its pointers lead."""
 
-    def nvmlInit_v2(self):
+    def call(*arguments):
+        for pointer in arguments[-2:]:
+            if hasattr(pointer, "_obj"):
+                pointer._obj.value = value
         return 0
 
-    nvmlShutdown = nvmlDeviceGetHandleByIndex_v2 = lambda *_: 0
+    return call
 
-    def nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = 2
-        return 0
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
-        major._obj.value = 9
-        return 0
+def named(version, length):
+    version.value = b"550.54"
+    return 0
 
-    def nvmlSystemGetDriverVersion(self, version, length):
-        version.value = b"550.54"
-        return 0
+
+def library(name):
+    """That library, of a machine with two GPUs."""
+    done = dict.fromkeys(("nvmlInit_v2", "nvmlShutdown", "nvmlDeviceGetHandleByIndex_v2"), lambda *_: 0)
+    counts = {"nvmlDeviceGetCount_v2": fill(2), "nvmlDeviceGetCudaComputeCapability": fill(9)}
+    return SimpleNamespace(**done, **counts, nvmlSystemGetDriverVersion=named)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    monkeypatch.setattr(bootstrap.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(bootstrap.ctypes, "CDLL", library)
     monkeypatch.setattr(bootstrap.cpu, "is_enabled", lambda: False)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
