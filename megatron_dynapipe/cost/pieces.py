@@ -6,8 +6,8 @@ it. With n own positions after m earlier ones a piece costs what a whole sample 
 - attending to the prefix: as it was measured (`PackedTables.prefix`), else 2 g m n in time and activations, where
   T(l) = u + v l + g l² is a layer's cost of a micro-batch of one sample of l positions: attention is quadratic, the
   rest is not;
-- the gradients of its keys and values, if a later piece reads them; under full recomputation keys and values too, which
-  are kept for every piece.
+- the gradients of its keys and values, if a later piece reads them, in fp32 where many do; under full recomputation
+  keys and values too, which are kept for every piece.
 """
 
 from functools import lru_cache
@@ -16,6 +16,10 @@ import numpy as np
 
 from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, PREFIX_UNIT, IntArray, LayerTables
 from megatron_dynapipe.units import Recompute
+
+SUMMED_IN_FP32 = 4
+"""Later pieces from which on their gradients of a piece's keys and values are summed in fp32."""
+FP32_BYTES = 4
 
 
 @lru_cache(maxsize=8)  # asked for again with every size of pieces that is tried
@@ -52,7 +56,7 @@ def piece_costs(
     *,
     own: IntArray,
     before: IntArray,
-    followed: IntArray,
+    later: IntArray,
     element_bytes: int,
 ) -> IntArray:
     """What pieces cost one layer besides: int64[pieces, rows of `ENCODER_ROWS`], ns and bytes.
@@ -62,12 +66,13 @@ def piece_costs(
         recompute: the mode that they are of.
         own: positions of each piece.
         before: positions that the pieces before it hold.
-        followed: 1 where a later piece reads its keys and values, else 0.
+        later: how many later pieces read its keys and values.
         element_bytes: of an element of keys and values.
     """
     costs = _prefixes(tables, own, before)
-    kept = own * followed + (own if recompute is Recompute.FULL else 0)
-    costs[:, 2:] += (2 * element_bytes * tables.key_value_channels * kept)[:, None]
+    gradients = np.where(later < SUMMED_IN_FP32, element_bytes * (later > 0), FP32_BYTES)
+    kept = gradients + (element_bytes if recompute is Recompute.FULL else 0)
+    costs[:, 2:] += (2 * tables.key_value_channels * own * kept)[:, None]
     return costs
 
 

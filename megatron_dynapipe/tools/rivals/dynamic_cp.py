@@ -1,0 +1,230 @@
+"""Megatron-LM's `default_dynamic_cp`: context parallelism by length, over the data-parallel ranks (dev branch,
+`DefaultDynamicCPScheduler` and `next_hdp_group_packing_aware` of core/datasets/data_schedule*.py, commit d48bd6be).
+
+    micro-batch 0    ranks 0–1: a sample of 1.6 rows     rank 2: two of 0.4    rank 3: one of 0.3
+    micro-batch 1    ranks 0–3: what is left, each sample over all ranks, so that none is idle
+
+Its rows are no plan: shares of a sample run on several replicas at once. So its time is predicted here, of 1F1B on
+every rank. A share of n of a sample's l positions costs what a piece of n positions does that attends to (l - n) / 2
+earlier ones, which is the mean of the shares that balance attention. What ranks wait for one another in attention, and
+the ring on which keys and values are exchanged, count nothing: the prediction favours it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dynapipe.cost.pieces import piece_costs
+from megatron_dynapipe.errors import InfeasibleError, PlanningError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.planning.samples import Samples, round_up_all
+from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, schedule
+from megatron_dynapipe.units import BatchLayout, Shape
+
+
+@dataclass(slots=True)
+class Group:
+    """Ranks that share a row of a micro-batch.
+
+    Attributes:
+        ranks: their number.
+        samples: of the row, as indices.
+        positions: of the row on each rank.
+        work: of attention on each rank, in squared positions.
+    """
+
+    ranks: int
+    samples: list[int]
+    positions: float = 0.0
+    work: float = 0.0
+
+
+def dynamic_cp(lengths: Sequence[int], positions: int, ranks: int) -> list[list[Group]]:
+    """The groups of every micro-batch; their ranks follow one another, and are all ranks together.
+
+    Args:
+        lengths: of the samples, in positions.
+        positions: most of a row on one rank.
+        ranks: data- and context-parallel ones.
+
+    Raises:
+        PlanningError: a sample is longer than a row over all ranks.
+    """
+    left = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    if left and _least_ranks(lengths[left[0]], positions) > ranks:
+        raise PlanningError(f"a sample of {lengths[left[0]]} positions does not fit {ranks} rows of {positions}")
+    micro_batches = []
+    while left:
+        groups, later = _first_groups(lengths, left, positions, ranks)
+        if not _widen(groups, ranks):
+            row = Group(ranks, [])
+            later = [sample for sample in left if not _added(row, sample, lengths[sample], positions)]
+            groups = [row]
+        micro_batches.append(groups)
+        left = later
+    return micro_batches
+
+
+def _first_groups(
+    lengths: Sequence[int], left: Sequence[int], positions: int, ranks: int
+) -> tuple[list[Group], list[int]]:
+    """Samples, the longest first, where the busiest rank is least busy afterwards; and those that found no place.
+
+    Upstream's cap on work, 1.05 · longest · positions, is left out: Σ l² / n ≤ longest · Σ l / n ≤ longest · positions.
+    """
+    groups: list[Group] = []
+    later = []
+    for sample in left:
+        length = lengths[sample]
+        busiest = max((group.work for group in groups), default=0.0)
+        free = ranks - sum(group.ranks for group in groups)
+        best, best_work = None, float("inf")
+        for size in _sizes(_least_ranks(length, positions), ranks):
+            new = [Group(size, [])] if free >= size else []
+            for group in [*(each for each in groups if each.ranks == size), *new]:
+                work = max(busiest, group.work + length**2 / size)
+                if work < best_work and group.positions + length / size <= positions:
+                    best, best_work = group, work
+            if not groups:
+                break  # the longest has no more ranks than it needs
+        if best is None:
+            later.append(sample)
+            continue
+        _added(best, sample, length, positions)
+        if len(best.samples) == 1:
+            groups.append(best)
+    return groups, later
+
+
+def _added(group: Group, sample: int, length: int, positions: int) -> bool:
+    """Whether a sample has been added to a row, in which it needs room."""
+    if group.positions + length / group.ranks > positions:
+        return False
+    group.samples.append(sample)
+    group.positions += length / group.ranks
+    group.work += length**2 / group.ranks
+    return True
+
+
+def _widen(groups: list[Group], ranks: int) -> bool:
+    """Double the smallest groups, the first ones first, until no rank is idle; False where that does not come out."""
+    while free := ranks - sum(group.ranks for group in groups):
+        least = min(group.ranks for group in groups)
+        more = min(2 * least, ranks) - least
+        if more > free:
+            return False
+        next(group for group in groups if group.ranks == least).ranks += more
+    return True
+
+
+def _least_ranks(length: int, positions: int) -> int:
+    """A power of two."""
+    return 1 << (-(-length // positions) - 1).bit_length()
+
+
+def _sizes(least: int, most: int) -> Iterator[int]:
+    while least <= most:
+        yield least
+        least *= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicRun:
+    """What `default_dynamic_cp` comes to on a batch.
+
+    Attributes:
+        schedules: of every rank.
+        shapes: of the rows of all ranks.
+    """
+
+    schedules: list[Schedule]
+    shapes: list[Shape]
+
+    @property
+    def makespan_ns(self) -> int:
+        """Of the slowest rank."""
+        return max(each.makespan_ns for each in self.schedules)
+
+
+def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> DynamicRun:
+    """The fastest over sizes of rows and recompute modes.
+
+    Args:
+        planner: of a model without virtual stages.
+        samples: of the batch.
+        row_sizes: most positions of a row on one rank, to choose from.
+
+    Raises:
+        PlanningError: there are virtual stages, for which its micro-batches are divided further, or a long sample has
+            a target, which cannot be divided.
+        InfeasibleError: none fits the memory.
+    """
+    if planner.layout.chunks > 1:
+        raise PlanningError("default_dynamic_cp is not predicted with virtual stages")
+    lengths = (samples.input_positions + samples.target_positions).tolist()
+    runs = []
+    for positions in row_sizes:
+        micro_batches = dynamic_cp(lengths, positions, planner.settings.data_parallel)
+        problem, rows = _divided(planner, samples, micro_batches)
+        runs += [run for mode in range(len(problem.modes)) if (run := _run(problem, rows, mode)) is not None]
+    if not runs:
+        raise InfeasibleError("no rows of default_dynamic_cp fit the memory")
+    return min(runs, key=lambda run: run.makespan_ns)
+
+
+def _divided(
+    planner: Planner, samples: Samples, micro_batches: list[list[Group]]
+) -> tuple[BatchProblem, list[list[IntArray]]]:
+    """The problem of all shares, and for every rank the shares of its rows: indices into the problem's samples."""
+    shares: dict[tuple[int, int], int] = {}
+    rows: list[list[IntArray]] = [[] for _ in range(planner.settings.data_parallel)]
+    for groups in micro_batches:
+        row = [np.array([shares.setdefault((i, each.ranks), len(shares)) for i in each.samples]) for each in groups]
+        of_ranks = [entries for entries, each in zip(row, groups, strict=True) for _ in range(each.ranks)]
+        for rank, entries in enumerate(of_ranks):
+            rows[rank].append(entries)
+    of, parts = np.array(list(shares), np.int64).T
+    if (samples.target_positions[of[parts > 1]] > 0).any():
+        raise PlanningError("default_dynamic_cp divides samples of decoder-only models alone")
+    whole, targets = samples.input_positions[of], samples.target_positions[of]
+    own = -(-whole // parts)
+    problem, is_share = planner.problem(samples), parts > 1
+    costs = [
+        piece_costs(
+            tables,
+            mode,
+            own=own * is_share,
+            before=(whole - own) // 2,
+            later=np.zeros_like(own),
+            element_bytes=planner.settings.element_bytes,
+        )
+        for tables, mode in zip(problem.modes, planner.settings.recompute, strict=True)
+    ]
+    changed = replace(
+        problem,
+        inputs=round_up_all(own),
+        targets=round_up_all(targets),
+        input_positions=own,
+        target_positions=targets,
+        chains=np.where(is_share, np.cumsum(is_share) - 1, -1).astype(np.int32) if is_share.any() else None,
+        piece_costs=np.stack(costs),
+    )
+    return changed, rows
+
+
+def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> DynamicRun | None:
+    """Every rank's rows under 1F1B and one recompute mode; None where one does not fit."""
+    schedules, shapes = [], []
+    for mine in rows:
+        layouts = [BatchLayout.PACKED] * len(mine)
+        costs, covered = problem.costs_of(mine, layouts, np.full(len(mine), mode, np.int64))
+        if not covered.all():
+            return None
+        try:
+            schedules.append(schedule(costs, ScheduleSettings(method="1f1b")))
+        except InfeasibleError:
+            return None
+        shapes += [problem.shape(row, BatchLayout.PACKED) for row in mine]
+    return DynamicRun(schedules=schedules, shapes=shapes)
