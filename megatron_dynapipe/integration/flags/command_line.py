@@ -312,9 +312,10 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
         family: of the model.
         known: Megatron's own arguments, as `megatron_flags.own_actions` has them.
     """
-    from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
+    from megatron_dynapipe.integration.flags import checks, from_megatron, kernels, layer_split
 
     checks.check(args, family, known)
+    kernels.settle(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:

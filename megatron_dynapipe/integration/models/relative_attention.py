@@ -10,7 +10,6 @@ row of a sample of 3 and one of 2         biases by distance, key minus query
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from megatron_dynapipe.integration.models.packed_attention import has_kernel
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
 
 BLOCK = 128
 """Positions of a block's sides."""
@@ -29,17 +29,13 @@ LEAST = BLOCK + 1
 """Positions that a row is padded to, so that all rows are of one compiled kernel: one of fewer positions than a block
 is another, and a single block would be compiled in.
 """
+LEAST_HEAD_SIZE = 16
+"""Channels of a head, of which flex_attention's kernels take no fewer."""
 
 
-def biases_take_kernel(device: torch.device, *, dropout: bool) -> bool:
-    """Whether attention with biases runs in one kernel: of Triton, without dropout."""
-    return not dropout and has_kernel(device) and has_triton()
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled."""
-    return importlib.util.find_spec("triton") is not None
+def biases_take_kernel(device: torch.device, head_size: int, *, dropout: bool) -> bool:
+    """Whether attention with biases runs in one kernel: a compiled one, without dropout."""
+    return not dropout and head_size >= LEAST_HEAD_SIZE and has_kernel(device) and not missing_for_kernels()
 
 
 def attend_with_biases(
