@@ -80,7 +80,7 @@ def test_a_batch_larger_than_the_dataset_is_said(data, tmp_path):
 
 
 def start(*, rank: int, world_size: int, failing: list[int]) -> str:
-    from megatron_dynapipe.integration.entry import launch
+    from megatron_dynapipe.integration.entry import start as beginning
 
     def check() -> int:
         if rank in failing:
@@ -88,9 +88,9 @@ def start(*, rank: int, world_size: int, failing: list[int]) -> str:
         return rank
 
     try:
-        return f"value {launch.start_together(check, timeout_s=20)}"
+        return f"value {beginning.start_together(check, timeout_s=20)}"
     except ConfigError as error:
-        return f"reports: {error} {getattr(error, launch.REPORTED_HERE)}"
+        return f"reports: {error} {getattr(error, beginning.REPORTED_HERE)}"
     except SystemExit as end:
         return f"leaves with {end.code}"
 
