@@ -22,7 +22,7 @@ from tests.helpers.processes import run_ranks
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
---dynapipe-expert-imbalance
+--dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
@@ -36,6 +36,8 @@ def test_our_flags_are_frozen() -> None:
     made = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {option for option in made._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))}
     assert flags == set(OURS.split())
+    of_fork = {"--use-dynapipe", "--dynapipe-cost-model", "--dynapipe-device-memory-limit", "--dynapipe-limit-rc-type"}
+    assert len(flags - of_fork - {"--dynapipe-reserve-all-memory"}) <= 30
 
 
 @pytest.mark.parametrize(
