@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import EarlyFlags
 from megatron_dynapipe.errors import UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
@@ -40,8 +39,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         if cpu.enable(wanted):
             cpu.silence_prints()
         check_megatron()
-        with elastic_run.status():
-            main()
+        main()
 
 
 def check_megatron() -> None:

@@ -18,7 +18,9 @@ from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
-from megatron_dynapipe.integration.entry import calibration, elastic_run, start
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry import calibration, start
+from megatron_dynapipe.integration.entry.checkpoint_lock import lock_checkpoints
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -113,11 +115,15 @@ def _progress(args: argparse.Namespace) -> Progress:
 
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
     """Megatron's namespace and the run's whole configuration; raises on all ranks or on none."""
-    elastic_run.prepare(family)
     flags = sys.argv[1:]
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
         args, run = command_line.parse(family, flags)
+        if args.dynapipe_elastic:
+            raise ConfigError(
+                "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
+                hint="end the script as pretrain_gpt_multitask.py ends",
+            )
         if (folder := resumed(run.checkpoints)) and folder.is_dir():
             args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         measured = None
@@ -149,7 +155,7 @@ def _preflight(run: RunConfig) -> None:
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    elastic_run.lock_checkpoints(run)
+    lock_checkpoints(run)
 
 
 def _plan_layer_split(run: RunConfig) -> RunConfig:

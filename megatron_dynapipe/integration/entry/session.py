@@ -41,7 +41,7 @@ from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flo
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
+from megatron_dynapipe.integration.supply.recorder import Place, Recorder
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -268,24 +268,25 @@ class Session:
         )
         self._resources.callback(self._runner.close)
         self._stage, self._stages = self._runner.stage, self._runner.stages
-        supply = self._resources.enter_context(PlanSupply(run, self._control, inputs, device=self._device))
+        replica = parallel_state.get_data_parallel_rank()
+        supply = self._resources.enter_context(
+            PlanSupply(run, self._control, inputs, device=self._device, replica=replica, stage=self._stage)
+        )
         names = read_meta(run.data).tasks
         self._tasks = names if len(names) > 1 else ()
         self._planner, self._longest = inputs.planner, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         required = self._required = self._required_fields()
-        replica = parallel_state.get_data_parallel_rank()
         for split in inputs.splits:
-            iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
-            self._iterators[split.name] = iterator
+            self._iterators[split.name] = supply.iterator(split, required=required)
         if self._control.rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
             train = inputs.splits[0]
             bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
             self._move_bar = self._resources.enter_context(bar)
         self._first_iteration = inputs.splits[0].first_iteration
-        self._recorder = self._control.run_on_all(lambda: self._record(supply))  # rank 0 first moves earlier records
+        self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
-    def _record(self, supply: PlanSupply) -> Recorder:
+    def _record(self) -> Recorder:
         """What keeps this rank's records."""
         run, rank = self._run, self._control.rank
         return Recorder(
@@ -306,7 +307,7 @@ class Session:
                 computed_costs=self._is_computed,
                 about=about(run),
             ),
-            Reports(supply.store, supply.keys, timeout_s=run.timeout_s),
+            self._control.collect,
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,

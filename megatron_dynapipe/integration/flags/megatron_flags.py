@@ -44,6 +44,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "evaluation runs --eval-iters planned iterations": "--full-validation",
         "there is one validation split": "--multiple-validation-sets",
         "its dataset packs sequences; plans do not": "--sft",
+        "plans pack samples themselves: --dynapipe-layout auto or packed takes its place": (
+            "--sequence-packing-scheduler"
+        ),
         "it trains on what a model generates, not on planned samples": "--perform-rl-step",
         "it keeps logits by their place in Megatron's own dataset": "--logits-save-dir --logits-load-dir",
         "which tokens it drops, or pads, depends on the micro-batch": (
