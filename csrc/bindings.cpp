@@ -173,12 +173,8 @@ public:
         std::vector<bool> covered(count);
         const std::lock_guard<std::mutex> guard(mutex_);
         for (size_t i = 0; i < count; ++i) {
-            const Shape shape{sizes.data()[i], inputs.data()[i], targets.data()[i]};
             const int64_t mode = modes.data()[i];
-            require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
-            require(shape.size >= 1 && shape.size <= kLargestCoordinate, "sizes from 1 to 2^20");
-            for (int64_t length : {shape.input, shape.target})
-                require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+            const Shape shape = checked_shape(sizes.data()[i], inputs.data()[i], targets.data()[i], mode);
             const CostRow& row = costs_->row(mode, shape);
             covered[i] = row.covered;
             for (size_t kind = 0; kind < kCosts; ++kind)
@@ -187,7 +183,22 @@ public:
         return {to_numpy(std::move(rows), kCosts * count), std::move(covered)};
     }
 
+    // The first virtual stage on which a padded micro-batch has no costs, or -1.
+    int64_t uncovered_stage(int64_t size, int64_t input, int64_t target, int64_t mode) {
+        const Shape shape = checked_shape(size, input, target, mode);
+        const std::lock_guard<std::mutex> guard(mutex_);
+        return costs_->uncovered_stage(mode, shape);
+    }
+
 private:
+    Shape checked_shape(int64_t size, int64_t input, int64_t target, int64_t mode) const {
+        require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
+        require(size >= 1 && size <= kLargestCoordinate, "sizes from 1 to 2^20");
+        for (int64_t length : {input, target})
+            require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+        return {size, input, target};
+    }
+
     Integers checked_order(const Ints& order) const {
         std::vector<bool> seen(problem_.samples());
         const Integers places = copy(order);
@@ -245,7 +256,7 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
     return costs;
 }
 
-std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
+std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
                                                            const Ints& model_state, bool forward_only,
                                                            const Matrix& order, bool queue_links,
                                                            bool peak_covers_backward, int64_t receive_ahead,
@@ -265,7 +276,7 @@ std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Mat
         run = simulate(shape, costs, passes, queue_links);
     }
     return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
-            std::move(run.peak), run.makespan, run.stalled};
+            std::move(run.peak), run.makespan, run.stalled ? std::move(run.position) : Integers()};
 }
 
 std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(
@@ -379,10 +390,12 @@ NB_MODULE(_native, module) {
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
-             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.");
+             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.")
+        .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input"_a, "target"_a, "mode"_a,
+             "The first virtual stage on which a padded micro-batch has no costs, or -1.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false, "receive_ahead"_a = -1, "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
+               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(),

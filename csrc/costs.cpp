@@ -105,6 +105,16 @@ void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row)
     fill(bytes * shape.input, bytes * shape.target, row);
 }
 
+int64_t CostCache::uncovered_stage(size_t mode, const Shape& shape) {
+    const BySize& by_size = this->by_size(mode, shape.input, shape.target);
+    if (by_size.stage_costs_.empty() || !by_size.sizes_->covers(shape.size)) return 0;
+    const Axis::Cell cell = by_size.sizes_->cell(shape.size);
+    StageCosts at;
+    for (size_t v = 0; v < kind_of_.size(); ++v)
+        if (!interpolate_kind(by_size, kind_of_[v], cell, at)) return v;
+    return -1;
+}
+
 void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
     int64_t inputs = 0, targets = 0;
     for (int32_t sample : samples) {

@@ -69,6 +69,9 @@ public:
     // Of a padded micro-batch. What is returned lives as long as this object.
     const CostRow& row(size_t mode, const Shape& shape);
 
+    // The first virtual stage on which a padded micro-batch has no costs, or -1.
+    int64_t uncovered_stage(size_t mode, const Shape& shape);
+
     // Of samples packed into one row, as places in the problem; every set is computed anew.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
 

@@ -72,6 +72,8 @@ class BatchProblem:
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""
+    def uncovered_stage(self, *, size: int, input: int, target: int, mode: int) -> int:
+        """The first virtual stage on which a padded micro-batch has no costs, or -1."""
 
 def simulate(
     costs: Sequence[_Ints],
@@ -83,8 +85,8 @@ def simulate(
     peak_covers_backward: bool = False,
     receive_ahead: int = -1,
     ordered_starts: bool = False,
-) -> tuple[_Ints, _Ints, list[int], int, bool]:
-    """(starts, ends, peak bytes, makespan, whether it stalled)."""
+) -> tuple[_Ints, _Ints, list[int], int, list[int]]:
+    """(starts, ends, peak bytes, makespan, where it stalls the passes that each stage ran)."""
 
 def list_schedule(
     costs: Sequence[_Ints],

@@ -18,12 +18,12 @@ from megatron_dynapipe.cost import (
     ABSENT,
     CostModel,
     LayerTables,
+    PipelineLayout,
     Row,
     Split,
     in_halves,
     of_halves,
     packed_layer_costs,
-    stage_times,
 )
 from megatron_dynapipe.errors import DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
@@ -293,6 +293,23 @@ class _Trials:
             return Planner(settings, self._cost_model)
         except InfeasibleError:
             return None
+
+
+def stage_times(layer_costs: IntArray, layout: PipelineLayout) -> IntArray:
+    """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
+
+    Args:
+        layer_costs: int64 `[micro-batches, len(Row)]`.
+        layout: layers per virtual stage.
+    """
+    counts = np.zeros((layout.virtual_stages, len(Row)), np.int64)
+    for parts, kind in ((layout.encoder_parts, "ENCODER"), (layout.decoder_parts, "DECODER")):
+        mlp, whole, attention = parts.T
+        for way in ("FORWARD", "BACKWARD"):
+            counts[:, Row[f"{kind}_{way}"]] = mlp + whole
+            counts[:, Row[f"{kind}_ATTENTION_{way}"]] = attention - mlp
+    counts[-1, [Row.HEAD_FORWARD, Row.HEAD_BACKWARD]] = 1
+    return np.asarray(layer_costs @ counts.T)
 
 
 def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:

@@ -11,7 +11,6 @@ from megatron_dynapipe.cost import (
     Row,
     TableCostModel,
     packed_layer_costs,
-    stage_costs,
 )
 from megatron_dynapipe.cost.correct import Correction, PassSample, corrected, fit_correction, fit_corrections
 from megatron_dynapipe.cost.format import encode_file
@@ -20,6 +19,7 @@ from megatron_dynapipe.cost.tables import LayerTables
 from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
+from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import cost_model
 
 LAYOUT = PipelineLayout.equal(ModelFamily.T5, 4, 4, 2)

@@ -15,7 +15,6 @@ from megatron_dynapipe.cost import (
     PipelineLayout,
     Row,
     TableCostModel,
-    stage_costs,
 )
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.format import encode_file
@@ -26,6 +25,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tuning import Space, tune
 from megatron_dynapipe.tuning.validate import layout_flags
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import batch
 
 GPT = ModelFamily.GPT

@@ -11,10 +11,10 @@ from megatron_dynapipe.cost import (
     Row,
     even_split,
     parse_split,
-    stage_costs,
 )
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.stage_costs import stage_costs
 
 ONE = np.array([1], np.int64)
 EIGHT = np.array([8], np.int64)

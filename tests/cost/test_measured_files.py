@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
+from megatron_dynapipe.cost import PipelineLayout, TableCostModel
 from megatron_dynapipe.cost.division import AS_THE_LAYER, Rates
 from megatron_dynapipe.units import Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.stage_costs import boundary_bytes, stage_costs
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 8])

@@ -6,9 +6,10 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, of_halves, stage_costs
+from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, of_halves
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.helpers.stage_costs import stage_costs
 
 STATE = LayerState(embedding_bytes=1, encoder_bytes=1, decoder_bytes=1)
 

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LayerTables, PackedTables, Row, packed_layer_costs, stage_times
+from megatron_dynapipe.cost import ABSENT, LayerTables, PackedTables, Row, packed_layer_costs
+from megatron_dynapipe.planning.layer_split import stage_times
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import BatchLayout
 from tests.planning.packed_oracle import derived_costs

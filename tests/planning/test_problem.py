@@ -11,14 +11,13 @@ from megatron_dynapipe.cost import (
     AnalyticCostModel,
     LayerTables,
     ModelShape,
-    boundary_bytes,
-    stage_costs,
 )
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.stage_costs import boundary_bytes, stage_costs
 from tests.planning.partition_oracle import batch_problems
 from tests.planning.planner_cases import batch, batch_of, cost_model
 from tests.planning.planner_cases import settings as settings_of

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, TableCostModel, stage_costs
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, TableCostModel
 from megatron_dynapipe.cost.correct import PassSample
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, StoreTimeoutError
 from megatron_dynapipe.plan.memory import peak_bytes
@@ -14,6 +14,7 @@ from megatron_dynapipe.service.recalibration import Measurements, MemoryBoundPla
 from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import of_lengths
 
 KEYS = PlanKeys(job="job", settings_digest="s")

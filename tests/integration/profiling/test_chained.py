@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import LayerState, LayerTables, PipelineLayout, Row, stage_costs
+from megatron_dynapipe.cost import LayerState, LayerTables, PipelineLayout, Row
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
+from tests.helpers.stage_costs import stage_costs
 from tests.integration.profiling.chained_ranks import compare
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
 

@@ -1,8 +1,4 @@
-"""What a layout makes each virtual stage cost, from one layer's costs.
-
-These are the rules in numpy, for many shapes at once; planning a batch reads costs from the native core's cache
-(`csrc/costs.cpp`), which follows the same rules with the same rounding.
-"""
+"""What a layout makes each virtual stage cost, from one layer's costs: the rules of `csrc/costs.cpp` in numpy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,23 +112,6 @@ def _on_stages(parts: IntArray, row: Mapping[Row, IntArray], kind: str) -> _Laye
     )
 
 
-def stage_times(layer_costs: IntArray, layout: PipelineLayout) -> IntArray:
-    """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
-
-    Args:
-        layer_costs: int64 `[micro-batches, len(Row)]`.
-        layout: layers per virtual stage.
-    """
-    counts = np.zeros((layout.virtual_stages, len(Row)), np.int64)
-    for parts, kind in _parts_of(layout):
-        mlp, whole, attention = parts.T
-        for way in ("FORWARD", "BACKWARD"):
-            counts[:, Row[f"{kind}_{way}"]] = mlp + whole
-            counts[:, Row[f"{kind}_ATTENTION_{way}"]] = attention - mlp
-    counts[-1, [Row.HEAD_FORWARD, Row.HEAD_BACKWARD]] = 1
-    return np.asarray(layer_costs @ counts.T)
-
-
 def stage_costs(
     tables: LayerTables, layout: PipelineLayout, sizes: IntArray, inputs: IntArray, targets: IntArray
 ) -> StageCosts:
@@ -157,3 +136,18 @@ def stage_costs(
         weight_ns=np.minimum(rows[:, :, 6], rows[:, :, 1]),
         feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
     )
+
+
+def boundary_bytes(
+    layout: PipelineLayout, hidden: int, sizes: IntArray, inputs: IntArray, targets: IntArray, element_bytes: int = 2
+) -> tuple[IntArray, IntArray]:
+    """Bytes over every boundary: (activations downstream, gradients upstream), each `[queries, virtual stages - 1]`.
+
+    These are what a cost model charges: see `PipelineLayout.decoder_state_forward` and `decoder_state_backward`.
+    """
+    input_state = (sizes * inputs * hidden * element_bytes)[:, None]
+    target_state = (sizes * targets * hidden * element_bytes)[:, None]
+    forward, backward = (
+        np.array(both, np.int64) for both in (layout.decoder_state_forward, layout.decoder_state_backward)
+    )
+    return input_state + forward * target_state, input_state + backward * target_state
