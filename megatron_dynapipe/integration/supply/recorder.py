@@ -23,7 +23,7 @@ from megatron_dynapipe.report.records import (
     TimelineRecord,
     decode_records,
 )
-from megatron_dynapipe.report.run import keep_earlier
+from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
