@@ -16,7 +16,8 @@ using Share = CostCache::Share;
 constexpr int64_t kScale = 1024;
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
 constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
-constexpr int64_t kSmallestRow = 64;
+constexpr int64_t kSmallestRow = 64, kLeastRows = 4;  // of a replica; smaller rows than these only where batches are small
+constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
 constexpr size_t kRowSizes = 3;       // powers of two that are built, and the sizes half-way above them
 constexpr size_t kRowsCompared = 16;  // where a sample may go
 
@@ -128,7 +129,7 @@ std::vector<int64_t> Starts::row_sizes() {
     const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
     std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
     int64_t power = kSmallestRow;
-    while (power > 1 && power * problem_.replicas * 4 > total) power /= 2;
+    while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
     for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
         const int64_t rows = rows_of(every, power) / problem_.replicas;
         if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
@@ -136,7 +137,7 @@ std::vector<int64_t> Starts::row_sizes() {
     std::sort(estimated.begin(), estimated.end());
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
-        for (int64_t size : {estimated[i].second, estimated[i].second * 181 / 128}) sizes.push_back(size);
+        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]}) sizes.push_back(size);
     return sizes;
 }
 
