@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <mutex>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -23,16 +24,21 @@ namespace dynapipe {
 using namespace nb::literals;
 namespace {
 
-using Values = Array<int64_t, 4>;
-using Mode = std::tuple<Ints, Ints, Ints, Values, Values>;  // sizes, inputs, targets, values, separate values
-using StageValues = Array<int64_t, 5>;                      // a mode's values by virtual stage
-// Positions of a row: inputs, targets, linear part; of a sample: inputs, targets, attention. Empty where not measured.
-using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 3>, Ints, Ints, Array<int64_t, 3>>;
+// Sizes, inputs, targets; values and separate values: [kinds][kQuantities][sizes][inputs][targets].
+using Mode = std::tuple<Ints, Ints, Ints, Array<int64_t, 5>, Array<int64_t, 5>>;
+// Positions of a row: inputs, targets, linear part [kinds][kQuantities][inputs][targets]; of a sample: inputs, targets,
+// attention. Empty where not measured.
+using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 4>, Ints, Ints, Array<int64_t, 4>>;
 
 PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
                              bool peak_covers_backward, int64_t receive_ahead = -1, bool ordered_starts = false) {
-    PipelineShape shape{static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit,
-                        peak_covers_backward, {receive_ahead, ordered_starts}};
+    PipelineShape shape{.stages = static_cast<int64_t>(model_state.size()),
+                        .chunks = chunks,
+                        .forward_only = forward_only,
+                        .model_state = copy(model_state),
+                        .memory_limit = memory_limit,
+                        .peak_covers_backward = peak_covers_backward,
+                        .transfers = {receive_ahead, ordered_starts}};
     shape.check();
     return shape;
 }
@@ -40,60 +46,7 @@ PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t me
 // One batch: its problem and the cache of its costs, which all steps of planning share.
 class BatchProblem {
 public:
-    BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
-                 bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
-                 const Matrix& encoder_layers, const Matrix& decoder_layers, int64_t chunks, const Ints& model_state,
-                 int64_t memory_limit, const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
-                 int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
-                 const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
-                 const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
-                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras,
-                 const Ints& part_rates, int64_t division)
-        : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
-          problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
-                   {}, {}, {},
-                   pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward, receive_ahead,
-                                  ordered_starts),
-                   {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
-                    copy(gbps)},
-                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, static_cast<Division>(division),
-                   copy(chains), copy(extras), copy(part_rates)} {
-        require(division >= 0 && division < static_cast<int64_t>(Division::kDivisions), "a division that there is");
-        require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
-        require(encoder_layers.shape(0) == decoder_layers.shape(0), "encoder and decoder layers of the same stages");
-        require(encoder_layers.shape(1) == 3 && decoder_layers.shape(1) == 3, "MLPs, layers and attentions");
-        const size_t stages = encoder_layers.shape(0);
-        const bool differ = !stage_tables_.empty();
-        require(!differ || (stage_tables_.size() == tables_.size() && !may_pack),
-                "stages' own costs under every recompute mode, and no packed rows with them");
-        const auto layers = [](const Matrix& of, size_t v) {
-            const int64_t* parts = of.data() + 3 * v;
-            return Layers{parts[0], parts[1], parts[2]};
-        };
-        for (size_t v = 0; v < stages; ++v) {
-            problem_.layers.push_back({layers(encoder_layers, v), layers(decoder_layers, v), v + 1 == stages,
-                                       differ ? static_cast<int64_t>(v) : -1});
-            const StageLayers& stage = problem_.layers.back();
-            for (const Layers& kind : {stage.encoder, stage.decoder})
-                if (kind.mlp != 0 || kind.attention != 0) problem_.rows = kRows;
-        }
-        for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
-            problem_.modes.push_back(
-                {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
-            problem_.modes.back().rows = problem_.rows;
-            problem_.modes.back().check(values.size(), separate.size());
-        }
-        for (size_t mode = 0; mode < stage_tables_.size(); ++mode) {
-            problem_.modes[mode].of_stages = stage_tables_[mode].data();
-            problem_.modes[mode].check_stages(stage_tables_[mode].size(), stages);
-        }
-        for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
-            problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
-                                       {copy(target_lengths)}, attention.data()});
-            problem_.packed.back().rows = problem_.rows;
-            problem_.packed.back().check(linear.size(), attention.size());
-        }
-        problem_.check();
+    explicit BatchProblem(const nb::kwargs& given) : problem_(problem_of(Keywords(given))) {
         costs_ = std::make_unique<CostCache>(problem_);
     }
 
@@ -136,7 +89,7 @@ public:
 
     // As `costs`, of packed rows: samples of all rows one after another, and how many each has.
     std::tuple<Out, std::vector<bool>> packed_costs(const Ints& samples, const Ints& sizes, const Ints& modes) {
-        const size_t count = sizes.size(), stages = problem_.layers.size();
+        const size_t count = sizes.size(), stages = problem_.modules.size();
         require(modes.size() == count, "a mode for every row");
         Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
@@ -166,7 +119,7 @@ public:
     // [kCosts * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
     std::tuple<Out, std::vector<bool>> costs(const Ints& sizes, const Ints& inputs, const Ints& targets,
                                              const Ints& modes) {
-        const size_t count = sizes.size(), stages = problem_.layers.size();
+        const size_t count = sizes.size(), stages = problem_.modules.size();
         require(inputs.size() == count && targets.size() == count && modes.size() == count,
                 "a size, lengths and a mode for every micro-batch");
         Integers rows(kCosts * count * stages);
@@ -191,6 +144,78 @@ public:
     }
 
 private:
+    static Problem problem_of(Keywords given) {
+        const Integers model_state = given.values<int64_t>("model_state");
+        const auto in_flight = given.get<Matrix>("in_flight");
+        require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
+        Problem problem{
+            .inputs = given.values<int64_t>("inputs"),
+            .targets = given.values<int64_t>("targets"),
+            .input_positions = given.values<int64_t>("input_positions"),
+            .target_positions = given.values<int64_t>("target_positions"),
+            .may_pad = given.get<bool>("may_pad"),
+            .may_pack = given.get<bool>("may_pack"),
+            .modes = grids(given.get<std::vector<Mode>>("modes")),
+            .packed = packed_grids(given.get<std::vector<PackedMode>>("packed")),
+            .modules = {},
+            .even_two = given.get<bool>("even_two"),
+            .pipeline = {.stages = static_cast<int64_t>(model_state.size()),
+                         .chunks = given.get<int64_t>("chunks"),
+                         .forward_only = given.get<bool>("forward_only"),
+                         .model_state = model_state,
+                         .memory_limit = given.get<int64_t>("memory_limit"),
+                         .peak_covers_backward = given.get<bool>("peak_covers_backward"),
+                         .transfers = {.receive_ahead = given.get<int64_t>("receive_ahead"),
+                                       .ordered_starts = given.get<bool>("ordered_starts")}},
+            .links = {.bytes_per_position = given.get<int64_t>("bytes_per_position"),
+                      .decoder_forward = given.flags("decoder_forward"),
+                      .decoder_backward = given.flags("decoder_backward"),
+                      .latency_ns = given.values<double>("latency_ns"),
+                      .gbps = given.values<double>("gbps")},
+            .in_flight = {in_flight.data(), in_flight.data() + in_flight.size()},
+            .replicas = given.get<int64_t>("replicas"),
+            .division = static_cast<Division>(given.get<int64_t>("division")),
+            .chains = given.values<int32_t>("chains"),
+            .extras = given.values<int64_t>("extras"),
+            .rows = {.kinds = static_cast<size_t>(given.get<int64_t>("kinds")), .read = {}},
+        };
+        require(problem.division >= Division::kOff && problem.division < Division::kDivisions, "a division that there is");
+        problem.modules = stages(given.get<Ints>("modules"), given.get<Ints>("cuts"), problem.rows.kinds);
+        given.done();
+        problem.check();
+        problem.choose_rows();
+        return problem;
+    }
+
+    static std::vector<Grid> grids(const std::vector<Mode>& modes) {
+        std::vector<Grid> grids;
+        for (const auto& [sizes, inputs, targets, values, separate] : modes)
+            grids.push_back({{copy(sizes)}, {copy(inputs)}, {copy(targets)}, view(values), view(separate)});
+        return grids;
+    }
+
+    static std::vector<PackedGrid> packed_grids(const std::vector<PackedMode>& modes) {
+        std::vector<PackedGrid> grids;
+        for (const auto& [row_inputs, row_targets, linear, inputs, targets, attention] : modes)
+            grids.push_back({{copy(row_inputs)}, {copy(row_targets)}, view(linear), {copy(inputs)}, {copy(targets)},
+                             view(attention)});
+        return grids;
+    }
+
+    // The model's modules, divided between stages at the cuts.
+    static std::vector<StageModules> stages(const Ints& modules, const Ints& cuts, size_t kinds) {
+        const std::span<const int64_t> all(modules.data(), modules.size());
+        std::vector<StageModules> stages;
+        int64_t first = 0;
+        for (size_t i = 0; i <= cuts.size(); ++i) {
+            const int64_t end = i < cuts.size() ? cuts.data()[i] : static_cast<int64_t>(all.size());
+            require(first <= end && end <= static_cast<int64_t>(all.size()), "cuts in order between modules");
+            stages.emplace_back(all.subspan(first, end - first), kinds);
+            first = end;
+        }
+        return stages;
+    }
+
     Shape checked_shape(int64_t size, int64_t input, int64_t target, int64_t mode) const {
         require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
         require(size >= 1 && size <= kLargestCoordinate, "sizes from 1 to 2^20");
@@ -227,16 +252,13 @@ private:
         return partition;
     }
 
-    const std::vector<Mode> tables_;  // keep the values alive
-    const std::vector<PackedMode> packed_tables_;
-    const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
     std::unique_ptr<Begun> begun_;
     std::mutex mutex_;  // of the cache and of what was begun
 };
 
-// Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer, second half.
+// Rows of a ScheduleProblem, as kCostNames names them.
 std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virtual_stages) {
     require(arrays.size() == kCosts, "seven arrays of costs");
     std::vector<PassCosts> costs;
@@ -363,25 +385,42 @@ std::tuple<std::vector<std::tuple<int64_t, Integers, Integers>>, int64_t> run_or
     return {std::move(plans), found.dropped_bound};
 }
 
+// What Python and the core both name and number; planning/native.py compares them when it is imported.
+nb::dict constants() {
+    nb::dict found;
+    found["ABSENT"] = kAbsent;
+    found["LARGEST_COST"] = kLargestCost;
+    found["LARGEST_COORDINATE"] = kLargestCoordinate;
+    found["NEVER"] = kUnreachable;
+    const auto add = [&](const char* name, const std::vector<std::pair<const char*, int64_t>>& numbers) {
+        nb::dict named;
+        for (const auto& [member, number] : numbers) named[member] = number;
+        found[name] = named;
+    };
+    add("Quantity", {{"FORWARD", kForward}, {"BACKWARD", kBackward}, {"STORED", kStored}, {"PEAK", kPeak},
+                     {"WEIGHT", kWeight}, {"ENTRY_STORED", kEntryStored}, {"ENTRY_PEAK", kEntryPeak}});
+    add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)}, {"auto", static_cast<int64_t>(Division::kAuto)},
+                          {"on", static_cast<int64_t>(Division::kOn)}});
+    add("Rule", {{"BACKWARD_FIRST", static_cast<int64_t>(Rule::kBackwardFirst)},
+                 {"FORWARD_FIRST", static_cast<int64_t>(Rule::kForwardFirst)},
+                 {"STRICT", static_cast<int64_t>(Rule::kStrict)}});
+    add("Pass", {{"Forward", kForwardPass}, {"Backward", kBackwardPass}, {"BackwardInput", kInputPass},
+                 {"BackwardWeight", kWeightPass}});
+    nb::list names;
+    for (const char* name : kCostNames) names.append(name);
+    found["costs"] = names;
+    for (const auto& [name, numbers] : instruction_numbers()) add(name, numbers);
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     module.doc() = "The planner's core.";
+    module.attr("CONSTANTS") = constants();
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
-        .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
-                      std::vector<PackedMode>, const Matrix&, const Matrix&, int64_t, const Ints&,
-                      int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
-                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, const Ints&, int64_t>(),
-             "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
-             "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
-             "packed"_a.noconvert(), "encoder_layers"_a.noconvert(), "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
-             "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
-             "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
-             "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
-             "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert(),
-             "part_rates"_a.noconvert(), "division"_a = 0)
+        .def(nb::init<const nb::kwargs&>())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
@@ -391,7 +430,7 @@ NB_MODULE(_native, module) {
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.")
-        .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input"_a, "target"_a, "mode"_a,
+        .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input_length"_a, "target_length"_a, "mode"_a,
              "The first virtual stage on which a padded micro-batch has no costs, or -1.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false, "receive_ahead"_a = -1, "ordered_starts"_a = false,

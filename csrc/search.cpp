@@ -25,10 +25,10 @@ struct Share {
 // Packed rows of a replica, on chunks, that a default search schedules on all stages, and evaluations at most.
 constexpr struct Budget {
     int64_t rows, most;
-} kBudget{230'000, 9000}, kBudgetOfBoth{190'000, 7500};  // the latter, and half more, with encoder and decoder stages
+} kBudget{230'000, 9000}, kBudgetOfTwo{190'000, 7500};  // the latter, and half more, where stages must be even in two kinds of layers
 constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500;
-constexpr Share kMoreOfBoth{3, 2};  // evaluations where encoder and decoder stages must both be even
+constexpr Share kMoreOfTwo{3, 2};  // evaluations where stages must be even in two kinds of layers
 constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kGivenPart = 4;  // a search from a given solution takes the 4th of the evaluations
@@ -198,16 +198,14 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     return solutions;
 }
 
-// Fewer where each has more rows to schedule; more where encoder and decoder stages must both be even.
+// Fewer where each has more rows to schedule; more where stages must be even in two kinds of layers.
 int64_t Search::default_evaluations(const Solution& start) const {
     size_t most = 1;
     for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
     const int64_t rows = most * problem_.chunks();
-    const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
-                                  [](const StageLayers& stage) { return stage.decoder.any(); });
-    const Budget& budget = both ? kBudgetOfBoth : kBudget;
+    const Budget& budget = problem_.even_two ? kBudgetOfTwo : kBudget;
     const int64_t evaluations = std::min(std::clamp(budget.rows / rows, kLeast, budget.most), kLargeBudget / rows);
-    return both ? evaluations * kMoreOfBoth.parts / kMoreOfBoth.of : evaluations;
+    return problem_.even_two ? evaluations * kMoreOfTwo.parts / kMoreOfTwo.of : evaluations;
 }
 
 // Improves the best starts in rounds, each with a part of the evaluations, until one is left.

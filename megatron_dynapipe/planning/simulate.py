@@ -90,7 +90,7 @@ def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[
 def _run(
     problem: ScheduleProblem, order: PassOrder, queue_links: bool
 ) -> tuple[IntArray, IntArray, list[int], int, list[int]]:
-    """Starts and ends `[stages, passes]`, peak bytes, makespan; where the order stalls, how many passes each stage ran."""
+    """Starts and ends `[stages, passes]`, peak bytes, makespan; of an order that stalls, the passes each stage ran."""
     return core.simulate(
         problem.cost_arrays,
         problem.chunks,
