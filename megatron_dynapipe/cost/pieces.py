@@ -6,8 +6,8 @@ it. With n own positions after m earlier ones a piece costs what a whole sample 
 - attending to the prefix: as it was measured (`PackedTables.prefix`), else 2 g m n in time and activations, where
   T(l) = u + v l + g l² is a layer's cost of a micro-batch of one sample of l positions: attention is quadratic, the
   rest is not;
-- the gradients of its keys and values, if a later piece reads them; under full recomputation keys and values too, which
-  are kept for every piece.
+- the gradients of its keys and values, if a later piece reads them, in fp32 where many do; under full recomputation
+  keys and values too, which are kept for every piece.
 """
 
 from functools import lru_cache
@@ -18,6 +18,10 @@ from megatron_dynapipe.cost.division import Division, Rates
 from megatron_dynapipe.cost.tables import ABSENT, PREFIX_QUANTITIES, PREFIX_UNIT, CostTables, IntArray, Quantity
 from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.units import Recompute
+
+SUMMED_IN_FP32 = 4
+"""Later pieces from which on their gradients of a piece's keys and values are summed in fp32."""
+FP32_BYTES = 4
 
 
 @lru_cache(maxsize=8)  # asked for again with every size of pieces that is tried
@@ -55,7 +59,7 @@ def piece_costs(
     *,
     own: IntArray,
     before: IntArray,
-    followed: IntArray,
+    later: IntArray,
     element_bytes: int,
 ) -> IntArray:
     """What pieces cost a layer's attention and MLP besides: int64[pieces, 2, len(Quantity)], ns and bytes.
@@ -68,13 +72,14 @@ def piece_costs(
         recompute: the mode that they are of.
         own: positions of each piece.
         before: positions that the pieces before it hold.
-        followed: 1 where a later piece reads its keys and values, else 0.
+        later: how many later pieces read its keys and values.
         element_bytes: of an element of keys and values.
     """
     costs = np.zeros((len(own), 2, len(Quantity)), np.int64)
     costs[:, 0, : len(PREFIX_QUANTITIES)] = _prefixes(tables, own, before)
-    kept = own * followed + (own if recompute is Recompute.FULL else 0)
-    costs[:, 0, [Quantity.STORED, Quantity.PEAK]] += (2 * element_bytes * tables.key_value_channels * kept)[:, None]
+    gradients = np.where(later < SUMMED_IN_FP32, element_bytes * (later > 0), FP32_BYTES)
+    kept = gradients + (element_bytes if recompute is Recompute.FULL else 0)
+    costs[:, 0, [Quantity.STORED, Quantity.PEAK]] += (2 * tables.key_value_channels * own * kept)[:, None]
     if tables.packed is None and tables.division is not None:
         _divide(costs, tables, tables.division, recompute, own, before)
     return costs

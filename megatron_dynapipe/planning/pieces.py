@@ -49,6 +49,11 @@ class Pieces:
         return (self.end - self.start < self.length).astype(np.int64)
 
     @property
+    def later(self) -> IntArray:
+        """How many later pieces of the sample there are."""
+        return np.searchsorted(self.sample, self.sample, side="right") - 1 - np.arange(len(self.sample))
+
+    @property
     def chains(self) -> IntArray:
         """The number of the cut sample that each is a piece of, -1 for whole ones: int64[…]."""
         cut = np.unique(self.sample[self.is_piece == 1])
@@ -190,7 +195,7 @@ def of_pieces(
             mode,
             own=own * pieces.is_piece,
             before=pieces.start,
-            followed=(pieces.end < pieces.length).astype(np.int64),
+            later=pieces.later,
             element_bytes=element_bytes,
         )
         for tables, mode in zip(problem.modes, recompute, strict=True)

@@ -14,9 +14,9 @@ from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.cost import A100_RATES, TableCostModel
 from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
-from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
-from megatron_dynapipe.cost.tables import ENCODER_ROWS, PREFIX_UNIT
+from megatron_dynapipe.cost.tables import PREFIX_UNIT, Quantity
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.codec import decode_plan, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
@@ -107,10 +107,10 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
         assert covered.all()
         for at, row in enumerate(rows):
             own = found.problem.input_positions[row]
-            layer = packed_layer_costs(tables, own, np.zeros_like(own))
-            assert layer is not None
-            layer[list(ENCODER_ROWS)] += found.problem.piece_costs[number, row].sum(axis=0)
-            forward, _, stored, peak = layer[list(ENCODER_ROWS)]
+            layer = packed_costs(tables, own, np.zeros_like(own))
+            assert layer is not None and found.problem.piece_costs is not None
+            layer[:2] += found.problem.piece_costs[number, row].sum(axis=0)
+            forward, _, stored, peak, *_ = layer[:2].sum(axis=0)
             assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=1)
             assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=1)
             pairs = int((own * (own + before[row])).sum())
@@ -123,13 +123,13 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
 
 
 def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
-    own, before, followed = np.array([512, 512, 256]), np.array([0, 512, 1024]), np.array([1, 1, 0])
+    own, before, later = np.array([512, 512, 256]), np.array([0, 512, 1024]), np.array([2, 1, 0])
     made = cost_model(GPT, hidden=64, vocabulary=512, rates=A100_RATES, max_size=2, max_length=64)
     packed = made.tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert packed.packed is not None
     measured = replace(packed, packed=replace(packed.packed, prefix=np.array([[2 * PREFIX_UNIT, PREFIX_UNIT, 1]] * 4)))
-    costs = piece_costs(measured, Recompute.NONE, own=own, before=before, followed=0 * own, element_bytes=2)
-    assert costs[:, 0].tolist() == [
+    costs = piece_costs(measured, Recompute.NONE, own=own, before=before, later=0 * own, element_bytes=2)
+    assert costs[:, 0, Quantity.FORWARD].tolist() == [
         0,
         2 + 512 + round(512**2 / PREFIX_UNIT),
         2 + 1024 + round(1024 * 256 / PREFIX_UNIT),
@@ -137,13 +137,24 @@ def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
     kept = {Recompute.NONE: [1, 1, 0], Recompute.SELECTIVE: [1, 1, 0], Recompute.FULL: [2, 2, 1]}
     for mode, times in kept.items():
         tables = COSTS.tables(tensor_parallel=1, recompute=mode)
-        costs = piece_costs(tables, mode, own=own, before=before, followed=followed, element_bytes=2)
+        costs = piece_costs(tables, mode, own=own, before=before, later=later, element_bytes=2)
         (up, down), *_ = prefix_curvatures(tables)
-        assert costs[:, 0] == pytest.approx([0, 2 * 512 * 512 * up / down, 2 * 1024 * 256 * up / down], abs=1)
-        stored = costs[:, 2] - [
+        layer = costs.sum(axis=1)
+        assert layer[:, Quantity.FORWARD] == pytest.approx(
+            [0, 2 * 512 * 512 * up / down, 2 * 1024 * 256 * up / down], abs=1
+        )
+        stored = layer[:, Quantity.STORED] - [
             (2 * a * n * prefix_curvatures(tables)[2][0]) // down for a, n in zip(before, own, strict=True)
         ]
         assert np.abs(stored - np.array(times) * own * 4 * 4096).max() <= 1
+    tables = COSTS.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    few, many = (
+        piece_costs(tables, Recompute.NONE, own=own, before=0 * own, later=np.array(later), element_bytes=2).sum(
+            axis=1
+        )[:, Quantity.STORED]
+        for later in ([3, 1, 0], [4, 1, 0])
+    )
+    assert (many - few).tolist() == [512 * 4 * 4096, 0, 0], "sums of many gradients are in fp32"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +202,7 @@ def test_auto_cuts_where_that_is_faster() -> None:
 
 def test_a_sample_that_does_not_fit_whole_is_planned_in_pieces() -> None:
     lengths = [6553, *[200] * 12]
-    tight: dict[str, object] = {"memory_limit_bytes": 17_000_000_000, "recompute": (Recompute.FULL,)}
+    tight: dict[str, object] = {"memory_limit_bytes": 17_500_000_000, "recompute": (Recompute.FULL,)}
     with pytest.raises(InfeasibleError):
         plan(lengths, slices="off", **tight)
     assert cut_samples(plan(lengths, **tight)) == 1

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megatron.core.utils import is_te_min_version
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import has_triton
-from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
@@ -134,7 +135,15 @@ def undivided_because(args: argparse.Namespace) -> str:
     return first_reason(
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
-            (args.transformer_impl != "local", "layers of Transformer Engine compute all gradients together"),
+            (
+                args.transformer_impl != "local" and not args.gradient_accumulation_fusion,
+                "layers of Transformer Engine return garbage as gradients that they leave to later, unless "
+                "--no-gradient-accumulation-fusion is left out",
+            ),
+            (
+                args.transformer_impl != "local" and HAVE_TRANSFORMER_ENGINE and not is_te_min_version("2.3.0"),
+                "Transformer Engine below 2.3 computes all gradients together",
+            ),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
         )
     )

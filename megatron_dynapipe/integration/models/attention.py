@@ -159,7 +159,7 @@ class SdpaCoreAttention(MegatronModule):
             key, value = self.kept_keys.keep(key, value, cut.starts(), cut.cuts)
         takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=has_kernel(query.device))
         if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
-            if cut is not None:
+            if cut is not None and cut.has_prefix:  # without one keys would be copied as they are
                 attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)
             else:
                 attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)

@@ -6,9 +6,15 @@
 A forward pass whose backward pass the plan divides runs the layers' linears through a function that hides the weight
 from autograd: so nothing touches the weight's gradient, nor the hooks on it, before the second half. All other passes
 run Megatron's own function. Embedding, head, norms and attention belong to the first half.
+
+Transformer Engine's linears hand what is left of a backward pass to a store (`delay_wgrad_compute`). Theirs is first
+in, first out for each module, while a plan runs second halves in any order and whole passes between them; and their
+own `backward_dw` expects no second first half before it. So the store of each is one of ours (`EngineStore`).
+
+Between the halves a tensor-parallel rank keeps its share of a sequence, as plans count, and gathers the rest while the
+linear before is computed.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,17 +36,71 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One linear's settings, as Megatron's layers pass them."""
+    """One linear's settings, as Megatron passes them, and the group that gathers its output's gradient, if any."""
 
     weight: Tensor
     adds_to_main_grad: bool
     sums_input_gradient: bool
     gathers_input: bool
     group: Any
+    gradient_group: Any
 
 
-_Left = tuple[_Call, Tensor, Tensor]
-"""A linear's call, its input and the gradient of its output."""
+@dataclass(slots=True, eq=False)
+class Operand:
+    """One side of a weight gradient's product, [positions, …]: all of it, or a rank's share.
+
+    Attributes:
+        tensor: what is kept; a list of tensors from grouped linears.
+        group: tensor-parallel ranks that share it; None where it is whole.
+    """
+
+    tensor: Any
+    group: Any = None
+    _transfer: tuple[Tensor, Any] | None = None
+
+    @classmethod
+    def share(cls, whole: Tensor, group: Any) -> "Operand":
+        """The rank's share of what all ranks of the group hold."""
+        return cls(whole.chunk(group.size())[group.rank()].clone(), group)
+
+    def start(self) -> None:
+        """Start to gather it, once."""
+        if self.group is not None and self._transfer is None:
+            self._transfer = _gather(self.tensor, self.group, async_op=True)
+
+    def whole(self) -> Any:
+        """All of it."""
+        self.start()
+        if self._transfer is None:
+            return self.tensor
+        whole, work = self._transfer
+        work.wait()
+        return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What the first half of a linear's backward pass leaves to the second.
+
+    Attributes:
+        weights: of one linear, or of a grouped one's experts.
+        operands: of the product.
+        gradients: the weights' gradients from whole operands, as autograd is to take them.
+    """
+
+    weights: Sequence[Tensor]
+    operands: Sequence[Operand]
+    gradients: Callable[..., Sequence[Tensor | None]]
+
+    def start(self) -> None:
+        """Start to gather the operands."""
+        for operand in self.operands:
+            operand.start()
+
+    def run(self) -> Sequence[Tensor | None]:
+        """The gradients."""
+        return self.gradients(*[operand.whole() for operand in self.operands])
 
 
 @dataclass(slots=True, eq=False)
@@ -52,16 +112,22 @@ class WeightHalves:
     """
 
     key: Key | None = None
-    _left: dict[Key, deque[_Left]] = field(default_factory=dict)
+    _left: dict[Key, list[Product]] = field(default_factory=dict)
 
-    def leave(self, key: Key, call: _Call, given: Tensor, gradient: Tensor) -> None:
-        """Keep a linear's input and its output's gradient for the second half."""
-        self._left.setdefault(key, deque()).append((call, given, gradient))
+    def leave(self, key: Key, product: Product) -> None:
+        """Keep a linear's product for the second half."""
+        self._left.setdefault(key, []).append(product)
 
     def add_weight_gradients(self, key: Key) -> None:
-        """Run the second half: one pass through a graph of the weights alone, so that the hooks on them run."""
-        left = self._left.pop(key, deque())
-        ends = [_WeightGradient.apply(left, call.weight) for call, _, _ in left]  # type: ignore[no-untyped-call]
+        """Run the second half: one pass through a graph of the weights alone, so that the hooks on them run.
+
+        Products come in the order in which they were left, the last layer's first, as their gradients do in whole
+        passes: the latest node runs first.
+        """
+        products = self._left.pop(key, [])
+        followed = reversed([*zip(products, [*products[1:], None], strict=True)])
+        ends = [_WeightGradient.apply(each, after, *each.weights) for each, after in followed]  # type: ignore[no-untyped-call]
+        del products  # each node drops its own
         if ends:
             torch.autograd.backward(ends, ends)
 
@@ -70,7 +136,7 @@ class WeightHalves:
         self.key = None
         self._left.clear()
 
-    def linear(self, megatrons: Callable[..., Tensor], **settings: Any) -> Tensor:
+    def linear(self, megatrons: Callable[..., Tensor], gradient_group: Any, **settings: Any) -> Tensor:
         """In place of a layer's `_forward_impl`."""
         weight: Tensor = settings["weight"]
         if self.key is None or not torch.is_grad_enabled() or not weight.requires_grad:
@@ -81,6 +147,7 @@ class WeightHalves:
             settings["allreduce_dgrad"],
             settings["sequence_parallel"],
             settings["tp_group"],
+            gradient_group,
         )
         output: Tensor = _DividedLinear.apply(self, call, _ANCHOR, settings["input"], settings["bias"])  # type: ignore[no-untyped-call]
         return output
@@ -96,7 +163,8 @@ class _DividedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.halves, ctx.call, ctx.key, ctx.has_bias = halves, call, halves.key, bias is not None
         ctx.save_for_backward(given)
-        output = torch.matmul(_gathered(call, given), call.weight.t())
+        whole = _gather(given, call.group)[0] if call.gathers_input else given
+        output = torch.matmul(whole, call.weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
@@ -104,14 +172,19 @@ class _DividedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (given,) = ctx.saved_tensors
         call: _Call = ctx.call
-        made = gradient.matmul(call.weight)
+        made, work = gradient.matmul(call.weight), None
+        # What follows until the wait runs beside the transfer.
         if call.gathers_input:
             whole, made = made, torch.empty_like(given)
-            layers.dist_reduce_scatter_func(made, whole.contiguous(), group=call.group)
+            work = layers.dist_reduce_scatter_func(made, whole.contiguous(), group=call.group, async_op=True)
         elif call.sums_input_gradient:
-            torch.distributed.all_reduce(made, group=call.group)
-        ctx.halves.leave(ctx.key, call, given, gradient)
+            work = torch.distributed.all_reduce(made, group=call.group, async_op=True)
+        of_output = Operand.share(gradient, call.gradient_group) if call.gradient_group else Operand(gradient)
+        operands = Operand(given, call.group if call.gathers_input else None), of_output
+        ctx.halves.leave(ctx.key, Product([call.weight], operands, partial(_weight_gradient, call)))
         of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        if work is not None:
+            work.wait()
         return None, None, None, made, of_bias
 
 
@@ -119,37 +192,97 @@ class _WeightGradient(torch.autograd.Function):
     """The second half of one linear's backward. Autograd takes what it returns as the gradient, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, left: deque[_Left], weight: Tensor) -> Tensor:
-        ctx.left = left
-        return weight.new_empty(0)
+    def forward(ctx: Any, product: Product, following: Product | None, *weights: Tensor) -> Tensor:
+        ctx.product, ctx.following = product, following
+        return weights[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor | None]:
-        return None, _weight_gradient(*ctx.left.pop())  # the latest node runs first
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        product, following = ctx.product, ctx.following
+        ctx.product = ctx.following = None
+        product.start()
+        if following is not None:
+            following.start()  # beside this product
+        return None, None, *product.run()
 
 
-def _gathered(call: _Call, given: Tensor) -> Tensor:
-    """The whole sequence, where the tensor-parallel ranks share it."""
-    if not call.gathers_input:
-        return given
-    whole = given.new_empty((given.shape[0] * call.group.size(), *given.shape[1:]))
-    layers.dist_all_gather_func(whole, given.contiguous(), group=call.group)
-    return whole
+def _gather(share: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tensor, Any]:
+    """The whole sequence, [positions, …], and the transfer, if it is not waited for."""
+    whole = share.new_empty((share.shape[0] * group.size(), *share.shape[1:]))
+    return whole, layers.dist_all_gather_func(whole, share.contiguous(), group=group, async_op=async_op)
 
 
-def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> Tensor | None:
+def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> list[Tensor | None]:
     """As the backward of Megatron's own function: where the product adds it up itself, a stand-in or None."""
     weight: Any = call.weight
-    rows, columns = gradient.flatten(0, -2).contiguous(), _gathered(call, given).flatten(0, -2).contiguous()
+    rows, columns = gradient.flatten(0, -2).contiguous(), given.flatten(0, -2).contiguous()
     if not call.adds_to_main_grad:
-        return rows.t().matmul(columns)
+        return [rows.t().matmul(columns)]
     fused: Any = layers.fused_weight_gradient_mlp_cuda
     single = weight.main_grad.dtype == torch.float32
     (fused.wgrad_gemm_accum_fp32 if single else fused.wgrad_gemm_accum_fp16)(columns, rows, weight.main_grad)
+    return [_added(weight)]
+
+
+def _added(weight: Any) -> Tensor | None:
+    """What autograd is given of a gradient that has been added to `main_grad`: the hooks on the weight expect one."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+
+
+class EngineStore:
+    """In place of the `WeightGradStore` of one of Transformer Engine's linears, which adds weight gradients up itself.
+
+    Args:
+        halves: of the rank.
+        linear: a `Linear`, `LayerNormLinear` or `GroupedLinear`.
+    """
+
+    def __init__(self, halves: WeightHalves, linear: Any) -> None:
+        self._halves, self._linear = halves, linear
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the pass that runs is divided."""
+        return self._halves.key is not None
+
+    def put(self, operands: Sequence[Any], product: Callable[..., Any]) -> None:
+        """Keep what a backward pass leaves: operands, of a dense linear (input, output's gradient), and their product.
+
+        The product makes a bias's gradient besides, and the backward pass then has none to return, which the hook on
+        the bias does not expect: it is made here.
+        """
+        linear = self._linear
+        assert self._halves.key is not None, "asked for in divided passes alone"
+        if getattr(linear, "apply_bias", False) and not linear.gemm_bias_unfused_add:
+            linear.bias.grad = operands[1].flatten(0, -2).sum(dim=0).to(linear.bias.dtype)
+        kept = [Operand(operand) for operand in operands]
+        if linear.sequence_parallel and linear.tp_size > 1 and linear.parallel_mode in _GATHERED:
+            place = _GATHERED[linear.parallel_mode]
+            kept[place] = Operand.share(operands[place], linear.tp_group)
+        named = linear.named_parameters(recurse=False)
+        weights = [weight for name, weight in named if name.startswith("weight")]
+
+        def gradients(*whole: Any) -> list[Tensor | None]:
+            product(*whole)
+            return [_added(weight) for weight in weights]
+
+        self._halves.leave(self._halves.key, Product(weights, kept, gradients))
+
+
+class DividedModule:
+    """A module that asks for itself whether a pass is divided, and leaves products.
+
+    Attributes:
+        halves: of the rank, once there is a planned iteration.
+    """
+
+    halves: WeightHalves | None = None
+
+
+_GATHERED = {"column": 0, "row": 1}
+"""Which operand Transformer Engine gathers under sequence parallelism."""
 
 
 def weight_halves(models: Sequence[nn.Module]) -> WeightHalves:
@@ -161,6 +294,19 @@ def weight_halves(models: Sequence[nn.Module]) -> WeightHalves:
     for model in models:
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
             for linear in layer.modules():
-                if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    vars(linear)["_forward_impl"] = partial(halves.linear, linear._forward_impl)
+                _divide(linear, halves)
     return halves
+
+
+def _divide(linear: Any, halves: WeightHalves) -> None:
+    """Let a module go through them, if it is a linear."""
+    if isinstance(linear, DividedModule):
+        linear.halves = halves
+    elif getattr(linear, "wgrad_store", None) is not None:
+        linear.wgrad_store = EngineStore(halves, linear)
+    elif isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        # What such a layer does to its output gathers the gradient.
+        gathers = isinstance(linear, RowParallelLinear) and linear.sequence_parallel
+        gathers = gathers and not linear.explicit_expert_comm
+        group = linear.tp_group if gathers else None
+        vars(linear)["_forward_impl"] = partial(halves.linear, linear._forward_impl, group)

@@ -19,6 +19,7 @@ import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
@@ -234,7 +236,11 @@ class PlannedMoELayer(MoELayer):
 
 
 def with_planned_experts(layer: ModuleSpec) -> ModuleSpec:
-    """Megatron's layer of experts with these routers and dispatchers."""
+    """Megatron's layer of experts with these routers and dispatchers, and local experts in groups."""
     parts: Any = layer.submodules
-    modules = replace(parts.mlp.keywords["submodules"], router=PlannedRouter)
+    modules = parts.mlp.keywords["submodules"]
+    experts = modules.experts
+    if isinstance(experts, partial) and experts.func is SequentialMLP:
+        experts = partial(GroupedExperts, *experts.args, **experts.keywords)
+    modules = replace(modules, router=PlannedRouter, experts=experts)
     return replace(layer, submodules=replace(parts, mlp=partial(PlannedMoELayer, submodules=modules)))

@@ -1,11 +1,11 @@
 """Keys and values of a sample's earlier pieces, kept in an attention until the later pieces' backward passes are done.
 
-    forward    piece 0: keys k0 ─► leaf k0'          piece 1: attends to k0', k1 ─► leaf k1'
-    backward   piece 1: leaves its gradient in k0'   piece 0: gradient of k0 = its own + that of k0'
+    forward    piece 0: keeps its keys k0           piece 1: attends to k0 and its own, keeps k1
+    backward   piece 1: adds its gradient of k0     piece 0: gradient of k0 = its own + what has been added
 
-A leaf is all that is kept: it shares memory with the layer's own keys where those stay for the backward pass, and is a
-copy of them where they are recomputed. Backward passes of later pieces come first (`plan.pieces`), so that a leaf's
-gradient is complete when the piece's own backward pass takes it up. Nothing of this crosses a stage.
+What is kept shares memory with the layer's own keys where those stay for the backward pass, and is a copy of them where
+they are recomputed. Backward passes of later pieces come first (`plan.pieces`), so that the sum is complete when the
+piece's own backward pass takes it up. Nothing of this crosses a stage.
 """
 
 import contextlib
@@ -16,18 +16,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dynapipe.cost.pieces import SUMMED_IN_FP32
 from megatron_dynapipe.data.segments import CutSegment
 from megatron_dynapipe.errors import ExecutionError
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes autograd run the backward of `_Read`, whose tensors are no leaves; it never gets a gradient."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class KeptPiece:
-    """Leaves [positions, groups, channels] of one piece."""
+    """One piece's keys and values [positions, groups, channels], and their gradients from later pieces so far.
+
+    Attributes:
+        added: later pieces whose gradients have been added up.
+    """
 
     sample: int
     start: int
     key: Tensor
     value: Tensor
+    gradients: tuple[Tensor, ...] = ()
+    added: int = 0
+
+    def add(self, *gradients: Tensor) -> None:
+        """Add a later piece's gradients: in fp32 where they are many, since half precision rounds after each."""
+        self.added += 1
+        if self.added == 1:
+            self.gradients = gradients
+            return
+        if self.added == SUMMED_IN_FP32:
+            self.gradients = tuple(gradient.float() for gradient in self.gradients)
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            total.add_(gradient)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Its keys and values for a later piece, whose backward pass adds their gradients here."""
+        read: tuple[Tensor, Tensor] = _Read.apply(self, _ANCHOR)  # type: ignore[no-untyped-call]
+        return read
+
+
+class _Read(torch.autograd.Function):
+    """A kept piece's keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: KeptPiece, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.piece = piece
+        return piece.key.view_as(piece.key), piece.value.view_as(piece.value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        ctx.piece.add(*gradients)
+        return None, None
 
 
 class KeptKeys:
@@ -80,8 +120,7 @@ class KeptKeys:
             first, end = offsets[segment], offsets[segment + 1]
             name = (cut.sample, cut.start)
             if name not in self._pieces:  # else this is the recomputation
-                leaves = (_leaf(tensor[first:end]) for tensor in (key, value))
-                self._pieces[name] = KeptPiece(*name, *leaves)
+                self._pieces[name] = KeptPiece(*name, key=_kept(key[first:end]), value=_kept(value[first:end]))
             places.append((slice(first, end), name))
         if not places or not torch.is_grad_enabled():
             return key, value
@@ -90,14 +129,12 @@ class KeptKeys:
 
     def take_up(self, name: tuple[int, int], gradients: Sequence[Tensor], place: slice) -> None:
         """Add a piece's gradients to those of its row, and drop it."""
-        piece = self._pieces.pop(name)
-        for gradient, leaf in zip(gradients, (piece.key, piece.value), strict=True):
-            if leaf.grad is not None:
-                gradient[place] += leaf.grad
+        for gradient, added in zip(gradients, self._pieces.pop(name).gradients, strict=False):
+            gradient[place] += added
 
 
 class _TakeUp(torch.autograd.Function):
-    """The identity; backwards it adds what later pieces have left in the leaves."""
+    """The identity; backwards it adds the gradients of later pieces."""
 
     @staticmethod
     def forward(
@@ -114,9 +151,9 @@ class _TakeUp(torch.autograd.Function):
         return (*own, None, None)
 
 
-def _leaf(part: Tensor) -> Tensor:
-    """A leaf of keys or values: of the same memory where the pass keeps it anyway, else a copy of this part alone."""
-    return (part.detach() if torch.is_grad_enabled() else part.clone()).requires_grad_()
+def _kept(part: Tensor) -> Tensor:
+    """Keys or values: of the same memory where the pass keeps it anyway, else a copy of this part alone."""
+    return part.detach() if torch.is_grad_enabled() else part.clone()
 
 
 @contextlib.contextmanager

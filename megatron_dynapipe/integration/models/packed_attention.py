@@ -144,8 +144,8 @@ def _attend_piece(
     query: Tensor, key: Tensor, value: Tensor, row: PackedRow, segment: int, kept: KeptKeys, attend: Attend
 ) -> Tensor:
     """Attention of one piece to all before it and itself: [queries, heads, channels]."""
-    before = kept.before(row.cuts[segment])
-    keys, values = [*(piece.key for piece in before), key], [*(piece.value for piece in before), value]
+    before = [piece.read() for piece in kept.before(row.cuts[segment])]
+    keys, values = [*(keys for keys, _ in before), key], [*(values for _, values in before), value]
     joined_keys, joined_values = torch.cat(keys), torch.cat(values)
     with joined_again((joined_keys, keys), (joined_values, values)):
         return attend(query[None], joined_keys[None], joined_values[None], row.later_keys(segment, query))[0]
@@ -156,7 +156,7 @@ class _OverParts(torch.autograd.Function):
 
     Each part has a kernel of its own (PyTorch's FlashAttention for CPUs), weighted by its sum of scores. Backwards a
     part's kernel is given the result and the sum over all parts: it computes the part's own share then. What is an
-    earlier piece's goes into its leaves at once, since gradients of all parts would take as much memory as the leaves'.
+    earlier piece's is added to it at once, since gradients of all parts would take as much memory as the parts.
     """
 
     @staticmethod
@@ -192,8 +192,7 @@ class _OverParts(torch.autograd.Function):
         for piece in ctx.before:
             part, *found = shares(piece.key, piece.value, causal=False)
             of_query = of_query + part
-            for leaf, gradient in zip((piece.key, piece.value), found, strict=True):
-                leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+            piece.add(*found)
         return None, of_query, of_key, of_value, None
 
 
@@ -215,9 +214,9 @@ def attend_pieces_in_kernel(
     starts, done = row.starts(), 0
     for segment, cut in sorted(row.cuts.items()):
         if cut.start:
-            before = kept.before(cut)
-            keys += [key[done : starts[segment]], *(piece.key for piece in before)]
-            values += [value[done : starts[segment]], *(piece.value for piece in before)]
+            before = [piece.read() for piece in kept.before(cut)]
+            keys += [key[done : starts[segment]], *(keys for keys, _ in before)]
+            values += [value[done : starts[segment]], *(values for _, values in before)]
             done = starts[segment]
     keys.append(key[done:])
     values.append(value[done:])

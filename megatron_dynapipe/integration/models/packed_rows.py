@@ -63,6 +63,11 @@ class PackedRow(AttentionRows):
             self._groups = group_segments(self.lengths_q, self.lengths_kv, device, apart)
         return self._groups
 
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a segment attends to keys of earlier pieces."""
+        return any(cut.start for cut in self.cuts.values())
+
     def starts(self) -> list[int]:
         """Where the segments begin, and where the last one ends."""
         return [0, *accumulate(self.lengths_q)]

@@ -5,13 +5,13 @@ row of a sample of 3 and one of 2         biases by distance, key minus query
     b-1 b0 b1                             one vector for all samples of a row, and for all of its layers
     b-2 b-1 b0
              b0 b1                        what lies outside of samples is masked, by blocks of 128 × 128, of which
-             b-1 b0                       those without any sample's pair are not computed
+             b-1 b0                       those without any sample's pair are not computed, nor the mask in those that
+                                          lie within one sample
 """
 
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,19 +54,21 @@ def attend_with_biases(
     Returns:
         [t, heads, channels].
     """
-    segments = _segments(row, query.device, causal=causal)
     # In fp32, in which the kernel's backward adds the gradients of a distance's many pairs up.
     biases = by_distance(bias.float())
-    positions = segments.positions
-    distances = bias.size(-1) - 1 - positions  # a tensor, so that no number is compiled into the kernel
+    mask = _mask(row, query.device, causal=causal)
+    # A tensor, so that no number is compiled into the kernel.
+    farthest = torch.full((), bias.size(-1) - 1, device=query.device)
 
     def biased(score: Tensor, _batch: Tensor, head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
-        return score + biases[head, positions[of_key] + distances[of_query]]
+        # Of two samples' positions the distance may be any; they are masked.
+        distance = (of_key - of_query).clamp(-farthest, farthest)
+        return score + biases[head, distance + farthest]
 
     attended: Tensor = _attend(query.device)(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
         score_mod=biased,
-        block_mask=segments.mask,
+        block_mask=mask,
         scale=scale,
         enable_gqa=query.size(1) != key.size(1),
     )
@@ -84,54 +86,58 @@ def _attend(device: torch.device) -> Callable[..., Any]:
     return torch.compile(flex.flex_attention, dynamic=True) if device.type == "cuda" else flex.flex_attention
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segments:
-    """Each position's place in its segment, int64[t], and the mask of segments."""
-
-    positions: Tensor
-    mask: flex.BlockMask
-
-
-def _segments(row: PackedRow, device: torch.device, *, causal: bool) -> _Segments:
+def _mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.BlockMask:
     """Made once for all layers."""
-    made = row.kept.get("flex")
-    if made is None:
-        made = row.kept["flex"] = _make_segments(row, device, causal=causal)
-    assert isinstance(made, _Segments)
-    return made
+    mask = row.kept.get("flex")
+    if mask is None:
+        mask = row.kept["flex"] = _make_mask(row, device, causal=causal)
+    assert isinstance(mask, flex.BlockMask)
+    return mask
 
 
-def _make_segments(row: PackedRow, device: torch.device, *, causal: bool) -> _Segments:
-    assert row.positions is not None and not row.cuts, "a row of whole samples"
-    positions, length = row.positions[0], sum(row.lengths_q)
+def _make_mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.BlockMask:
+    assert not row.cuts, "a row of whole samples"
+    length = sum(row.lengths_q)
     segment = torch.bucketize(torch.arange(length, device=device), row.cu_seqlens_q[1:], right=True)
 
     def same_sample(_batch: Tensor, _head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
         same = segment[of_query] == segment[of_key]
         return same & (of_key <= of_query) if causal else same
 
-    counts, indices = (
-        torch.from_numpy(each)[None, None].to(device, non_blocking=True) for each in _blocks(row, causal=causal)
+    counts, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in _blocks(row, causal=causal))
+    return flex.BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=counts[0],
+        kv_indices=indices[0],
+        full_kv_num_blocks=counts[1],
+        full_kv_indices=indices[1],
+        q_num_blocks=counts[2],
+        q_indices=indices[2],
+        full_q_num_blocks=counts[3],
+        full_q_indices=indices[3],
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=same_sample,
     )
-    mask = flex.BlockMask.from_kv_blocks(
-        counts, indices, BLOCK_SIZE=BLOCK, mask_mod=same_sample, seq_lengths=(length, length)
-    )
-    return _Segments(positions, mask)
 
 
 def _blocks(row: PackedRow, *, causal: bool) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Of every block of queries the blocks of keys with pairs of one segment: their number, and which, int32.
+    """Number and indices of the blocks of keys that a block of queries has pairs of one sample with.
 
-    They are consecutive, as segments are.
+    Returns:
+        Counts int32[4, 1, 1, blocks] and indices int32[4, 1, 1, blocks, blocks], those that count first: blocks of keys
+        for each of queries, with a mask and without one, then blocks of queries for each of keys, likewise.
     """
     ends = np.cumsum(row.lengths_q)
     length = int(ends[-1])
-    blocks = -(-length // BLOCK)
-    first = np.arange(blocks) * BLOCK
+    first = np.arange(0, length, BLOCK)
     last = np.minimum(first + BLOCK, length) - 1
-    starts = ends - np.array(row.lengths_q)
-    first_key = starts[np.searchsorted(ends, first, side="right")]
-    last_key = last if causal else ends[np.searchsorted(ends, last, side="right")] - 1
-    begins, counts = first_key // BLOCK, last_key // BLOCK - first_key // BLOCK + 1
-    indices = (begins[:, None] + np.arange(blocks)[None]) % blocks  # those that count, then the others
-    return counts.astype(np.int32), indices.astype(np.int32)
+    begins, finishes = (np.searchsorted(ends, edge, side="right") for edge in (first, last))
+    shared = (begins[:, None] <= finishes) & (begins <= finishes[:, None])
+    whole = (first + BLOCK <= length) & (begins == finishes)
+    within = shared & whole[:, None] & whole
+    if causal:
+        later = np.arange(len(first)) - np.arange(len(first))[:, None]
+        shared, within = shared & (later <= 0), within & (later < 0)
+    kinds = np.stack([shared & ~within, within, (shared & ~within).T, within.T])[:, None, None]
+    indices = np.argsort(~kinds, axis=-1, kind="stable")
+    return kinds.sum(axis=-1, dtype=np.int32), indices.astype(np.int32)

@@ -197,7 +197,7 @@ def _divided(
             mode,
             own=own * is_share,
             before=(whole - own) // 2,
-            followed=np.zeros_like(own),
+            later=np.zeros_like(own),
             element_bytes=planner.settings.element_bytes,
         )
         for tables, mode in zip(problem.modes, planner.settings.recompute, strict=True)

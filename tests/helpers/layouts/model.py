@@ -24,6 +24,7 @@ from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.layouts.engine_linears import as_engine_has_them
 from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,6 +112,8 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
         draw_weights(model)
+        if layout.engine:
+            as_engine_has_them(model)
         chunks.append(model)
     if split is not None and layout.chunks > 1:
         share_weights(chunks)

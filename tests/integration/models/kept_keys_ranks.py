@@ -58,11 +58,14 @@ def compare_all(rank: int, world_size: int, cases: list[tuple[int, bool, str]]) 
     found = []
     for groups, recompute, how in cases:
         if how == "kernel":
+            joined = attention_module.attend_pieces_in_kernel
             with (
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
                 patch.object(packed_attention, "varlen_attn", by_kernel),
+                patch.object(attention_module, "attend_pieces_in_kernel", side_effect=joined) as calls,
             ):
                 found.append(compare(groups, recompute=recompute))
+            assert calls.call_count == (len(ENDS) - 2) * (1 + recompute), "the first piece's keys are not copied"
         else:
             found.append(compare(groups, recompute=recompute, dropout=1e-12 if how == "masks" else 0.0))
     return found

@@ -39,3 +39,19 @@ def test_a_piece_without_those_before_it_is_refused_and_a_broken_iteration_is_cl
         "kept": "2",
         "cleared": "0",
     }
+
+
+@pytest.mark.parametrize(("pieces", "dtype"), [(3, "bfloat16"), (4, "float32"), (20, "float32")])
+def test_gradients_of_many_later_pieces_are_summed_in_fp32(pieces, dtype):
+    """In bf16 what is less than a 256th of a sum would be lost in it."""
+    import torch
+
+    from megatron_dynapipe.integration.models.kept_keys import KeptPiece
+
+    kept = KeptPiece(0, 0, *torch.zeros(2, 2, 1, 4, dtype=torch.bfloat16))
+    for piece in range(pieces):
+        gradient = torch.full((2, 1, 4), 0.002 if piece else 1.0, dtype=torch.bfloat16)
+        torch.autograd.backward(kept.read(), [gradient, gradient.clone()])
+    assert {str(total.dtype) for total in kept.gradients} == {f"torch.{dtype}"}
+    expected = 1 + 0.002 * max(0, pieces - 3)  # the first two are lost
+    torch.testing.assert_close(kept.gradients[0].float(), torch.full((2, 1, 4), expected), rtol=0, atol=1e-4)

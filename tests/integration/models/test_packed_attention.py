@@ -77,6 +77,33 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 3], LONG, [640, 0], [128, 256, 130, 0], [300, 1, 400, 67]], ids=str)
+def test_blocks_with_and_without_a_mask_cover_the_pairs_of_each_sample(lengths, causal):
+    import torch
+
+    from megatron_dynapipe.integration.models.relative_attention import BLOCK, _blocks
+    from tests.integration.models.packed_ranks import row_of
+
+    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    pairs = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril(0 if causal else len(of))
+    blocks = -(-len(of) // BLOCK)
+    square = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    square[: len(of), : len(of)] = pairs
+    square = square.view(blocks, BLOCK, blocks, BLOCK).transpose(1, 2).flatten(2)
+    counts, indices = _blocks(row_of(lengths, lengths), causal=causal)
+    assert counts.shape == (4, 1, 1, blocks) and indices.shape == (4, 1, 1, blocks, blocks)
+    for at, (full, expected) in enumerate(
+        (full, each) for each in (square, square.transpose(0, 1)) for full in (False, True)
+    ):
+        listed = torch.zeros(blocks, blocks, dtype=torch.bool)
+        for block, (count, order) in enumerate(zip(counts[at, 0, 0], indices[at, 0, 0], strict=True)):
+            assert sorted(order) == list(range(blocks))
+            listed[block, torch.from_numpy(order[:count])] = True
+        every = expected.all(-1)
+        assert torch.equal(listed, every if full else expected.any(-1) & ~every)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "offsets"),
     [

@@ -1,17 +1,12 @@
 """Methods held against one another: what each pads and packs to, and what a prediction counts."""
 
-import msgspec
-import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.repredict import repredicted_ns
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, method_settings, predict, rows_of_longest
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning.planner_cases import batch_of, cost_model, of_lengths, settings
+from tests.planning.planner_cases import batch_of, cost_model, settings
 
 
 def model(family: ModelFamily) -> tuple[PlannerSettings, AnalyticCostModel]:
@@ -62,38 +57,3 @@ def test_every_method_predicts_the_same_tokens(family: ModelFamily) -> None:
     assert found["dynapipe"].ms <= min(each.ms for each in found.values()) * 1.001
     assert method_settings("padding", longest, run).micro_batch_layouts == (BatchLayout.PADDED,)
     assert method_settings("packed_rows", longest, run).schedule.method == "1f1b"
-
-
-LAYOUTS = [(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]
-
-
-def planner(rate: float = 1.0, *, longest: int = 512, **changes: object) -> Planner:
-    """For costs of a device so many times as fast."""
-    faster = {name: getattr(CPU_RATES, name) * rate for name in ("flops_per_second", "bytes_per_second")}
-    rates = msgspec.structs.replace(CPU_RATES, **faster)
-    run = settings(ModelFamily.T5, data_parallel=2, tensor_parallel=1, **changes)
-    return Planner(run, cost_model(ModelFamily.T5, rates=rates, max_size=64, max_length=longest))
-
-
-def batch(samples: int = 24) -> GlobalBatch:
-    draw = np.random.default_rng(5)
-    return of_lengths(draw.integers(2, 300, samples), draw.integers(2, 80, samples), first=100)
-
-
-@pytest.mark.parametrize("layouts", LAYOUTS)
-def test_by_its_own_costs_a_plan_takes_what_it_predicts(layouts: tuple[BatchLayout, ...]) -> None:
-    own = planner(micro_batch_layouts=layouts)
-    plan = own.plan(batch(), 0)
-    assert repredicted_ns(plan, batch(), own) == plan.totals.predicted_ns
-
-
-def test_by_other_costs_it_takes_no_less_than_a_plan_of_theirs_within_the_search() -> None:
-    slow, fast = planner(0.1), planner(10)
-    plan = fast.plan(batch(), 0)
-    found = repredicted_ns(plan, batch(), slow)
-    assert found is not None and found > plan.totals.predicted_ns
-    assert found >= slow.plan(batch(), 0).totals.predicted_ns * 0.98
-
-
-def test_costs_that_do_not_reach_so_far_say_nothing() -> None:
-    assert repredicted_ns(planner().plan(batch(), 0), batch(), planner(longest=64)) is None

@@ -1,7 +1,7 @@
 """Ranks start together or not at all, before any process group exists.
 
-torchrun's agent hosts a key-value store at MASTER_ADDR:MASTER_PORT and tells its workers so. Over it one rank with an
-error reports it for all, and no rank goes on into Megatron's initialisation, where it would wait for that rank.
+Over a store that ranks share (`runtime.start_store`) one rank with an error reports it for all, and no rank goes on
+into Megatron's initialisation, where it would wait for that rank.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_dynapipe.elastic.job import agent_store, has_agent_store
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime.start_store import has_store, start_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,13 +33,13 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     """Run `check` on every rank; return its value once it has succeeded on all.
 
     Of the ranks whose check fails one raises its error, rank 0 if it is among them; the others exit with status 2 and
-    leave the report to it. Without torchrun's store every rank stands for itself.
+    leave the report to it. Without a store every rank stands for itself.
 
     Raises:
         ConfigError: some rank did not finish its check within `timeout_s`.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    store = agent_store(timeout_s) if world > 1 else None
+    store = start_store(timeout_s) if world > 1 else None
     if store is None:
         return check()
     rank = os.environ["RANK"]
@@ -88,13 +88,13 @@ def _wait_for_rank_0(store: "Store") -> None:
 
 
 def ranks_stand_alone() -> bool:
-    """Whether there are several ranks without a launch store: they agree on nothing before Megatron connects them."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_agent_store()
+    """Whether there are several ranks without a start store: they agree on nothing before Megatron connects them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_store()
 
 
 def checks_for_all() -> bool:
-    """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a launch store."""
-    return os.environ.get("RANK", "0") == "0" or not has_agent_store()
+    """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a start store."""
+    return os.environ.get("RANK", "0") == "0" or not has_store()
 
 
 def reports_for_all() -> bool:

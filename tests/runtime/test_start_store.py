@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 import pytest
-
 from megatron_dynapipe.elastic.job import Job, from_rank_0, says_first, start_of_ranks
+
 from megatron_dynapipe.errors import CostModelError, DynaPipeError
 from tests.helpers.processes import run_ranks
 

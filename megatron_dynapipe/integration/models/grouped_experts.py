@@ -1,0 +1,103 @@
+"""Megatron's local experts, each of whose two linears is one product for all of them: PyTorch's `grouped_mm`.
+
+    tokens    a a a b b c c c c        Megatron runs expert after expert: two products, an activation and their
+    weights   A     B   C              backward functions for each, which with many experts takes the host longer than
+                                       the device
+
+Weights stay those of Megatron's experts, with their names and gradients. They are put one behind another for each
+product, which takes a copy, and again in the backward pass rather than kept.
+"""
+
+import copy
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes autograd run a product's backward whose tokens need no gradient; it never gets one."""
+HOPPER = (9, 0)
+
+
+def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `grouped_mm` runs without reading offsets on the host, or there is no device to wait for."""
+    if device.type == "cpu":
+        return True
+    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+class GroupedExperts(DividedModule, SequentialMLP):
+    """Megatron's experts of local layers; where `grouped_mm` has no kernel they run one by one, as Megatron's do."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's.
+
+        Args:
+            permuted_local_hidden_states: [tokens, channels], expert after expert.
+            tokens_per_expert: int64[experts].
+            permuted_probs: [tokens].
+
+        Returns:
+            Like the tokens; and no bias.
+        """
+        hidden = permuted_local_hidden_states
+        if self.num_local_experts == 1 or not len(hidden) or not takes_grouped(hidden.device, hidden.dtype):
+            one_by_one: tuple[Tensor, Tensor | None] = super().forward(hidden, tokens_per_expert, permuted_probs)
+            return one_by_one
+        offsets = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        together = self._together
+        for name in ("linear_fc1", "linear_fc2"):
+            vars(together)[name] = partial(self._linear, name, offsets)
+        output: tuple[Tensor, Tensor | None] = MLP.forward(together, hidden, permuted_probs)
+        return output
+
+    @cached_property
+    def _together(self) -> MLP:
+        """The first expert with other linears: Megatron's activation and switches around our products."""
+        return copy.copy(self.local_experts[0])
+
+    def _linear(self, name: str, offsets: Tensor, hidden: Tensor) -> tuple[Tensor, None]:
+        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        key = None if self.halves is None else self.halves.key
+        if key is None or self.halves is None:
+            whole: Tensor = _GroupedLinear.apply(None, weights, offsets, _ANCHOR, hidden, *weights)  # type: ignore[no-untyped-call]
+            return whole, None
+        leave = partial(self.halves.leave, key)
+        divided: Tensor = _GroupedLinear.apply(leave, weights, offsets, _ANCHOR, hidden)  # type: ignore[no-untyped-call]
+        return divided, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Tokens [t, i] in groups that end at `offsets`, times a weight [o, i] for each: [t, o]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leave: Any, weights: list[Tensor], offsets: Tensor, anchor: Tensor, hidden: Tensor, *visible: Tensor
+    ) -> Tensor:
+        ctx.leave, ctx.weights = leave, weights
+        ctx.save_for_backward(hidden, offsets)
+        return grouped_mm(hidden, torch.stack(weights).transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, offsets = ctx.saved_tensors
+        of_output = gradients[0].contiguous()
+        of_hidden = grouped_mm(of_output, torch.stack(ctx.weights), offs=offsets)
+        of_weights = partial(_weight_gradients, offsets)
+        if ctx.leave is not None:
+            ctx.leave(Product(ctx.weights, (Operand(hidden), Operand(of_output)), of_weights))
+            return None, None, None, None, of_hidden
+        return None, None, None, None, of_hidden, *of_weights(hidden, of_output)
+
+
+def _weight_gradients(offsets: Tensor, hidden: Tensor, of_output: Tensor) -> tuple[Tensor, ...]:
+    """[o, i] of each group."""
+    return grouped_mm(of_output.t(), hidden, offs=offsets).unbind()
