@@ -346,7 +346,7 @@ def _read_record(path: Path) -> ResumeRecord | None:
         ) from error
 
 
-def _differences(saved: Mapping[str, str], current: Mapping[str, str], absent: str = "absent") -> dict[str, str]:
+def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent: str = "absent") -> dict[str, str]:
     """Fields in which two records differ, by name, and how; one that only one of them has differs, too."""
     return {
         name: f"{name} {current.get(name, absent)} (was {saved.get(name, absent)})"
