@@ -180,6 +180,7 @@ private:
             .rows = {.kinds = static_cast<size_t>(given.get<int64_t>("kinds")), .read = {}},
         };
         require(problem.division >= Division::kOff && problem.division < Division::kDivisions, "a division that there is");
+        require(problem.rows.kinds >= 1 && problem.rows.kinds <= 4096, "between 1 and 4096 kinds of modules");
         problem.modules = stages(given.get<Ints>("modules"), given.get<Ints>("cuts"), problem.rows.kinds);
         given.done();
         problem.check();

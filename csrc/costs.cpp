@@ -15,6 +15,7 @@ CostCache::CostCache(const Problem& problem)
         if (found == types_.end()) types_.push_back(stage);
     }
     type_summaries_.resize(types_.size());
+    for (const StageModules& type : types_) ends_ = std::max(ends_, type.ends());
 }
 
 std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t input, int64_t target) {
@@ -28,19 +29,22 @@ std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t 
     while (present > 0 && first[present - 1] == kAbsent) --present;
     if (present == 0) return made;
     made->summaries_.resize(std::min<int64_t>(problem_.samples(), grid.sizes.points[present - 1]));
-    made->stage_costs_.reserve(types_.size() * kStageQuantities * sizes);
-    for (const StageModules& type : types_) type.append_costs(module_costs, sizes, made->stage_costs_);
+    made->stage_costs_.reserve(types_.size() * (kStageQuantities + ends_) * sizes);
+    for (const StageModules& type : types_) type.append_costs(module_costs, sizes, ends_, made->stage_costs_);
     return made;
 }
 
 // Costs of a type of stage in a cell of the axis of sizes; false where there are none.
 bool CostCache::interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const {
     const size_t sizes = by_size.sizes_->points.size();
-    const int64_t* rows = by_size.stage_costs_.data() + type * kStageQuantities * sizes;
-    for (int row = 0; row < kStageQuantities; ++row) {
+    const int64_t* rows = by_size.stage_costs_.data() + type * (kStageQuantities + ends_) * sizes;
+    const auto value = [&](size_t row) {
         const int64_t* values = rows + row * sizes;
-        at[row] = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
-    }
+        return interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
+    };
+    for (int row = 0; row < kStageQuantities; ++row) at[row] = value(row);
+    at[kPeak] = std::max(at[kPeak], at[kStored]);
+    for (size_t end = 0; end < ends_; ++end) at[kPeak] = std::max(at[kPeak], value(kStageQuantities + end));
     return at[kForward] != kAbsent;
 }
 
@@ -139,11 +143,16 @@ bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vect
 void CostCache::stage_costs() {
     by_type_.clear();
     for (const StageModules& type : types_) {
-        type.append_costs(module_costs_, 1, by_type_);
-        if (by_type_[by_type_.size() - kStageQuantities] == kAbsent) {
+        one_size_.clear();
+        type.append_costs(module_costs_, 1, ends_, one_size_);
+        if (one_size_[kForward] == kAbsent) {
             by_type_.clear();
             return;
         }
+        one_size_[kPeak] = std::max(one_size_[kPeak], one_size_[kStored]);
+        for (size_t end = 0; end < ends_; ++end)
+            one_size_[kPeak] = std::max(one_size_[kPeak], one_size_[kStageQuantities + end]);
+        by_type_.insert(by_type_.end(), one_size_.begin(), one_size_.begin() + kStageQuantities);
     }
 }
 

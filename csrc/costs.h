@@ -46,7 +46,7 @@ public:
     private:
         friend class CostCache;
         const Axis* sizes_;
-        std::vector<int64_t> stage_costs_;  // [types][kStageQuantities][sizes of the grid]
+        std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;
     };
@@ -103,8 +103,9 @@ private:
         int64_t time, stored, above;
     };
     std::vector<TypeSummary> type_summaries_;  // [types], of the micro-batch being summarized
+    size_t ends_ = 0;  // that a type has at most
     PackedCosts packed_;
-    std::vector<int64_t> module_costs_, by_type_;  // buffers: [rows], [types][kStageQuantities]
+    std::vector<int64_t> module_costs_, one_size_, by_type_;  // buffers: [rows], [rows of a type], [types][kStageQuantities]
 };
 
 }  // namespace dynapipe

@@ -53,7 +53,6 @@ void Problem::check() const {
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
     pipeline.check();
     require(modules.size() == stages() * chunks(), "modules of every virtual stage");
-    require(rows.kinds >= 1 && rows.kinds <= 4096, "between 1 and 4096 kinds of modules");
     links.check(modules.size());
     require(!in_flight.empty() && in_flight.size() % stages() == 0 && options() <= 26,
             "between 1 and 26 options of micro-batches in flight, for every stage");
@@ -105,6 +104,7 @@ void Problem::choose_rows() {
         if (is_read) rows.read.push_back(row);
     }
     require(!rows.read.empty(), "a module on some stage");
+    for (StageModules& stage : modules) stage.keep_peaks(rows);
 }
 
 }  // namespace dynapipe

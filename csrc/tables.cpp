@@ -120,27 +120,34 @@ StageModules::StageModules(std::span<const int64_t> modules, size_t kinds)
     }
 }
 
-void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes, std::vector<int64_t>& out) const {
+void StageModules::keep_peaks(const Rows& rows) {
+    std::erase_if(last_, [&](const Last& last) {
+        return std::find(rows.read.begin(), rows.read.end(), last.kind * kQuantities + kPeak) == rows.read.end();
+    });
+}
+
+void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends,
+                                std::vector<int64_t>& out) const {
     const size_t base = out.size();
-    out.resize(base + kStageQuantities * sizes, modules_.empty() ? 0 : kAbsent);
+    out.resize(base + (kStageQuantities + ends) * sizes, modules_.empty() ? 0 : kAbsent);
     if (modules_.empty()) return;
     for (size_t k = 0; k < sizes; ++k) {
         const auto at = [&](size_t kind, Quantity quantity) { return costs[(kind * kQuantities + quantity) * sizes + k]; };
         if (at(held_[0], kForward) == kAbsent) continue;
         const int64_t entry = at(modules_[0], kEntryStored);
-        int64_t stage[kStageQuantities] = {};
+        std::vector<int64_t> stage(kStageQuantities + ends, 0);
         stage[kStored] = entry;
         for (const size_t kind : held_)
             for (const Quantity quantity : {kForward, kBackward, kStored, kWeight})
                 stage[quantity] += counts_[kind] * at(kind, quantity);
-        stage[kPeak] = std::max(stage[kStored], at(modules_[0], kEntryPeak));
-        for (const Last& last : last_) {
-            int64_t peak = entry + at(last.kind, kPeak);
-            for (const size_t kind : held_) peak += last.before[kind] * at(kind, kStored);
-            stage[kPeak] = std::max(stage[kPeak], peak);
+        stage[kPeak] = at(modules_[0], kEntryPeak);
+        for (size_t end = 0; end < last_.size(); ++end) {
+            int64_t& peak = stage[kStageQuantities + end];
+            peak = entry + at(last_[end].kind, kPeak);
+            for (const size_t kind : held_) peak += last_[end].before[kind] * at(kind, kStored);
         }
-        if (*std::max_element(stage, stage + kStageQuantities) > kLargestCost) continue;
-        for (int quantity = 0; quantity < kStageQuantities; ++quantity) out[base + quantity * sizes + k] = stage[quantity];
+        if (*std::max_element(stage.begin(), stage.end()) > kLargestCost) continue;
+        for (size_t row = 0; row < stage.size(); ++row) out[base + row * sizes + k] = stage[row];
     }
 }
 

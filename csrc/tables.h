@@ -100,12 +100,16 @@ public:
     bool holds(size_t kind) const { return counts_[kind] > 0; }
     bool begins_with(size_t kind) const { return !modules_.empty() && modules_[0] == static_cast<int64_t>(kind); }
 
-    // Costs at every size of the grid, from those of modules, [rows][sizes]: [kStageQuantities][sizes], appended to
-    // `out`. A size at which a cost is above kLargestCost is absent.
+    // Leaves out peaks that are 0 everywhere.
+    void keep_peaks(const Rows& rows);
+    size_t ends() const { return last_.size(); }
+
+    // Costs at every size of the grid, from those of modules, [rows][sizes]: [kStageQuantities + ends][sizes], appended
+    // to `out`. A size at which a cost is above kLargestCost is absent.
     //
-    // Times and what is stored are sums, with what the stage keeps of its input. The peak is the highest of its
-    // modules', each above what those before it store.
-    void append_costs(const std::vector<int64_t>& costs, size_t sizes, std::vector<int64_t>& out) const;
+    // Times and what is stored are sums, with what the stage keeps of its input. The peak is the highest of what is
+    // stored, of that of its first module, and of the `ends`: its modules' peaks, each above what those before it store.
+    void append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends, std::vector<int64_t>& out) const;
 
 private:
     struct Last {

@@ -37,17 +37,23 @@ class StageCosts:
 
 
 def _of_stage(costs: IntArray, modules: list[int]) -> IntArray:
-    """A stage's costs, `[queries, 5, sizes]`, from those of modules, `[queries, kinds, len(Quantity), sizes]`."""
+    """A stage's costs, `[queries, rows, sizes]`, from those of modules, `[queries, kinds, len(Quantity), sizes]`.
+
+    Rows are forward, backward, stored, the peak of the first module, weights, and the peak of the last of each kind.
+    """
+    kinds = costs.shape[1]
+    stage = np.zeros((len(costs), Quantity.ENTRY_STORED + kinds, costs.shape[-1]), np.int64)
     if not modules:
-        return np.zeros((len(costs), 5, costs.shape[-1]), np.int64)
+        return stage
     first, held = costs[:, modules[0]], costs[:, modules]
-    stage = held[:, :, : Quantity.ENTRY_STORED].sum(axis=1)
+    stage[:, : Quantity.ENTRY_STORED] = held[:, :, : Quantity.ENTRY_STORED].sum(axis=1)
     before = first[:, Quantity.ENTRY_STORED].copy()
-    peak = first[:, Quantity.ENTRY_PEAK].copy()
+    stage[:, Quantity.PEAK] = first[:, Quantity.ENTRY_PEAK]
     for kind in modules:
-        peak = np.maximum(peak, before + costs[:, kind, Quantity.PEAK])
+        if (peak := costs[:, kind, Quantity.PEAK]).any():
+            stage[:, Quantity.ENTRY_STORED + kind] = before + peak
         before += costs[:, kind, Quantity.STORED]
-    stage[:, Quantity.STORED], stage[:, Quantity.PEAK] = before, np.maximum(peak, before)
+    stage[:, Quantity.STORED] = before
     absent = (held == ABSENT).any(axis=(1, 2))[:, None] | (stage > LARGEST_COST).any(axis=1, keepdims=True)
     return np.where(absent, ABSENT, stage)
 
@@ -66,7 +72,9 @@ def stage_costs(
         forward_ns=rows[:, :, Quantity.FORWARD],
         backward_ns=rows[:, :, Quantity.BACKWARD],
         stored_bytes=rows[:, :, Quantity.STORED],
-        peak_bytes=rows[:, :, Quantity.PEAK],
+        peak_bytes=rows[:, :, [Quantity.PEAK, Quantity.STORED, *range(Quantity.ENTRY_STORED, rows.shape[2])]].max(
+            axis=2
+        ),
         weight_ns=np.minimum(rows[:, :, Quantity.WEIGHT], rows[:, :, Quantity.BACKWARD]),
         feasible=(rows[:, :, 0] != ABSENT).all(axis=1),
     )
