@@ -18,9 +18,7 @@
 namespace dynapipe {
 namespace {
 
-struct Share {
-    int64_t parts, of;
-};
+struct Share { int64_t parts, of; };
 
 // Packed rows of a replica, on chunks, that a default search schedules on all stages, and evaluations at most.
 constexpr struct Budget {
@@ -37,10 +35,8 @@ constexpr int64_t kAccepted = 2000;   // a solution that is worse than the best 
 constexpr int64_t kMostIdle = 1000;   // changes in a row that come to nothing before an improvement ends
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
-// Stages hold so many forwards beyond what fills the pipeline: the deeper the more uneven micro-batches may be, and the
-// more memory they take. Where there are many starts each is tried with those alone that win most.
+// Forwards that stages hold beyond what fills the pipeline; of many starts each is tried with those alone that win most.
 constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kFewExtras{1, 8}, kManyExtras{0, 1, 2, 3, 4, 5, 8};
-constexpr int64_t kDeepest = 8;
 constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict},
     kFewRules{Rule::kBackwardFirst, Rule::kForwardFirst};
 
@@ -133,7 +129,7 @@ void Search::begin_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
     if (replica.makespan < kUnreachable) {  // One try tells which are far from the best.
-        const ReplicaState first{joined(hill(large_first)), policy(kDeepest, Rule::kForwardFirst), 0};
+        const ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), 0};
         if (evaluate(first, replica.makespan + replica.makespan / kStartMargin) >= kUnreachable) return;
     }
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
@@ -210,10 +206,7 @@ int64_t Search::default_evaluations(const Solution& start) const {
 
 // Improves the best starts in rounds, each with a part of the evaluations, until one is left.
 void Search::compete(std::vector<Solution>& solutions) {
-    struct Round {
-        size_t solutions;
-        Share evaluations;  // of all of them together
-    };
+    struct Round { size_t solutions; Share evaluations; };
     static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach

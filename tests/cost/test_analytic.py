@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity, packed_costs
-from megatron_dynapipe.cost.analytic import geometric, layer_costs, rates_of
+from megatron_dynapipe.cost.analytic import geometric, layer_costs
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute

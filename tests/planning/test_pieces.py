@@ -111,14 +111,14 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
             assert layer is not None and found.problem.piece_costs is not None
             layer[:2] += found.problem.piece_costs[number, row].sum(axis=0)
             forward, _, stored, peak, *_ = layer[:2].sum(axis=0)
-            assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=1)
-            assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=1)
+            assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=32)
+            assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=32)
             kept = costs.stored_bytes[at, 0]
-            assert costs.peak_bytes[at, 0] == pytest.approx(max(kept, 15 * stored + peak), abs=16)
+            assert costs.peak_bytes[at, 0] == pytest.approx(max(kept, 15 * stored + peak), abs=32)
             pairs = int((own * own).sum())  # what a prefix adds to what is stored is divided as the rest is
             mlp = max(400 * own.sum() / (401 * own.sum() + pairs), 1 / 4)
             assert costs.stored_bytes[at, 1] == pytest.approx(16 * stored + stored * mlp, rel=0.005)
-            assert costs.peak_bytes[at, 1] - costs.stored_bytes[at, 1] == pytest.approx(max(peak - stored, 0), abs=16)
+            assert costs.peak_bytes[at, 1] - costs.stored_bytes[at, 1] == pytest.approx(max(peak - stored, 0), abs=32)
 
 
 def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape, Split, even_split
-from megatron_dynapipe.cost.analytic import rates_of
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.integration.flags import machine
