@@ -43,10 +43,7 @@ def run_iteration(
     has_idle_replica: bool = False,
     divides_apart: bool = False,
 ) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
-    """Run a plan that all ranks have agreed on, and Megatron's finalisation.
-
-    Returns:
-        Totals, the last stage's loss reports, and how many labels the batch has (None on other stages).
+    """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
         runner: of this rank.
