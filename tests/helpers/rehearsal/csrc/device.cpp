@@ -271,6 +271,7 @@ class Call {
     if (value.isDevice() && value.toDevice().is_cuda()) {
       const auto device = value.toDevice();
       device_ = device.has_index() ? device.index() : here;
+      TORCH_CHECK(device_ < devices, "CUDA error: invalid device ordinal ", device_, " of ", devices);
       return c10::Device(c10::kCPU);
     }
     return value;
