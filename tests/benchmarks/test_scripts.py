@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.random_dataset import make_dataset
-from tests.tuning.test_graph_profile import node
+from tests.tools.tuning.test_graph_profile import node
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,8 +26,7 @@ NOT_RUN = {
     r"(torchrun .*)?pretrain_gpt.py|torchrun .*on_cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
     " cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
-    r"megatron-dynapipe (COMMAND|plan --output FOLDER$|store stop URL$)|python -m megatron_dynapipe C": "no whole line",
-    r"megatron-dynapipe store start": "serves until it is stopped; run in docs/quick-start/several-nodes.md",
+    r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
     r"torchrun (--nnodes|--nproc-per-node [48] pretrain|… --dynapipe)": "needs 4 to 32 GPUs; tests/configs takes each"
     " run file through Megatron's checks on so many ranks, and plans for its cluster",

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.megatron_flags import FILE, REFUSED, actions, check, flag_of, others
+from megatron_dynapipe.integration.flags.megatron_flags import FILE, REFUSED, check, flag_of, others, own_actions
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -28,9 +28,12 @@ NEWER = {"--sequence-packing-scheduler"}
 
 def flags_of_megatron(rank: int = 0, world_size: int = 1) -> list[str]:
     """The flags of the Megatron that this process imports; those of the fork must not be among any names of theirs."""
-    names = {name for action in actions() for name in action.option_strings}
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = own_actions(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    names = {name for action in actions for name in action.option_strings}
     assert not names & set(fork.FLAGS), "flags of the fork that Megatron has, too"
-    return [flag_of(action) for action in actions()]
+    return [flag_of(action) for action in actions]
 
 
 def undecided(flags: list[str]) -> list[str]:

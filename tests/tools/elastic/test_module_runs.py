@@ -12,16 +12,16 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_dynapipe.elastic import layout as elastic_layout
-from megatron_dynapipe.elastic.layout import ModuleLayout, layout_for
-from megatron_dynapipe.elastic.run import ElasticRun
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
-from megatron_dynapipe.tuning import tune_segments
-from tests.elastic.agents import DEADLINE_S, Nodes, kill
+from megatron_dynapipe.tools.elastic import layout as elastic_layout
+from megatron_dynapipe.tools.elastic.layout import ModuleLayout, layout_for
+from megatron_dynapipe.tools.elastic.run import ElasticRun
+from megatron_dynapipe.tools.tuning import tune_segments
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import SPLITS, step_of, toy_pipeline, whole_losses
 from tests.modules.test_planning import costs_of
 from tests.store.servers import free_port
+from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
 
 COSTS = costs_of(1, 1, 3, 1)
 LENGTHS = [[9, 33, 30, 60, 12, 8, 50, 17]]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.elastic import run_folder
-from megatron_dynapipe.elastic.run_folder import LOCK, RECORD, RunFolder, lock_folder
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.outputs import LOCK, lock_folder
+from megatron_dynapipe.tools.elastic import run_folder
+from megatron_dynapipe.tools.elastic.run_folder import RECORD, RunFolder
 
 
 class Killed(BaseException):
@@ -166,7 +167,7 @@ def test_a_kill_or_an_error_at_any_step_loses_no_checkpoint(
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatron_dynapipe.elastic.run_folder import lock_folder
+from megatron_dynapipe.outputs import lock_folder
 lock_folder(Path(sys.argv[1]), wait_s=0)
 if os.fork():
     print("held", flush=True)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
-from megatron_dynapipe.integration.entry import elastic_run
+from megatron_dynapipe.integration.entry import checkpoint_lock
 from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.tools.elastic import entry as elastic_run
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
@@ -89,13 +90,13 @@ def test_a_folder_of_emergency_checkpoints_that_cannot_be_written_is_named(tmp_p
 
 def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.elastic.run_folder import lock_folder"
+    holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.outputs import lock_folder"
     holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
     saved = tmp_path / "saved"
 
     def lock(save: str | None, rank: int = 0) -> None:
         checkpoints = SimpleNamespace(save=None if save is None else Path(save))
-        elastic_run.lock_checkpoints(SimpleNamespace(rank=rank, checkpoints=checkpoints, timeout_s=0.5))
+        checkpoint_lock.lock_checkpoints(SimpleNamespace(rank=rank, checkpoints=checkpoints, timeout_s=0.5))
 
     with subprocess.Popen([sys.executable, "-c", holder, saved], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()

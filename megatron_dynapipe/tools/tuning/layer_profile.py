@@ -36,7 +36,7 @@ _PARAMETER_BYTES = 4
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*?) -- (?P<fields>\w+=.*?)(?: -- stage_id=\d+)?\s*")
 _EDGE = re.compile(r"\s+(?P<source>\S+) -- (?P<target>\S+)\s*")
-_FORM = "see the docstring of megatron_dynapipe.tuning.layer_profile for the form"
+_FORM = "see the docstring of megatron_dynapipe.tools.tuning.layer_profile for the form"
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,8 @@ from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.planning.native import NEVER, core
 from megatron_dynapipe.planning.problem import PASS_KINDS
-from megatron_dynapipe.tuning.layer_profile import LayerProfile
-from megatron_dynapipe.tuning.topology import Counts, Topology
+from megatron_dynapipe.tools.tuning.layer_profile import LayerProfile
+from megatron_dynapipe.tools.tuning.topology import Counts, Topology
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 _BEAMS = ((24, 48), (700, 160))

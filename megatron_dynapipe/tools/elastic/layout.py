@@ -18,7 +18,7 @@ from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
-from megatron_dynapipe.tuning import TunedLayout, tune_segments
+from megatron_dynapipe.tools.tuning import TunedLayout, tune_segments
 
 
 def agreed_layout(

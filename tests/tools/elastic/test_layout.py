@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_dynapipe.elastic.layout import agreed_layout
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry.elastic_run import layout_flags
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.tools.elastic.entry import layout_flags
+from megatron_dynapipe.tools.elastic.layout import agreed_layout
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 from tests.planning.planner_cases import batch, cost_model

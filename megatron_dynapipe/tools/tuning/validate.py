@@ -23,7 +23,7 @@ import msgspec
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning.space import TunedLayout, Tuning
+from megatron_dynapipe.tools.tuning.space import TunedLayout, Tuning
 from megatron_dynapipe.units import BYTES_PER_MB
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
-from megatron_dynapipe.tuning import Layer, LayerProfile, Topology, orchestrate
-from megatron_dynapipe.tuning.orchestrate import Assignment, OrchestrationProblem, one_f_one_b_codes
-from megatron_dynapipe.tuning.topology import Counts
+from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
+from megatron_dynapipe.tools.tuning.orchestrate import Assignment, OrchestrationProblem, one_f_one_b_codes
+from megatron_dynapipe.tools.tuning.topology import Counts
 
 SLOW = Network(devices_per_node=1, intra_node_gbps=8, inter_node_gbps=8, inter_node_latency_us=0)
 """A byte takes 1 ns over every link."""

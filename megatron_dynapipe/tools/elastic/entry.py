@@ -15,28 +15,25 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from megatron_dynapipe import config
+from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.elastic.layout import agreed_layout
-from megatron_dynapipe.elastic.run import LEFT, SAVE_EVERY
-from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
+from megatron_dynapipe.integration.entry.checkpoint_lock import lock
 from megatron_dynapipe.outputs import replace_bytes, unwritten
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import renew
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.tools.elastic.layout import agreed_layout
+from megatron_dynapipe.tools.elastic.run import LEFT, SAVE_EVERY
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 ELASTIC = "--dynapipe-elastic"
 LAYOUT_FLAGS = (
@@ -55,6 +52,17 @@ _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
 
 
+def adapting(family: ModelFamily, main: Callable[[], None]) -> Callable[[], None]:
+    """`main` of an entry script, in the layout that fits the ranks that are there if `--dynapipe-elastic` is given."""
+
+    def run() -> None:
+        prepare(family)
+        with status():
+            main()
+
+    return run
+
+
 def prepare(family: ModelFamily) -> None:
     """Give the command line the layout that fits the ranks that are there. Does nothing without `--dynapipe-elastic`.
 
@@ -70,12 +78,12 @@ def prepare(family: ModelFamily) -> None:
     _take_notices()
     argv = _resumable(argv)
     argv += _saving_flags(argv)
-    timeout_s = float(config.value_of(argv, "dynapipe-timeout-s", "300"))
+    timeout_s = early_flags(argv, EarlyFlags).dynapipe_timeout_s
     renew(timeout_s)
     layout = agreed_layout(
         lambda ranks: _choose(family, argv, ranks, timeout_s), timeout_s=timeout_s, describe=_description
     )
-    sys.argv[1:] = argv + layout_flags(layout)
+    sys.argv[1:] = [word for word in argv if word != ELASTIC] + layout_flags(layout)
 
 
 @contextlib.contextmanager
@@ -104,27 +112,6 @@ def _description(layout: TunedLayout) -> str:
         f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
         f" stages ({stages} layers), {layout.predicted_ms:.0f} ms an iteration predicted"
     )
-
-
-def lock_checkpoints(run: "RunConfig") -> None:
-    """Let this run alone save to `--save` until rank 0 ends, and to its folder of emergency checkpoints.
-
-    Raises:
-        ConfigError: on rank 0: another run does, or the folder cannot be written to.
-    """
-    if run.rank == 0 and run.checkpoints.save is not None:
-        _lock(str(run.checkpoints.save), run.timeout_s)
-
-
-def _lock(saved: str, timeout_s: float) -> None:
-    if ":/" in saved:  # the URL of an object store, through Megatron's multi-storage client
-        return
-    try:
-        lock_folder(Path(saved), wait_s=timeout_s * LOCK_SHARE)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write checkpoints to {saved}: {error.strerror}", hint="give --save a folder of yours"
-        ) from error
 
 
 def _leave() -> NoReturn:
@@ -211,18 +198,18 @@ def _resumable(argv: Sequence[str]) -> list[str]:
     if given and os.environ.get("RANK", "0") == "0":
         print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(given)}", flush=True)
     argv = command_line.without(argv, LAYOUT_FLAGS)
-    saved = config.value_of(argv, "save", "")
-    if not saved:
+    early = early_flags(argv, EarlyFlags)
+    if not early.save:
         raise ConfigError(f"expected --save DIR with {ELASTIC}, got none", hint="a folder that all nodes see")
-    if not config.value_of(argv, "save-interval", ""):
+    if not early.save_interval:
         raise ConfigError("expected --save-interval N with --save, got none", hint="iterations between checkpoints")
-    if (kind := config.value_of(argv, "ckpt-format", "torch_dist")) != "torch_dist":
+    if (kind := early.ckpt_format) != "torch_dist":
         raise ConfigError(
             f"expected --ckpt-format torch_dist with {ELASTIC}, got {kind}", hint="others load in one layout alone"
         )
-    if int(config.value_of(argv, "context-parallel-size", "1")) > 1:
+    if early.context_parallel_size > 1:
         raise ConfigError(f"{ELASTIC} knows no layouts with context parallelism", hint="remove --context-parallel-size")
-    return [*argv, *resuming(argv, Path(saved))]
+    return [*argv, *resuming(argv, Path(early.save))]
 
 
 def resuming(argv: Sequence[str], saved: Path) -> list[str]:
@@ -231,7 +218,7 @@ def resuming(argv: Sequence[str], saved: Path) -> list[str]:
 
     if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(argv, saved))):
         return []
-    if "--finetune" in argv:
+    if early_flags(argv, EarlyFlags).finetune:
         raise ConfigError(
             f"{saved} holds checkpoints of this job, and --finetune would begin from them anew",
             hint="leave --finetune out when a job is resumed, or --save in an empty folder",
@@ -240,7 +227,7 @@ def resuming(argv: Sequence[str], saved: Path) -> list[str]:
 
 
 def _emergency_folder(argv: Sequence[str], saved: Path) -> Path:
-    return Path(config.value_of(argv, "non-persistent-global-ckpt-dir", str(saved / "non_persistent")))
+    return Path(early_flags(argv, EarlyFlags).non_persistent_global_ckpt_dir or saved / "non_persistent")
 
 
 def _saving_flags(argv: Sequence[str]) -> list[str]:
@@ -254,8 +241,8 @@ def _saving_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _choose(family: ModelFamily, argv: Sequence[str], ranks: int, timeout_s: float) -> TunedLayout:
-    saved = config.value_of(argv, "save", "")
-    _lock(saved, timeout_s)
+    saved = early_flags(argv, EarlyFlags).save
+    lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
     with _one_rank(argv):
         base, space, costs, batches = _choices(family, ranks)
@@ -268,16 +255,15 @@ def _choose(family: ModelFamily, argv: Sequence[str], ranks: int, timeout_s: flo
 def _choices(family: ModelFamily, ranks: int) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
     """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.flags import command_line
-    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
     from megatron_dynapipe.service.loop import split_sampler
 
     args, run = command_line.parse(family, sys.argv[1:])
-    inputs = plan_inputs(run)
+    inputs = run.inputs
     sampler = split_sampler(run.data, inputs.splits[0])
     space = Space(
         devices=ranks,
         tensor_sizes=_tensor_sizes(args, ranks),
-        distributed_optimizer=run.parallel.distributed_optimizer,
+        distributed_optimizer=run.planner.distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
     count = sampler.batches.count

@@ -8,9 +8,9 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import segment_settings
-from megatron_dynapipe.tuning import tune_segments
-from megatron_dynapipe.tuning.evaluate import StepRates, step_ns
-from megatron_dynapipe.tuning.space import Status
+from megatron_dynapipe.tools.tuning import tune_segments
+from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
+from megatron_dynapipe.tools.tuning.space import Status
 from megatron_dynapipe.units import Recompute
 from tests.modules.test_planning import costs_of
 from tests.planning.planner_cases import batch_of

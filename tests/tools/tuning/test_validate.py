@@ -8,9 +8,9 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning import TunedLayout, Tuning
-from megatron_dynapipe.tuning.space import Status
-from megatron_dynapipe.tuning.validate import (
+from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
+from megatron_dynapipe.tools.tuning.space import Status
+from megatron_dynapipe.tools.tuning.validate import (
     Measured,
     layout_file,
     layout_flags,

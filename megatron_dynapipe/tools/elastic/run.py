@@ -14,10 +14,11 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, RunFolder, iteration_of
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.outputs import LOCK_SHARE
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.tools.elastic.run_folder import RunFolder, iteration_of
 
 LEFT = 75
 """Exit status of a rank that saved a checkpoint and left on notice: torchrun starts the ranks of other nodes anew."""

@@ -24,10 +24,10 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space, tune
-from megatron_dynapipe.tuning.bounds import LeastWork, even_work_split, least_ns, least_work, stage_work
-from megatron_dynapipe.tuning.evaluate import StepRates, step_ns
-from megatron_dynapipe.tuning.space import Split, Status, Tuning, candidates, divisions
+from megatron_dynapipe.tools.tuning import Space, tune
+from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work, stage_work
+from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
+from megatron_dynapipe.tools.tuning.space import Split, Status, Tuning, candidates, divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.planning.planner_cases import batch, cost_model, of_lengths

@@ -23,9 +23,9 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
-from megatron_dynapipe.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns
-from megatron_dynapipe.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
+from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
+from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns
+from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
 Progress = Callable[[int, int, float | None], None]

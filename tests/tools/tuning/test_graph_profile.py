@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.tuning.layer_profile import parse_graph_profile, read_graph_profile
+from megatron_dynapipe.tools.tuning.layer_profile import parse_graph_profile, read_graph_profile
 
 
 def node(number: int, name: str, forward: float = 1, backward: float = 2, size: str = "8", weights: float = 4) -> str:

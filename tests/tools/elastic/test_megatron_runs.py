@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.agents import DEADLINE_S, Nodes, kill
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, losses, train
 from tests.helpers.random_dataset import make_dataset
 from tests.store.servers import free_port
+from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
 
 LINE = re.compile(r"iteration +(\d+)/ .*?lm loss: ([0-9.E+-]+)")
 LAST = 600
