@@ -4,5 +4,5 @@
     run         a user's own training loop: resumed from any layout's checkpoint, saved, left on notice
     run_folder  the checkpoints of such a run
 
-What ranks of Megatron's do is in `integration/entry/elastic_run`.
+What ranks of Megatron's do is in `entry`.
 """

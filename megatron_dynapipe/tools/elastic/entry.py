@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,6 +144,7 @@ def _take_notices() -> None:
 
     @functools.wraps(results_queue)  # start-up looks at its parameters
     def get_write_results_queue(*arguments: Any, **keywords: Any) -> Any:
+        resource_tracker.ensure_running()  # whose start unblocks the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return results_queue(*arguments, **keywords)

@@ -1,6 +1,7 @@
 """What a rank makes of its command line with `--dynapipe-elastic`, and of the checkpoints that it finds."""
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.tools.elastic import entry as elastic_run
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.processes import run_ranks
 
 ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
 
@@ -164,3 +166,26 @@ def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pyt
     monkeypatch.setattr(elastic_run, "_has_notice", True)
     assert leave(0) == 75
     assert leave(1) == 1
+
+
+def saved_through_a_signal(rank: int, world_size: int) -> str:
+    """What a writer's queue gives back after SIGTERM to the processes that this rank has started."""
+    import multiprocessing
+    import os
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    elastic_run._take_notices()
+    queue = filesystem_async.get_write_results_queue()
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGTERM)
+    queue.put("written")
+    written: str = queue.get(timeout=30)
+    for child in multiprocessing.active_children():
+        child.kill()
+    return written
+
+
+def test_torchrun_s_signal_to_a_group_does_not_end_what_saves() -> None:
+    """The checkpoint on notice failed with a broken pipe."""
+    assert run_ranks(saved_through_a_signal, 1) == ["written"]

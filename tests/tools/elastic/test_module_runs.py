@@ -26,7 +26,7 @@ from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
 COSTS = costs_of(1, 1, 3, 1)
 LENGTHS = [[9, 33, 30, 60, 12, 8, 50, 17]]
 LIMIT = 10**9
-SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_module.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "elastic_module.py"
 LINE = re.compile(r"iteration (\d+) of (\{.*?\}): loss ([0-9.]+)")
 ITERATIONS = 60
 
