@@ -340,7 +340,7 @@ NB_MODULE(_native, module) {
                "state_bytes"_a.noconvert(), "memory_limit"_a, "replicas"_a.noconvert(), "reductions"_a.noconvert(),
                "transfers"_a.noconvert(), "first_choice"_a.noconvert(), "choice_placement"_a.noconvert(),
                "choice_state"_a.noconvert(), "free_devices"_a.noconvert(), "incumbent"_a, "beam"_a, "most"_a,
-               "See megatron_dynapipe.tuning.orchestrate; (bound, ends, placements) of plans, least bound dropped.");
+               "See megatron_dynapipe.tools.tuning.orchestrate; (bound, ends, placements) of plans, least bound dropped.");
 }
 
 }  // namespace dynapipe

@@ -45,6 +45,11 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
         ([], "the following arguments are required: COMMAND", "see `megatron-dynapipe --help`"),
         (["ecko"], "argument COMMAND: invalid choice: 'ecko' (choose from", "did you mean echo?"),
         (["zzz"], "argument COMMAND: invalid choice: 'zzz' (choose from", "see `megatron-dynapipe --help`"),
+        (
+            ["store", "start"],
+            "the command store is gone; in its place: valkey-server or redis-server serves",
+            "see `megatron-dynapipe --help`",
+        ),
         (["echo", "--sampels=3"], "unrecognized arguments: --sampels=3", "did you mean --samples?"),
         (["echo", "--sam=3"], "unrecognized arguments: --sam=3", "did you mean --samples?"),
         (

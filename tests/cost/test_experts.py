@@ -20,8 +20,8 @@ from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tuning import Space, tune
-from megatron_dynapipe.tuning.validate import layout_flags
+from megatron_dynapipe.tools.tuning import Space, tune
+from megatron_dynapipe.tools.tuning.validate import layout_flags
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import batch

@@ -124,10 +124,9 @@ def gpt_layers(model: ModelConfig, config: TransformerConfig) -> list[ModuleSpec
     """All layers of a GPT: dense ones, and those of experts that `--moe-layer-freq` says."""
     if not config.num_moe_experts:
         return [_layer(model)] * config.num_layers
-    frequency, dense, sparse = config.moe_layer_freq, _layer(model), with_planned_experts(_layer(model, config))
-    if isinstance(frequency, int):
-        frequency = [int(number % frequency == 0) for number in range(config.num_layers)]
-    return [sparse if of_experts else dense for of_experts in frequency]
+    dense, sparse = _layer(model), with_planned_experts(_layer(model, config))
+    with_experts = (model.experts and model.experts.layers) or range(config.num_layers)
+    return [sparse if number in with_experts else dense for number in range(config.num_layers)]
 
 
 def _layer(model: ModelConfig, of_experts: TransformerConfig | None = None) -> ModuleSpec:

@@ -43,10 +43,8 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
-    file = tmp_path / "run.yaml"
-    file.write_text("tensor-model-parallel-size: 2\n")
-    bootstrap.prepare_environment(["--dynapipe-config", str(file)], "auto", capabilities=lambda: [9, 9])
+def test_rank_0_says_what_was_set(clean, capsys):
+    bootstrap.prepare_environment(2, "auto", capabilities=lambda: [9, 9])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
     assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_")
@@ -55,7 +53,7 @@ def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
 
 @pytest.mark.parametrize(("device", "found"), [("cpu", [9]), ("auto", [])])
 def test_nothing_is_set_without_a_gpu(device, found, clean, capsys):
-    bootstrap.prepare_environment([], device, capabilities=lambda: found)
+    bootstrap.prepare_environment(1, device, capabilities=lambda: found)
     assert "CUDA_MODULE_LOADING" not in os.environ and capsys.readouterr().out == ""
 
 
