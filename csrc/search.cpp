@@ -31,8 +31,7 @@ constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kGivenPart = 4;  // a search from a given solution takes the 4th of the evaluations
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
-constexpr int64_t kAccepted = 2000;   // a solution that is worse than the best by its 2000th is accepted at first
-constexpr int64_t kMostIdle = 1000;   // changes in a row that come to nothing before an improvement ends
+constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline; of many starts each is tried with those alone that win most.
