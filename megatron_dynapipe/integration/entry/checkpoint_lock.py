@@ -1,13 +1,16 @@
 """One run at a time saves to a folder of checkpoints."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 
+if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before the CPU platform is in force
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
-def lock_checkpoints(run: RunConfig) -> None:
+
+def lock_checkpoints(run: "RunConfig") -> None:
     """Let this run alone save to `--save` until rank 0 ends, and to its folder of emergency checkpoints.
 
     Raises:
