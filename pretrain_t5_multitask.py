@@ -6,6 +6,8 @@ Any Megatron flag and any `--dynapipe-*` flag may follow; the command line wins 
 """
 
 from megatron_dynapipe.integration.entry import bootstrap
+from megatron_dynapipe.tools.elastic.entry import adapting
+from megatron_dynapipe.units import ModelFamily
 
 
 def main() -> None:
@@ -24,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    bootstrap.run(main)
+    bootstrap.run(adapting(ModelFamily.T5, main))

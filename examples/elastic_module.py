@@ -1,7 +1,7 @@
 """Train your own model on nodes that come and go, each time in the layout that fits those that are there.
 
     python examples/elastic_module.py --profile costs.json                 once, on one device of the cluster
-    megatron-dynapipe launch --nnodes 1:4 --rdzv-endpoint node0:29400 \
+    torchrun --nnodes 1:4 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint node0:29400 \
         examples/elastic_module.py --costs costs.json --save /shared/run   on every node
 
 It asks for its layout before it makes process groups, builds the same model and optimizer on whatever ranks there are,

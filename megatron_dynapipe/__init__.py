@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.elastic.layout import layout_for
-    from megatron_dynapipe.elastic.run import ElasticRun
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
@@ -27,7 +25,9 @@ if TYPE_CHECKING:
     )
     from megatron_dynapipe.planning.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.runtime import PipelineExecutor
-    from megatron_dynapipe.tuning import orchestrate, tune
+    from megatron_dynapipe.tools.elastic.layout import layout_for
+    from megatron_dynapipe.tools.elastic.run import ElasticRun
+    from megatron_dynapipe.tools.tuning import orchestrate, tune
 
 _LAZY = {
     name: f"megatron_dynapipe.{module}"

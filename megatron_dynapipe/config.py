@@ -1,24 +1,25 @@
-"""Run files and cluster files: YAML mappings, read strictly.
+"""Run files and cluster files: YAML mappings, read strictly; and the few flags that are read before all others.
 
-A run file is merged under the command line:
+A run file is merged under the command line, once, before anything looks at it:
 
-    num-layers: 24            →  --num-layers 24
+    num-layers: 24            →  --num-layers=24
     bf16: true                →  --bf16
     recompute-modules: [a, b] →  --recompute-modules a b
-    swiglu: false             →  (nothing)
+    swiglu: false             →  --dynapipe-unset swiglu
 
 A key is a flag's name without its dashes. Of several files a later one wins; the command line wins over all;
-`--dynapipe-unset NAME` drops a key that a file gives. A cluster file gives a device's memory and the links:
-`read_cluster`.
+`--dynapipe-unset NAME` drops a key that a file gives. Which flags there are is known to the parser alone, which refuses
+others. A cluster file gives a device's memory and the links: `read_cluster`.
 """
 
+import argparse
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args
 
 import yaml
 
@@ -27,7 +28,6 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import BYTES_PER_MB
 
-Scalar = str | int | float | bool
 CONFIG_FLAG = "--dynapipe-config"
 UNSET_FLAG = "--dynapipe-unset"
 MOST_BYTES = 10_000_000
@@ -93,7 +93,12 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
         path = ours
     found = _mapping(path, "cluster file", "its keys to numbers")
     for name in found:
-        _check_known(str(name), dict.fromkeys((*CLUSTER_KEYS, DEVICES), False), str(path), "a key of a cluster file")
+        if name not in (*CLUSTER_KEYS, DEVICES):
+            near = near_name(str(name), (*CLUSTER_KEYS, DEVICES))
+            raise ConfigError(
+                f"{path}: {name!r} is not a key of a cluster file",
+                hint=f"did you mean {near}?" if near else f"its keys are {', '.join(CLUSTER_KEYS)} and {DEVICES}",
+            )
     for key in (*CLUSTER_KEYS, *found.keys() & {DEVICES}):
         value: Any = found.get(key)
         may_be_zero = key.endswith("latency-us")
@@ -115,41 +120,83 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     )
 
 
-def expand(
-    arguments: Sequence[str], switches: Mapping[str, bool], foreign: Mapping[str, str] | None = None
-) -> list[str]:
+def expand(arguments: Sequence[str]) -> list[str]:
     """The command line with its run files' flags written out before its own, so that its own win.
 
     Args:
-        arguments: the command line without the program's name.
-        switches: every known flag's name without dashes, and whether it is a switch (takes no value).
-        foreign: flags of other programs, without dashes, and what to do instead of each.
+        arguments: the command line without the program's name; one without run files stays as it is.
 
     Raises:
-        ConfigError: a file is missing or not such a mapping, a key is unknown, or a value is of the wrong kind.
+        ConfigError: a file is missing or not such a mapping, or `--dynapipe-config` names none.
     """
     rest, files, unset = _take(arguments)
-    for name in unset:
-        _check_known(name, switches, UNSET_FLAG)
-    flags: dict[str, Scalar | list[Scalar]] = {}
+    flags: dict[str, object] = {}
     for file in files:
-        flags |= read(Path(file), switches, foreign)
-    written: list[str] = []
-    for name, value in flags.items():
-        if name not in unset:
-            written += _as_arguments(name, value)
-    return written + rest
+        flags |= read(Path(file))
+    dropped = [*unset, *(name for name, value in flags.items() if value is False and name not in unset)]
+    written = [word for name, value in flags.items() if name not in dropped for word in _as_arguments(name, value)]
+    return [*written, *(word for name in dropped for word in (UNSET_FLAG, name)), *rest]
 
 
-def read(
-    path: Path, switches: Mapping[str, bool], foreign: Mapping[str, str] | None = None
-) -> dict[str, Scalar | list[Scalar]]:
-    """The checked mapping of a run file; raises ConfigError as `expand`."""
+def read(path: Path) -> dict[str, object]:
+    """The mapping of a run file: of names to switches, texts, numbers, or lists of these two; raises ConfigError."""
     loaded = _mapping(path, "run file", "flags to values")
-    for name in loaded:
-        if (instead := (foreign or {}).get(str(name).lstrip("-"))) is not None:
-            raise ConfigError(f"{path}: {name} is not taken: {instead}")
-    return {str(name): _checked(str(name), value, switches, path) for name, value in loaded.items()}
+    return {str(name): _checked(str(name), value, path) for name, value in loaded.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyFlags:
+    """The flags that are needed before Megatron can parse them, under their names, with Megatron's or our defaults."""
+
+    dynapipe_device: Literal["auto", "cpu", "cuda"] = "auto"
+    dynapipe_timeout_s: float = 300.0
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    save: str = ""
+    save_interval: int = 0
+    ckpt_format: str = "torch_dist"
+    non_persistent_global_ckpt_dir: str = ""
+    finetune: bool = False
+
+
+def early_flags[T](arguments: Sequence[str], record: type[T]) -> T:
+    """Some flags of a command line whose others are not looked at.
+
+    Args:
+        arguments: the command line, its run files written out.
+        record: a dataclass whose fields are the flags, with their types and defaults: `EarlyFlags`.
+
+    Raises:
+        ConfigError: one of them has a value that is not of its type.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for field in fields(record):  # type: ignore[arg-type]  # a dataclass
+        flag, kind = f"--{field.name.replace('_', '-')}", field.type
+        if kind is bool:
+            parser.add_argument(flag, action="store_true")
+        elif choices := get_args(kind):
+            parser.add_argument(flag, choices=choices, default=field.default)
+        else:
+            parser.add_argument(flag, type=kind, default=field.default)
+    refuse_with_one_line(parser)
+    return record(**vars(parser.parse_known_args(arguments)[0]))
+
+
+def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
+    """Make what a parser refuses a ConfigError; its own message prints every flag, on every rank."""
+
+    def refuse(message: str) -> NoReturn:
+        known = parser._option_string_actions  # argparse has no public look-up of its options
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = [flag for word in unknown if (flag := near_name(word.partition("=")[0], known)) is not None]
+        raise ConfigError(message, hint=f"did you mean {near[0]}?" if near else "--help lists all flags")
+
+    parser.error = refuse  # type: ignore[method-assign]
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that somebody who wrote `name` may have meant; None where there is none."""
+    return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
 
 
 def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
@@ -173,28 +220,6 @@ def _loaded(path: Path) -> object:
     return yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
 
 
-def value_of(arguments: Sequence[str], name: str, default: str) -> str:
-    """One flag's value as `expand` would resolve it, for what must be known before all flags can be.
-
-    The file's other keys are not looked at, since which flags are known is not known yet.
-    """
-    rest, files, _ = _take(arguments)
-    value = default
-    for file in map(Path, files):
-        try:
-            loaded = _loaded(file)
-        except _UNREADABLE:
-            continue  # `expand` reports it
-        if isinstance(loaded, dict):
-            value = str(loaded.get(name, value))
-    for index, argument in enumerate(rest):
-        if argument == f"--{name}" and index + 1 < len(rest):
-            value = rest[index + 1]
-        elif argument.startswith(f"--{name}="):
-            value = argument.partition("=")[2]
-    return value
-
-
 def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """The command line without our two flags, the run files it names, the keys it unsets."""
     taken: dict[str, list[str]] = {CONFIG_FLAG: [], UNSET_FLAG: []}
@@ -214,37 +239,19 @@ def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return rest, taken[CONFIG_FLAG], taken[UNSET_FLAG]
 
 
-def _checked(name: str, value: object, switches: Mapping[str, bool], path: Path) -> Scalar | list[Scalar]:
-    _check_known(name, switches, str(path))
-    if any(isinstance(item, int) and item.bit_length() > 64 for item in _items(value)):
+def _checked(name: str, value: object, path: Path) -> object:
+    items = value if isinstance(value, list) and value else [value]
+    if any(isinstance(item, int) and item.bit_length() > 64 for item in items):
         raise ConfigError(f"{path}: {name}: expected numbers of at most 64 bits, got a larger one")
-    if switches[name]:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{path}: {name} is a switch: expected true or false, got {value!r}")
-        return value
-    items = [item for item in _items(value) if isinstance(item, str | int | float) and not isinstance(item, bool)]
-    if not items or len(items) < len(_items(value)):
-        raise ConfigError(f"{path}: {name} takes a value: expected text, a number or a list of them, got {value!r}")
-    return [*items] if isinstance(value, list) else items[0]
+    is_switch = isinstance(value, bool)
+    if not is_switch and any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        raise ConfigError(
+            f"{path}: {name}: expected true or false of a switch, else text, a number or a list of them, got {value!r}"
+        )
+    return value
 
 
-def _check_known(
-    name: str, switches: Mapping[str, bool], where: str, kind: str = "a flag of this Megatron or of DynaPipe"
-) -> None:
-    if name in switches:
-        return
-    near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), switches, n=1, cutoff=0.5)
-    raise ConfigError(
-        f"{where}: {name!r} is not {kind}",
-        hint=f"did you mean {near[0]}?" if near else "a key is a flag's name without its dashes",
-    )
-
-
-def _as_arguments(name: str, value: Scalar | list[Scalar]) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}"] if value else []
-    return [f"--{name}", *map(str, _items(value))]
-
-
-def _items(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
+def _as_arguments(name: str, value: object) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]

@@ -15,8 +15,7 @@ from megatron_dynapipe.integration.entry.failure import reported
 
 
 def main() -> None:
-    """Run the script that the command line names, as `__main__`, with the words after it."""
-    del sys.argv[0]
+    """Run the script that `sys.argv` begins with as `__main__`."""
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -38,4 +37,5 @@ def check_script() -> None:
 if __name__ == "__main__":
     with reported():
         check_script()
+    del sys.argv[0]
     bootstrap.run(main, device="cpu")

@@ -9,9 +9,12 @@ writes says `dynapipe` in its first bytes, or comes with a rule of its own that 
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -23,6 +26,12 @@ GENERATOR = "megatron-dynapipe"
 
 _HEAD_BYTES = 4096
 _MOST_SHOWN = 200
+LOCK = ".dynapipe-lock"
+LOCK_SHARE = 0.8
+"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
+_POLL_S = 0.2
+_locks: dict[Path, int] = {}
+"""Descriptors of the lock files that this process holds."""
 
 
 def is_marked(head: bytes) -> bool:
@@ -248,3 +257,52 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_folder(folder: Path, *, wait_s: float) -> None:
+    """Let no other run save to a folder until this process has ended.
+
+    A file system without locks is named in the log. Locking a folder twice in one process does nothing.
+
+    Raises:
+        ConfigError: another run holds it after `wait_s`.
+        OSError: no file can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / LOCK
+    if path in _locks:
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline, is_first = time.monotonic() + wait_s, True
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"expected to be the only run that saves to {folder}, {holder} holds {path.name}",
+                    hint="end that run, or save this one to another folder",
+                ) from None
+            if is_first:
+                print(f"waiting for {holder}, which holds {path}, for {wait_s:.0f} s at most", flush=True)
+        except OSError as error:
+            print(f"{folder} cannot be locked ({error.strerror}): see that one run alone saves to it", flush=True)
+            break
+        is_first = False
+        time.sleep(_POLL_S)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _locks[path] = descriptor
+
+
+def _close_locks() -> None:
+    """In a forked process: what outlives a killed rank, such as a checkpoint's writer, must not keep its lock."""
+    for descriptor in _locks.values():
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)

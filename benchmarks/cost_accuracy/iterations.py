@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="tokens, where no dataset is given")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
-    cpu.enable(config.value_of(flags, "dynapipe-device", "auto"))  # type: ignore[arg-type]
+    flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
+    cpu.enable(config.early_flags(flags, config.EarlyFlags).dynapipe_device)
     from megatron_dynapipe.integration.profiling.setup import prepared
 
     flags += ["--dynapipe-cost-model", str(args.cost_model)]
@@ -158,10 +158,9 @@ class Bench:
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
     from megatron_dynapipe.integration.flags.from_megatron import run_config
-    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
     setup.args.train_iters, setup.args.eval_iters = 10**6, 0
-    return plan_inputs(run_config(setup.args, setup.family))
+    return run_config(setup.args, setup.family).inputs
 
 
 def _planned(plan: Any, stage: int, element_bytes: int) -> tuple[int, int]:

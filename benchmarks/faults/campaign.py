@@ -2,12 +2,11 @@
 
     python -m benchmarks.faults.campaign [--data DATASET] [--minutes 30] [--seed 0] [--iterations 100]
 
-Run after run of a tiny model is started, on a shared server behind a relay (some beside a second job), under `launch`
-on three nodes, on a store of its own, and disturbed by faults of `disturbances.py` or `elastic.py`, the next one some
-seconds and an iteration after the last. Most runs are then left to their end; in some a last fault follows that no run
-can outlive. A run has to finish with the losses of one that nobody disturbed, or to end with the last fault's error;
-nothing of it may be left. Prints each run, and what was done how often with which outcome; exit status 1 if any run
-ends otherwise.
+Run after run of a tiny model is started, on a shared server behind a relay (some beside a second job) or on a store of
+its own, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most
+runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with the
+losses of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each run,
+and what was done how often with which outcome; exit status 1 if any run ends otherwise.
 """
 
 import argparse
@@ -25,8 +24,6 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common import DEMO_DATA, markdown
-from benchmarks.elastic.nodes import ITERATION
-from benchmarks.faults import elastic
 from benchmarks.faults.disturbances import FAULTS, Scene, can_mount
 from benchmarks.faults.runs import TOLERANCE, Run, losses, parting
 
@@ -39,7 +36,6 @@ CALM_ITERATIONS = 20
 """At the end of a run nothing is disturbed, so that the last faults can still do harm."""
 END_S, LEFT_S = 900.0, 60.0
 WHAT = {name: " ".join((fault.act.__doc__ or "").split()) for name, fault in FAULTS.items()}
-WHAT |= {name: what for name, (_, what) in elastic.EVENTS.items()}
 """What is done, by the fault's name."""
 
 
@@ -66,21 +62,16 @@ def main() -> int:
         data = options.data
         flags = f"{SMALL} --train-iters {options.iterations} --dynapipe-lookahead {Scene.ahead}"
         expected = undisturbed(Path(folder) / "undisturbed", data, flags)
-        elastic_expected = elastic.undisturbed(Path(folder) / "undisturbed-elastic", data)
         print(markdown(["run", "store", "faults", "ended", "seconds", "losses"], []), flush=True)
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in WHAT}
         number = failed = 0
         while time.monotonic() < (until := began + options.minutes * 60):
             choose, own = random.Random(f"{options.seed}/{number}"), Path(folder) / str(number)
-            if number % 3 == 1:
-                counts, ended = play_elastic(own, data, choose, elastic_expected, until)
-                report(number, "own, under launch", counts, ended, outcomes)
-            else:
-                with make_scene(own, data, choose, flags, shared=not number % 3) as scene:
-                    ended = play(scene, options.iterations, expected, until)
-                    report(number, store_of(scene), scene.counts, ended, outcomes)
-                    if ended.trouble:
-                        print(scene.run.log.read_text()[-3000:], file=sys.stderr)
+            with make_scene(own, data, choose, flags, shared=not number % 2) as scene:
+                ended = play(scene, options.iterations, expected, until)
+                report(number, store_of(scene), scene.counts, ended, outcomes)
+                if ended.trouble:
+                    print(scene.run.log.read_text()[-3000:], file=sys.stderr)
             failed += bool(ended.trouble)
             number += 1
     print(f"\n{number} runs in {(time.monotonic() - began) / 60:.0f} minutes, {failed} ended as they should not\n")
@@ -151,16 +142,6 @@ def play(scene: Scene, iterations: int, expected: dict[int, float], until: float
         losses=distance,
         trouble=trouble,
     )
-
-
-def play_elastic(
-    folder: Path, data: Path, choose: random.Random, expected: dict[int, ITERATION], until: float
-) -> tuple[Counter[str], Ended]:
-    """Disturb a run under `launch`, which outlives everything that is done to it."""
-    began = time.monotonic()
-    counts, distance, trouble = elastic.play(folder, data, choose, expected, until)
-    seconds = time.monotonic() - began
-    return counts, Ended(is_error=False, said="", seconds=seconds, losses=distance, trouble=trouble)
 
 
 def outlived(run: Run, iterations: int) -> bool:

@@ -84,7 +84,7 @@ class Scene:
             self._resources.callback(subprocess.run, ["umount", "-l", self.report], check=True)
         flags = self.flags
         if "shared" in self.has:
-            self.server = self._resources.enter_context(StoreServer(restarts=1000))
+            self.server = self._resources.enter_context(StoreServer())
             parts = urlsplit(self.server.address.url)
             assert parts.port is not None
             self.relay = Relay(parts.port)

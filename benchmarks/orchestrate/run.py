@@ -18,9 +18,9 @@ import numpy as np
 from benchmarks.common import markdown
 from benchmarks.orchestrate.published import BY_PAPER, BY_PLANNER, Published
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.tuning import LayerProfile, Orchestration, Topology, orchestrate
-from megatron_dynapipe.tuning.layer_profile import read_graph_profile
-from megatron_dynapipe.tuning.orchestrate import Assignment, OrchestrationProblem
+from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration, Topology, orchestrate
+from megatron_dynapipe.tools.tuning.layer_profile import read_graph_profile
+from megatron_dynapipe.tools.tuning.orchestrate import Assignment, OrchestrationProblem
 
 DEVICES = 16
 WRONG_EMBEDDING_BYTES, EMBEDDING_BYTES = 131e9, 131e6

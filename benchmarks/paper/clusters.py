@@ -24,7 +24,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.methods import Longest
-from megatron_dynapipe.tuning.space import divisions
+from megatron_dynapipe.tools.tuning.space import divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 GPUS_PER_NODE = 8

@@ -27,11 +27,11 @@ import psutil
 
 from megatron_dynapipe.cost import A100_RATES, ModelShape
 from megatron_dynapipe.data.indexed import write_index
+from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import (
     AnalyticCosts,
-    PlanClient,
     PlanInputs,
     PlannerProcess,
     ServiceSettings,
@@ -101,11 +101,10 @@ def read(
             for moment, (replica, stage) in moments:
                 time.sleep(max(moment - time.time(), 0))
                 wanted = iteration + AHEAD
-                done = settings.keys.done("train", wanted)
-                is_there = bool(store.read_progress([done]))
+                key = settings.keys.plan(split="train", iteration=wanted, replica=replica, stage=stage)
+                is_there = bool(store.read_progress([key]))
                 asked = time.perf_counter()
-                client = PlanClient(store, settings.keys, replica=replica, stage=stage, deadline_s=600)
-                client.fetch("train", wanted)
+                decode_entry(store.wait_any([key], timeout_s=600, what=f"the plan of iteration {wanted}")[1])
                 found.append((iteration, (time.perf_counter() - asked) * 1e3, not is_there))
     return found
 
@@ -113,10 +112,9 @@ def read(
 def train(settings: ServiceSettings, began: float, iterations: int, seconds: float) -> None:
     """Announce each iteration at its time."""
     with open_store(settings.store, retention_s=None) as store:
-        client = PlanClient(store, settings.keys, replica=0, stage=0, deadline_s=60)
         for iteration in range(iterations):
             time.sleep(max(began + iteration * seconds - time.time(), 0))
-            client.announce("train", iteration)
+            store.announce(settings.keys.progress("train"), iteration)
 
 
 def main() -> int:

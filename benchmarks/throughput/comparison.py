@@ -91,6 +91,15 @@ def product(models: Sequence[str], layouts: Sequence[Layout], lengths: Sequence[
         yield Case(model=model, layout=layout, length=length)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Flags of a run's lengths; 0 where they are not given."""
+
+    seq_length: int = 0
+    decoder_seq_length: int = 0
+    max_position_embeddings: int = 0
+
+
 def length_flags(case: Case, flags: Sequence[str]) -> list[str]:
     """Flags of a run that give it the case's maximum length.
 
@@ -103,14 +112,13 @@ def length_flags(case: Case, flags: Sequence[str]) -> list[str]:
     if case.length is None:
         return []
     words = ["--seq-length", str(case.length), "--dynapipe-long-samples", "truncate"]
-    positions = int(config.value_of(flags, "max-position-embeddings", "0"))
-    words += ["--max-position-embeddings", str(max(case.length, positions))]
+    of_run = config.early_flags(config.expand(flags), Lengths)
+    words += ["--max-position-embeddings", str(max(case.length, of_run.max_position_embeddings))]
     if case.model == "t5":
-        target = int(config.value_of(flags, "decoder-seq-length", str(case.length)))
-        words += ["--decoder-seq-length", str(min(case.length, target))]
+        words += ["--decoder-seq-length", str(min(case.length, of_run.decoder_seq_length or case.length))]
     return words
 
 
 def longest_of(case: Case, flags: Sequence[str]) -> int:
     """The maximum length of a case in tokens, from its flags where it has none of its own."""
-    return case.length or int(config.value_of(flags, "seq-length", "0"))
+    return case.length or config.early_flags(config.expand(flags), Lengths).seq_length

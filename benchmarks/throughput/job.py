@@ -31,7 +31,6 @@ class Job:
 
     def __init__(self, spec: Spec, setup: Any) -> None:
         from megatron_dynapipe.integration.flags.from_megatron import run_config
-        from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
 
         method = (METHODS | ABLATIONS)[spec.method]
         run = setup.args
@@ -40,7 +39,7 @@ class Job:
         if spec.jobs_per_device > 1 and not on_cpu:
             divide_memory(setup, spec.jobs_per_device)
         self._setup, self._config = setup, run_config(run, setup.family)
-        inputs = plan_inputs(self._config)
+        inputs = self._config.inputs
         longest = (run.seq_length, run.decoder_seq_length or 0)
         # A target's start and end tokens take positions, and a decoder-only row's last token none.
         self._row = (longest[0], longest[1] - 2) if longest[1] else (longest[0] + 1, 0)
@@ -73,7 +72,7 @@ class Job:
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what the driver asks: choose a layer split, or run a batch."""
         if command.get("split"):
-            from megatron_dynapipe.integration.flags.plan_inputs import chosen_layer_split
+            from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
 
             return {"layers_per_stage": list(chosen_layer_split(self._config, halves=command["halves"]))}
         return self._run(int(command["batch"]))

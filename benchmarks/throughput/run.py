@@ -53,7 +53,8 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     check(parser, args)
-    machine = machine_of(config.value_of(args.flags, "dynapipe-device", args.device))
+    given = ["--dynapipe-device", args.device, *config.expand(args.flags)]
+    machine = machine_of(config.early_flags(given, config.EarlyFlags).dynapipe_device)
     size = size_of(args.size, machine, demo=args.demo)
     data = args.data or (DEMO_DATA if size == "demo" else synthetic.make(SYNTHETIC_DATA))
     models = [args.model] if args.model else list(CONFIGS[size])

@@ -24,9 +24,9 @@ cpu.quieten()
 def main() -> None:
     """Run the commands of the driver until it closes the connection."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
-    device = config.value_of(spec.flags, "dynapipe-device", "auto")
-    bootstrap.prepare_environment([*spec.flags, "--tensor-model-parallel-size", str(spec.tensor_parallel)], device)
-    cpu.enable(device)  # type: ignore[arg-type]
+    device = config.early_flags(config.expand(spec.flags), config.EarlyFlags).dynapipe_device
+    bootstrap.prepare_environment(spec.tensor_parallel, device)
+    cpu.enable(device)
     from megatron_dynapipe.integration.profiling.setup import prepared
     from megatron_dynapipe.units import ModelFamily
 

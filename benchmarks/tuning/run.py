@@ -23,8 +23,8 @@ from benchmarks.paper.clusters import (
 )
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space, Tuning, tune
-from megatron_dynapipe.tuning.space import Status
+from megatron_dynapipe.tools.tuning import Space, Tuning, tune
+from megatron_dynapipe.tools.tuning.space import Status
 from megatron_dynapipe.units import BatchLayout
 
 BATCHES = 2

@@ -1,17 +1,14 @@
 """`doctor`: what is installed, and whether it can train here."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import re
-import shutil
-import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -41,13 +38,6 @@ KNOWN_PYTHONS = ((3, 12), (3, 13))
 
 OPTIONAL = ("data", "plots")
 """Extras without which training works."""
-LEAST_MEMORY_MB = 4_000
-"""What two ranks of the demo, their planner and the store take, with something to spare."""
-LEAST_SHARED_MB = 512
-"""A container's default of 64 MB is less than NCCL and workers that load data take."""
-LAUNCH_PORT = 29500
-"""Torchrun's, where it is given no other."""
-CONNECT_S = 5.0
 
 TO_TRAIN = f"pip install '{DISTRIBUTION}[train]'"
 NOT_INSTALLED = "not installed (for training)"
@@ -55,9 +45,12 @@ NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
 """Checks that also count on a host that only plans, without torch."""
 
 
-def run_checks() -> dict[str, Finding]:
+def run_checks(store_url_file: Path | None = None) -> dict[str, Finding]:
     """Every check's finding, by its name; a check that itself breaks is a finding."""
-    return {name: _guarded(name, check) for name, check in CHECKS}
+    checks = dict(CHECKS)
+    if store_url_file is not None:
+        checks["plan store"] = partial(check_store, store_url_file)
+    return {name: _guarded(name, check) for name, check in checks.items()}
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
@@ -110,8 +103,8 @@ def check_device() -> Finding:
 
 
 def check_megatron() -> Finding:
-    """Megatron with its training loop, its touched files known by their content."""
-    from megatron_dynapipe.patching import PACKAGE, UNKNOWN, find_version, megatron_folders, survey
+    """Megatron with its training loop; a run checks at its start whether what it relies on is there."""
+    from megatron_dynapipe.patching import PACKAGE, find_version, megatron_folders
 
     version = find_version()
     if version is None:
@@ -119,26 +112,7 @@ def check_megatron() -> Finding:
     if importlib.util.find_spec("megatron.training") is None:
         found = f"{version}, without its training loop"
         return Finding("fail", found, f"pip install '{PACKAGE}'")
-    found = f"{version}, with its training loop"
-    folders = megatron_folders()
-    if len(folders) > 1:
-        hidden = ", ".join(map(str, folders[1:]))
-        return Finding(
-            "note",
-            f"{found}, at {folders[0]}; another at {hidden} is hidden by it",
-            "the first on the path is used: if that is not meant, correct PYTHONPATH or the working directory",
-        )
-    if not folders:
-        return Finding("ok", found)
-    files = survey(folders[0].parent)[0]
-    if files.named(*UNKNOWN):
-        return Finding(
-            "note",
-            f"{found}, at {folders[0]}, of no known release",
-            "a run checks at its start whether what it relies on is there; `megatron-dynapipe patch"
-            f" {folders[0].parent} --check` says which files differ",
-        )
-    return Finding("ok", f"{found}, at {folders[0]}, its files {files.state}")
+    return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
 
 
 def check_compiler() -> Finding:
@@ -174,13 +148,24 @@ def check_apex() -> Finding:
     )
 
 
-def check_store() -> Finding:
-    """A plan store server, really started, written to, read from and stopped."""
-    from megatron_dynapipe.store.redis_store import open_store
-    from megatron_dynapipe.store.server import StoreServer, find_server_binary
+def check_store(url_file: Path | None = None) -> Finding:
+    """A plan store server: the one that is named, as it describes itself, else one really started and stopped."""
+    from megatron_dynapipe.store import StoreServer, find_address, open_store
+    from megatron_dynapipe.store.server import find_server_binary
 
-    with StoreServer() as server, open_store(server.address) as store:
-        store.put("dynapipe:doctor", b"plan")
+    if (address := find_address(None, url_file, os.environ)) is not None:
+        with open_store(address) as store:
+            info = store.info()
+        server = (
+            f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
+        )
+        memory, limit = (int(info.get(name, "0")) // BYTES_PER_MB for name in ("used_memory", "maxmemory"))
+        held = f"{memory:,} MB used of {f'{limit:,} MB' if limit else 'no limit'}"
+        return Finding(
+            "ok", f"{server} at {address}: {held}, {int(info.get('connected_clients', '1')) - 1} other clients"
+        )
+    with StoreServer() as own, open_store(own.address) as store:
+        store.put_all([("dynapipe:doctor", b"plan")])
         store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")
     return Finding("ok", f"a server starts and answers: {find_server_binary()}")
 
@@ -235,56 +220,6 @@ def _unmet(listed: list[str], extra: str) -> list[str]:
     return found
 
 
-def check_memory() -> Finding:
-    """Memory that processes can still take."""
-    pages = os.sysconf("SC_AVPHYS_PAGES")
-    available = pages * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_MB
-    with contextlib.suppress(OSError):  # counts what the kernel's caches would give back, too
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        available = int(found[1]) * 1024 // BYTES_PER_MB if found else available
-    hint = "end other programs, or give the container more memory"
-    return _enough(available, LEAST_MEMORY_MB, "free for the demo's two ranks", hint)
-
-
-def check_shared_memory() -> Finding:
-    """Room in /dev/shm, by which NCCL and data loaders exchange tensors."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return Finding("note", "there is no /dev/shm", "mount a tmpfs there")
-    size = shutil.disk_usage(folder).free // BYTES_PER_MB
-    return _enough(size, LEAST_SHARED_MB, f"free in {folder}", "start the container with --shm-size=8g or --ipc=host")
-
-
-def _enough(found_mb: int, least_mb: int, where: str, hint: str) -> Finding:
-    if found_mb < least_mb:
-        found = f"expected {least_mb:,} MB {where}, found {found_mb:,} MB"
-        return Finding("note", found, hint)
-    return Finding("ok", f"{found_mb:,} MB {where}")
-
-
-def check_network() -> Finding:
-    """Processes of this machine reach one another, and torchrun's port is free."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
-    except OSError as error:
-        hint = "allow connections to 127.0.0.1: ranks, planner and store use them"
-        return Finding("fail", f"no connection to 127.0.0.1: {error}", hint)
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        found = f"this machine's name {socket.gethostname()} has no address"
-        hint = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to a network interface"
-        return Finding("note", found, hint)
-    try:
-        socket.create_server(("0.0.0.0", LAUNCH_PORT)).close()
-    except OSError as error:
-        found = f"torchrun's port {LAUNCH_PORT} cannot be bound: {error.strerror or error}"
-        hint = "launch with --standalone, or with another --master-port"
-        return Finding("note", found, hint)
-    return Finding("ok", f"127.0.0.1 answers; torchrun's port {LAUNCH_PORT} is free")
-
-
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("python", check_python),
     ("torch", check_torch),
@@ -296,9 +231,6 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("plan store", check_store),
     ("planner core", check_native_core),
     ("versions", check_requirements),
-    ("memory", check_memory),
-    ("shared memory", check_shared_memory),
-    ("network", check_network),
 )
 
 
@@ -309,12 +241,18 @@ def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("doctor", help="what is installed, and whether it can train here")
     parser.add_argument("--json", action="store_true", help="print the checks for a machine to read")
+    parser.add_argument(
+        "--store-url-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the redis:// URL of a plan store to reach (default: DYNAPIPE_STORE_URL, else start one)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print it; 1 if something that is installed cannot work."""
     print("checking; importing torch takes a few seconds", file=sys.stderr)
-    checks = run_checks()
+    checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}
     absent = {name for name, check in checks.items() if check.status == "absent"}
     can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN

@@ -63,10 +63,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "report dynapipe-report --json > run.json",
         "report dynapipe-report --output run.html",
     ),
-    "store": ("store start --bind 0.0.0.0 --url-file store.url", "store inspect --url-file store.url"),
-    "store start": ("store start --bind 0.0.0.0 --url-file store.url",),
-    "store stop": ("store stop --url-file store.url",),
-    "store inspect": ("store inspect --url-file store.url --json",),
     "cost-model": ("cost-model show cost-model.json", "cost-model check cost-model.json"),
     "cost-model show": ("cost-model show cost-model.json",),
     "cost-model diff": ("cost-model diff before.json after.json",),
@@ -100,12 +96,14 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report", "store"),
+    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report"),
     *("cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 
 GONE = {
+    "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
+    " run finds there (docs/reliability.md)",
     "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
     " --dynapipe-elastic (docs/elasticity.md)",
 }
@@ -181,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in GONE:
-            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}")
+            hint = f"see `{PROGRAM} --help`"
+            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}", hint=hint)
         args = build_parser().parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()

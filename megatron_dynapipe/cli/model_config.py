@@ -4,7 +4,6 @@ The file is all that is needed: a flag beside it may only say the same. What cos
 """
 
 import argparse
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import msgspec
 import yaml
 
 from megatron_dynapipe.cost import Experts, ModelShape
+from megatron_dynapipe.cost.shape import megatron_fields
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import ModelFamily, target_positions
 
 MOST_BYTES = 10_000_000
-_MOST_LAYERS = 10_000
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 # What HuggingFace's configurations call a size, in the order in which they are looked up.
@@ -37,6 +36,19 @@ _NOT_MODELLED = (
     *("fp8-format", "fp4-format", "context-parallel-size", "expert-tensor-parallel-size", "fp32-residual-connection"),
 )
 """Flags of layers that computed costs do not know."""
+
+_SIZES = (
+    *("hidden-size", "num-layers", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-query-groups"),
+    *("padded-vocab-size", "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "seq-length"),
+    *("relative-attention-num-buckets", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"),
+    "moe-shared-expert-intermediate-size",
+)
+_SWITCHED_OFF = {
+    "disable-bias-linear": "add_bias_linear",
+    "no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "no-bias-gelu-fusion": "bias_gelu_fusion",
+}
+"""Flags that set an attribute of another name to false."""
 
 FLAGS: Mapping[str, str] = {
     "num_attention_heads": "heads",
@@ -191,24 +203,28 @@ class _Given:
 
 
 def _of_run_file(given: _Given) -> ModelFile:
-    hidden = given.number("hidden-size")
-    shape = _run_shape(given, hidden)
+    given.number("hidden-size")
+    args = _arguments(given)
     unknown = [name for name in _NOT_MODELLED if given.is_set(name) and str(given.values[name]) != "1"]
-    common: dict[str, Any] = {"hidden_size": hidden, "shape": shape, "obstacle": ", ".join(unknown)}
-    if (folder := given.values.get("dynapipe-data")) and Path(folder).is_dir():
-        common["data"] = Path(folder)
-    if "encoder-num-layers" in given.values or "decoder-num-layers" in given.values:
-        return ModelFile(
-            model=T5,
-            encoder_layers=given.number("encoder-num-layers", "num-layers"),
-            decoder_layers=given.number("decoder-num-layers", "num-layers"),
-            max_seq_len=_length(given, "seq-length", 0),
-            max_target_len=_length(given, "decoder-seq-length", -target_positions(T5, 0)),
-            **common,
-        )
-    # n tokens train n - 1 positions
+    is_t5 = "encoder-num-layers" in given.values or "decoder-num-layers" in given.values
+    layers: dict[str, Any] = {"layers": None if is_t5 else given.number("num-layers")}
+    if is_t5:
+        layers |= {"encoder_layers": given.number("encoder-num-layers", "num-layers")}
+        layers |= {"decoder_layers": given.number("decoder-num-layers", "num-layers")}
+        layers |= {"max_target_len": _length(given, "decoder-seq-length", -target_positions(T5, 0))}
+    try:
+        shape = megatron_fields(args)
+    except ConfigError as error:
+        raise ConfigError(f"{given.path}: {error.message}") from None
+    folder = given.values.get("dynapipe-data")
     return ModelFile(
-        model=GPT, layers=given.number("num-layers"), max_seq_len=_length(given, "seq-length", 1), **common
+        model=T5 if is_t5 else GPT,
+        hidden_size=shape.pop("hidden"),
+        shape=shape,
+        obstacle=", ".join(unknown),
+        data=Path(folder) if folder and Path(folder).is_dir() else None,
+        max_seq_len=_length(given, "seq-length", 0 if is_t5 else 1),  # n tokens of a GPT train n - 1 positions
+        **layers,
     )
 
 
@@ -218,86 +234,16 @@ def _length(given: _Given, name: str, more: int) -> int | None:
     return None if found is None else max(found + more, 1)
 
 
-def _run_shape(given: _Given, hidden: int) -> dict[str, Any]:
-    """Fields of `ModelShape` as Megatron's flags say them, with its defaults."""
-    value, gated = given.values.get, given.is_set("swiglu")
-    kind = value("position-embedding-type", "learned_absolute")
-    local = value("transformer-impl", "transformer_engine") == "local"
-    shape: dict[str, Any] = {
-        "ffn": given.optional("ffn-hidden-size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden),
-        "gated": gated,
-        "fused": not given.is_set("no-bias-swiglu-fusion"),
-        "rms_norm": value("normalization") == "RMSNorm",
-        "biases": not given.is_set("disable-bias-linear"),
-        "qkv_bias": given.is_set("add-qkv-bias"),
-        "qk_norm": given.is_set("qk-layernorm"),
-        "tied": not given.is_set("untie-embeddings-and-output-weights"),
-        "rotary": kind == "rope",
-        "positions": (given.optional("max-position-embeddings", "seq-length") or 0)
-        if kind == "learned_absolute"
-        else 0,
-        "relative_buckets": (given.optional("relative-attention-num-buckets") or 32) if kind == "relative" else 0,
-        "keeps_scores": local and value("dynapipe-attention") == "megatron",
-        "attention_dropout": bool(value("attention-dropout", 0.1)),
-        "hidden_dropout": bool(value("hidden-dropout", 0.1)),
-        "experts": _run_experts(given) if given.is_set("num-experts") else None,
-    }
-    if (heads := given.optional("num-attention-heads")) is not None:
-        shape |= {"heads": heads, "kv_channels": given.optional("kv-channels") or max(1, hidden // heads)}
-    if given.is_set("group-query-attention"):
-        shape["query_groups"] = given.optional("num-query-groups") or 1
-    if (rows := given.optional("padded-vocab-size", "vocab-size")) is not None:
-        multiple = 1 if given.is_set("padded-vocab-size") else given.optional("make-vocab-size-divisible-by") or 128
-        shape |= {"vocabulary": rows, "vocabulary_multiple": multiple}
-    return shape
-
-
-def _run_experts(given: _Given) -> Experts:
-    return Experts(
-        count=given.number("num-experts"),
-        per_token=given.optional("moe-router-topk") or 2,
-        ffn=given.number("moe-ffn-hidden-size", "ffn-hidden-size"),
-        shared_ffn=given.optional("moe-shared-expert-intermediate-size") or 0,
-        layers=_expert_layers(given),
-    )
-
-
-def _expert_layers(given: _Given) -> tuple[int, ...]:
-    """Those with experts: every n-th from the first on, or a list like ([0]*1+[1]*3)*2, as Megatron's flag."""
-    frequency, layers = given.values.get("moe-layer-freq", 1), given.number("num-layers")
-    if isinstance(frequency, str) and frequency.isdecimal():
-        frequency = int(frequency)
-    if isinstance(frequency, int) and frequency > 0:
-        return _unless_all(range(0, layers, frequency), layers)
-    pattern = _pattern(frequency) if isinstance(frequency, str) else frequency
-    if not isinstance(pattern, list) or len(pattern) != layers or not any(pattern):
-        raise ConfigError(f"{given.path}: moe-layer-freq: expected a number or a list of {layers}, got {frequency!r}")
-    return _unless_all([layer for layer, has in enumerate(pattern) if has], layers)
+def _arguments(given: _Given) -> dict[str, Any]:
+    """A run file's flags by attribute of Megatron's namespace."""
+    args = {name.replace("-", "_"): value for name, value in given.values.items()}
+    args |= {attribute: False for name, attribute in _SWITCHED_OFF.items() if given.is_set(name)}
+    args |= {name.replace("-", "_"): given.optional(name) for name in _SIZES}
+    return args
 
 
 def _unless_all(sparse: Sequence[int], layers: int) -> tuple[int, ...]:
     return () if len(sparse) == layers else tuple(sparse)
-
-
-def _pattern(text: str) -> object:
-    """What lists of numbers, added and multiplied, come to; None where it is something else."""
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)) if 0 <= number <= _MOST_LAYERS:
-                return number
-            case ast.List(elts=elements):
-                return [value(element) for element in elements]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
-                return (value(left) * value(right))[:_MOST_LAYERS]
-        raise TypeError
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError):
-        return None
 
 
 def _of_hugging_face(given: _Given) -> ModelFile:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.tuning import LayerProfile, Orchestration
+    from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration
 
 FORMAT = "dynapipe-orchestrate/1"
 _ROW = "{:>5}  {:<32}{:>9}{:>14}{:>12}  {}"
@@ -43,7 +43,7 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find a plan and print it."""
-    from megatron_dynapipe.tuning import Topology, orchestrate
+    from megatron_dynapipe.tools.tuning import Topology, orchestrate
 
     profile, links = _profile(args)
     cluster = Topology(
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link]]":
     """The layers, and the links that were measured with them."""
     from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.tuning import LayerProfile
-    from megatron_dynapipe.tuning.layer_profile import read_graph_profile
+    from megatron_dynapipe.tools.tuning import LayerProfile
+    from megatron_dynapipe.tools.tuning.layer_profile import read_graph_profile
 
     if args.profile.suffix == ".json":
         if args.profile_batch_size is not None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.cost.format import is_cost_file
     from megatron_dynapipe.outputs import check_replaceable
 
-    flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
+    flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
     if args.budget_minutes <= 0 or args.tensor_parallel < 1 or args.max_positions < 8:
         raise ConfigError(
             "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         check_replaceable(args.output, mine=is_cost_file)
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()
-        if cpu.enable(config.value_of(flags, "dynapipe-device", "auto")):  # type: ignore[arg-type]  # it checks the name
+        if cpu.enable(config.early_flags(flags, config.EarlyFlags).dynapipe_device):
             cpu.silence_prints()
         from megatron_dynapipe.integration.profiling.command import profile
 

@@ -23,7 +23,7 @@ from megatron_dynapipe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel
     from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.tuning import Space, TunedLayout, Tuning
+    from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
@@ -61,7 +61,7 @@ def add_parser(subparsers: SubParsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
     from megatron_dynapipe.outputs import check_replaceable, marked, write_file
-    from megatron_dynapipe.tuning.validate import LAYOUT_FILE_MARK, layout_file
+    from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_file
 
     complete_model(args)
     _choose_cluster(args)
@@ -125,7 +125,7 @@ def _check_validation(args: argparse.Namespace) -> None:
 
 
 def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
-    from megatron_dynapipe.tuning.validate import train_best
+    from megatron_dynapipe.tools.tuning.validate import train_best
 
     script, *flags = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     return train_best(
@@ -148,8 +148,8 @@ def _cost_file(args: argparse.Namespace) -> Path | None:
 def _tuned(args: argparse.Namespace) -> "Tuning":
     from tqdm import tqdm
 
-    from megatron_dynapipe.tuning import tune
-    from megatron_dynapipe.tuning.evaluate import StepRates
+    from megatron_dynapipe.tools.tuning import tune
+    from megatron_dynapipe.tools.tuning.evaluate import StepRates
 
     space = _space(args)
     cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
@@ -177,8 +177,8 @@ def _tuned(args: argparse.Namespace) -> "Tuning":
 
 def _space(args: argparse.Namespace) -> "Space":
     from megatron_dynapipe.cli.model_config import given_numbers
-    from megatron_dynapipe.tuning import Space
-    from megatron_dynapipe.tuning.space import Split
+    from megatron_dynapipe.tools.tuning import Space
+    from megatron_dynapipe.tools.tuning.space import Split
 
     try:
         splits = tuple(Split(name) for name in args.layer_splits.split(","))

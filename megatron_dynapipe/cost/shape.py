@@ -4,7 +4,9 @@ Parameters are counted on one tensor-parallel rank, which has its share of matri
 outputs, and all of norms and of the other biases, as in megatron-core.
 """
 
-from typing import Annotated
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,6 +15,7 @@ from megatron_dynapipe.units import ModelFamily, round_up
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+_MOST_LAYERS = 10_000
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +34,107 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ffn: _AtLeastOne
     shared_ffn: _AtLeastZero = 0
     layers: tuple[_AtLeastZero, ...] = ()
+
+    @classmethod
+    def of_megatron(cls, args: Mapping[str, Any]) -> "Experts | None":
+        """Those of a model in Megatron's arguments, as `megatron_fields` takes them; None where it has none."""
+        if not args.get("num_experts"):
+            return None
+        return cls(
+            count=args["num_experts"],
+            per_token=args.get("moe_router_topk") or 2,
+            ffn=args.get("moe_ffn_hidden_size") or _ffn(args),
+            shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
+            layers=expert_layers(args.get("moe_layer_freq", 1), args["num_layers"]),
+        )
+
+
+def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[int, ...]:
+    """The layers with experts that `--moe-layer-freq` names; empty where all have them, as `Experts.layers`.
+
+    Args:
+        frequency: every so many layers, from the first; a list of 1 and 0 by layer; or text of either: "([0]+[1])*2".
+        layers: of the model.
+
+    Raises:
+        ConfigError: it is none of these, is not of as many layers, or names none.
+    """
+    pattern = _evaluated(frequency) if isinstance(frequency, str) else frequency
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        pattern = [int(layer % pattern == 0) for layer in range(layers)]
+    if not isinstance(pattern, Sequence) or len(pattern) != layers or not any(pattern):
+        raise ConfigError(f"moe-layer-freq: expected a number or a list of {layers}, got {frequency!r}")
+    return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
+
+
+def _evaluated(text: str) -> Any:
+    """What lists of numbers, added and multiplied, come to; None where it is something else."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)) if 0 <= number <= _MOST_LAYERS:
+                return number
+            case ast.List(elts=elements):
+                return [value(element) for element in elements]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
+                return (value(left) * value(right))[:_MOST_LAYERS]
+        raise TypeError
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
+    """Fields of `ModelShape` besides the family, as Megatron's arguments say them.
+
+    Args:
+        args: the arguments by attribute of Megatron's namespace. What is absent or None has Megatron's default; heads
+            and vocabulary have none, and their fields are missing then.
+        on_cpu: whether layers run on a CPU.
+    """
+    heads, kind = args.get("num_attention_heads"), args.get("position_embedding_type") or "learned_absolute"
+    swiglu, geglu = bool(args.get("swiglu")), bool(args.get("quick_geglu"))
+    fusion = args.get("bias_swiglu_fusion", True) if swiglu else args.get("bias_gelu_fusion", True) or not geglu
+    positions = args.get("max_position_embeddings") or args.get("seq_length") or 0
+    biases, buckets = args.get("add_bias_linear", True), args.get("relative_attention_num_buckets") or 32
+    is_local = (args.get("transformer_impl") or "transformer_engine") == "local"
+    fields: dict[str, Any] = {
+        "hidden": args["hidden_size"],
+        "ffn": _ffn(args),
+        "gated": swiglu or geglu,
+        "fused": fusion and not on_cpu,
+        "rms_norm": args.get("normalization") == "RMSNorm",
+        "biases": biases,
+        "qkv_bias": bool(args.get("add_qkv_bias")) and not biases,
+        "qk_norm": bool(args.get("qk_layernorm")),
+        "tied": not args.get("untie_embeddings_and_output_weights"),
+        "rotary": kind == "rope",
+        "positions": positions if kind == "learned_absolute" else 0,
+        "relative_buckets": buckets if kind == "relative" else 0,
+        "keeps_scores": is_local and args.get("dynapipe_attention") == "megatron",
+        "attention_dropout": bool(args.get("attention_dropout", 0.1)),
+        "hidden_dropout": bool(args.get("hidden_dropout", 0.1)),
+        "experts": Experts.of_megatron(args),
+    }
+    if heads is not None:
+        groups = (args.get("num_query_groups") or 1) if args.get("group_query_attention") else 0
+        kv_channels = args.get("kv_channels") or max(1, args["hidden_size"] // heads)
+        fields |= {"heads": heads, "kv_channels": kv_channels, "query_groups": groups % heads}
+    if rows := args.get("padded_vocab_size"):
+        fields |= {"vocabulary": rows}
+    elif rows := args.get("vocab_size"):
+        fields |= {"vocabulary": rows, "vocabulary_multiple": args.get("make_vocab_size_divisible_by") or 128}
+    return fields
+
+
+def _ffn(args: Mapping[str, Any]) -> int:
+    """The feed-forward networks' width; Megatron's default of gated ones has as many parameters as that of others."""
+    hidden: int = args["hidden_size"]
+    return args.get("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden)
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +183,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_dropout: bool = True
     hidden_dropout: bool = True
     experts: Experts | None = None
+
+    @classmethod
+    def of_megatron(cls, args: Mapping[str, Any], family: ModelFamily, *, on_cpu: bool) -> "ModelShape":
+        """The model that Megatron's checked arguments describe, its vocabulary padded; as `megatron_fields`."""
+        return cls(family=family, **megatron_fields(args, on_cpu=on_cpu))
 
     def __post_init__(self) -> None:
         if self.query_groups and self.heads % self.query_groups:

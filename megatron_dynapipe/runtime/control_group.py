@@ -59,6 +59,21 @@ class ControlGroup:
         rows = self.gather(padded)
         return [bytes(row.numpy().tobytes()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """On rank 0 `data` of every rank, by rank, each received in its own size; on the others nothing."""
+        size, content = torch.tensor([len(data)]), torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        if self.rank != 0:
+            dist.send(size, 0, group=self.group)
+            dist.send(content, 0, group=self.group)
+            return []
+        collected = [data]
+        for rank in range(1, self.size):
+            dist.recv(size, rank, group=self.group)
+            content = torch.empty(max(int(size), 1), dtype=torch.uint8)
+            dist.recv(content, rank, group=self.group)
+            collected.append(content.numpy().tobytes()[: int(size)])
+        return collected
+
     def find_difference(self, fields: Mapping[str, str]) -> str | None:
         """The first field, by name, in which a rank differs from the lowest that has it, and both values; None if none
         does.

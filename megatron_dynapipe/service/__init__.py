@@ -1,7 +1,6 @@
-"""The planner process: sampler → planner → store, ahead of training; and the ranks' client."""
+"""The planner process: sampler → planner → store, ahead of training; and a node's source of plans."""
 
-from megatron_dynapipe.service.client import PlanClient
-from megatron_dynapipe.service.process import NodePlanners, PlannerProcess
+from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import (
     AnalyticCosts,
     MeasuredCosts,
@@ -9,3 +8,4 @@ from megatron_dynapipe.service.settings import (
     ServiceSettings,
     SplitSettings,
 )
+from megatron_dynapipe.service.source import PlanSource

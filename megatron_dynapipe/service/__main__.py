@@ -9,15 +9,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.service.client import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits, PlannerLoop
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
+from megatron_dynapipe.store import open_store
 
 _NICE = 10
 """Below the threads of training: a plan is needed in some iterations, theirs are needed now."""
+
+
+_END_S = 4.0
+"""How long it may take to end by itself: less than `process.STOP_TIMEOUT_S`."""
 
 
 def main() -> int:
@@ -37,19 +43,26 @@ def main() -> int:
 
 def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
-    with settings.open_store(is_known=True) as store:
+    with open_store(settings.store, retention_s=settings.retention_s) as store:
         try:
             source = PlannedSplits(settings.inputs)
         except Exception as error:
-            failure = PlannerFailure.of(error, planner=settings.planner, doing="reading lengths and costs")
+            failure = PlannerFailure.of(error, who=f"planner {settings.planner}", doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)
             raise
-        PlannerLoop(settings, source, store).run()
+        loop = PlannerLoop(settings, source, store)
+        try:
+            loop.run()
+        except SystemExit:  # the run's clean end
+            loop.close()
+            raise
 
 
 def _end_with_trainer() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    os.kill(os.getpid(), signal.SIGTERM)  # deletes this planner's plans
+    time.sleep(_END_S)
     os._exit(0)
 
 

@@ -1,34 +1,39 @@
 """Everything the planner process is given, as one record that travels as JSON through its stdin."""
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from megatron_dynapipe.cost import AnalyticCostModel, CostModel, DeviceRates, ModelShape, TableCostModel
+from megatron_dynapipe.cost import AnalyticCostModel, DeviceRates, ModelShape, TableCostModel
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, open_store
-from megatron_dynapipe.store.redis_store import REPLY_TIMEOUT_S, RETENTION_S
+from megatron_dynapipe.store import PlanKeys, StoreAddress
+from megatron_dynapipe.store.redis_store import RETENTION_S
 
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
-    """Costs measured on a device, from a cost model file at `path`."""
+class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file", dict=True):
+    """Costs measured on a device, from a cost model file at `path`, which is opened once."""
 
     path: str
 
-    def load(self) -> CostModel:
-        """Read and check the file; raises `CostModelError`."""
+    def load(self) -> TableCostModel:
+        """The file's costs, read and checked at the first call; raises `CostModelError`."""
+        return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> TableCostModel:
         return TableCostModel.load(Path(self.path))
 
 
-class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic"):
+class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic", dict=True):
     """Costs computed from the model's shape and the device's rates, up to a micro-batch of this size and length."""
 
     shape: ModelShape
@@ -36,8 +41,12 @@ class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_size: _AtLeastOne = 4096
     max_length: _AtLeastOne = 16384
 
-    def load(self) -> CostModel:
-        """Tabulate the model; raises `CostModelError`."""
+    def load(self) -> AnalyticCostModel:
+        """The model, tabulated once; raises `CostModelError`."""
+        return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> AnalyticCostModel:
         return AnalyticCostModel(self.shape, self.rates, max_size=self.max_size, max_length=self.max_length)
 
 
@@ -93,16 +102,11 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         store: where plans go; its password is why these settings never touch a command line or the environment.
         job: name of this launch.
         settings_digest: `PlanInputs.digest()`, as the readers compute it.
-        planner: this process, which plans the iterations i with i mod planners = planner; one from `planners` on has
-            none of its own, and plans those that are about to be late.
+        planner: this process, which plans the iterations i with i mod planners = planner.
         planners: processes that share the iterations.
         look_ahead: how many iterations beyond the one in training are planned.
-        look_ahead_bytes: how many bytes of plans lie beyond the iteration in training; the next iteration's always may.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
-        retention_s: how long a key stays that nobody renews or deletes; None keeps all, on a server of the job's own.
-        reply_timeout_s: how long the store may take for a reply.
-        patience_s: how long the store may be out of reach.
-        full_timeout_s: how long the iteration that training needs next may find no room in a full store.
+        retention_s: how long a key stays that nobody deletes; None keeps all, on a server of the job's own.
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
     """
@@ -113,12 +117,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     planner: _AtLeastZero = 0
     planners: _AtLeastOne = 1
     look_ahead: _AtLeastOne = 8
-    look_ahead_bytes: _AtLeastOne = 1_000_000_000
     keep_behind: _AtLeastZero = 2
     retention_s: _AtLeastOne | None = RETENTION_S
-    reply_timeout_s: _Seconds = REPLY_TIMEOUT_S
-    patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
-    full_timeout_s: _Seconds = 30.0
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
 
@@ -126,16 +126,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def keys(self) -> PlanKeys:
         """Names of this job's plans in the store."""
         return PlanKeys(job=self.job, settings_digest=self.settings_digest)
-
-    def open_store(self, *, is_known: bool = False) -> PlanStore:
-        """Connect to the store, with patience where it is known to have served this job; raises `StoreError`."""
-        return open_store(
-            self.store,
-            retention_s=self.retention_s,
-            reply_timeout_s=self.reply_timeout_s,
-            patience_s=self.patience_s,
-            is_known=is_known,
-        )
 
 
 def encode_settings(settings: ServiceSettings) -> bytes:

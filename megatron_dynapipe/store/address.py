@@ -2,12 +2,10 @@
 
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
-    dynapipe:{job}:{settings digest}:{split}:{iteration}:done                  its plans are all there: their bytes
     dynapipe:{job}:error                                                       the first failure of any planner
-    dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
-The server drops them when the job ends (`server`), or after some time without a renewal (`renewed_keys`). A job name
-belongs to one launch: progress and errors of an earlier launch must not be met again.
+The server drops them when the job ends (`server`), else planners delete them, or they expire. A job name belongs
+to one launch: progress and errors of an earlier launch must not be met again.
 """
 
 import re
@@ -84,7 +82,7 @@ def find_address(url: str | None, file: Path | None, environ: Mapping[str, str])
             found = error.strerror if isinstance(error, OSError) else "text that is not UTF-8"
             raise ConfigError(
                 f"cannot read the plan store's URL from {file}: {found}",
-                hint="`megatron-dynapipe store start --url-file FILE` writes one",
+                hint=f"a line such as {_FORM}",
             ) from None
         return StoreAddress(url)
     given = url or environ.get(VARIABLE)
@@ -92,27 +90,8 @@ def find_address(url: str | None, file: Path | None, environ: Mapping[str, str])
 
 
 PATTERN = "dynapipe:*"
-"""All keys of this package, as a server's SCAN and ACL take it."""
+"""All keys of this package, as a server's ACL takes it."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_OWN = re.compile(
-    rf"dynapipe:(?P<job>{_NAME.pattern}):(?:(?P<error>error)|report:[0-9]+|{_NAME.pattern}:(?:"
-    r"(?P<split>[a-z]+):(?:(?P<progress>progress)|(?P<iteration>[0-9]{1,18}):[0-9]+:[0-9]+|[0-9]+:done)))"
-)
-
-
-def parse_key(key: str) -> dict[str, str | None] | None:
-    """What a key is of; None if it is no key of ours.
-
-    Its "job" always; "error" of the job's failure; of a plan "split" and "iteration"; of a split's progress "split" and
-    "progress".
-    """
-    found = _OWN.fullmatch(key)
-    return None if found is None else found.groupdict()
-
-
-def job_prefix(job: str) -> str:
-    """What every key of a launch begins with."""
-    return f"dynapipe:{job}:"
 
 
 def new_job_name() -> str:
@@ -145,15 +124,7 @@ class PlanKeys:
         """Topic under which training says which iteration of `split` it has begun."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
 
-    def done(self, split: str, iteration: int) -> str:
-        """Topic that has the bytes of an iteration's plans once all of them are published."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:done"
-
     @property
     def error(self) -> str:
         """Key of the first planner failure of this job."""
         return f"dynapipe:{self.job}:error"
-
-    def report(self, rank: int) -> str:
-        """Key of the records that a rank hands in at the end of the run."""
-        return f"dynapipe:{self.job}:report:{rank}"

@@ -7,13 +7,11 @@ vanishes with its last reader. A guard process (`processes`) stops the server wh
 """
 
 import importlib.util
-import logging
 import secrets
 import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -23,8 +21,6 @@ from megatron_dynapipe.processes import ChildLog, start_guarded, terminate
 from megatron_dynapipe.store.address import PATTERN as KEYS
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.redis_store import COMMANDS, open_store
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _PORT_ATTEMPTS = 8
@@ -49,8 +45,6 @@ class StoreServer:
         memory_limit_mb: int = 4_000,
         start_timeout_s: float = 20.0,
         log_path: Path | None = None,
-        restarts: int = 0,
-        can_be_stopped: bool = False,
     ) -> None:
         """Only keep the settings; entering the block starts the server.
 
@@ -61,8 +55,6 @@ class StoreServer:
             memory_limit_mb: beyond this the server refuses new plans instead of forgetting old ones.
             start_timeout_s: how long it may take to answer.
             log_path: file to which the server's log is appended; None keeps it for error messages alone.
-            restarts: how often a server that was killed starts again, empty, at the same address.
-            can_be_stopped: whether its user may stop it, as `store stop` does.
         """
         if bind in ("", "*", "0.0.0.0", "::"):
             raise ConfigError(
@@ -71,16 +63,11 @@ class StoreServer:
             )
         self._bind = bind
         self._memory_limit_mb = memory_limit_mb
-        self._can_be_stopped = can_be_stopped
         self._start_timeout_s = start_timeout_s
         self._log_path = log_path
         self._guard: subprocess.Popen[bytes] | None = None
         self._log: ChildLog | None = None
         self._address: StoreAddress | None = None
-        self._restarts = restarts
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._watcher: threading.Thread | None = None
 
     @property
     def address(self) -> StoreAddress:
@@ -97,10 +84,6 @@ class StoreServer:
                 password = secrets.token_urlsafe(24)
                 self._launch(binary, host, port, password)
                 if self._becomes_ready(deadline):
-                    if self._restarts:
-                        watch = (binary, host, port, password)
-                        self._watcher = threading.Thread(target=self._watch, args=watch, daemon=True)
-                        self._watcher.start()
                     return self
                 self._stop()  # another process took the port between our look and the server's bind
         except BaseException:
@@ -109,24 +92,7 @@ class StoreServer:
         raise StoreError(f"no free port on {self._bind} in {_PORT_ATTEMPTS} attempts")
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # none is started from now on
-            self._stopping.set()
         self._stop()
-        if self._watcher is not None:
-            self._watcher.join(_STOP_TIMEOUT_S)
-
-    def _watch(self, binary: Path, host: str, port: int, password: str) -> None:
-        """Start a server that was killed again: planners fill it once more."""
-        while self._restarts and (guard := self._guard) is not None:
-            if guard.wait() not in _KILLED:
-                return
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                self._restarts -= 1
-                _await_port(host, port)  # the kernel kills the server after its guard
-                logger.warning("the plan store's server was killed, and starts again at %s", self.address)
-                self._launch(binary, host, port, password)
 
     def check(self) -> None:
         """Raise `StoreError`, with the end of the server's log, if it has ended."""
@@ -136,14 +102,6 @@ class StoreServer:
                 + self.log_tail(),
                 hint="it was killed, often for want of memory" if status in _KILLED else None,
             )
-
-    def wait(self, timeout_s: float) -> int | None:
-        """The server's exit status once it has ended; None if it still runs after `timeout_s`."""
-        assert self._guard is not None, "the server's block has not been entered"
-        try:
-            return self._guard.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines the server logged."""
@@ -155,9 +113,7 @@ class StoreServer:
         self._log = ChildLog(self._log_path)
         self._guard = start_guarded(
             [binary, "-"],
-            stdin=_settings(
-                host, port, password, memory_limit_mb=self._memory_limit_mb, can_be_stopped=self._can_be_stopped
-            ),
+            stdin=_settings(host, port, password, memory_limit_mb=self._memory_limit_mb),
             log=self._log,
             cwd=tempfile.gettempdir(),
         )
@@ -203,17 +159,6 @@ def find_server_binary() -> Path:
     )
 
 
-def _await_port(host: str, port: int) -> None:
-    """Wait until nobody listens there, for some seconds."""
-    deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-        except OSError:
-            return
-        time.sleep(_READY_INTERVAL_S)
-
-
 def _free_port(bind: str) -> tuple[str, int]:
     """The numeric address of `bind` and a port that is free there at this moment."""
     try:
@@ -228,13 +173,13 @@ def _free_port(bind: str) -> tuple[str, int]:
         ) from error
 
 
-def _settings(host: str, port: int, password: str, *, memory_limit_mb: int, can_be_stopped: bool) -> str:
+def _settings(host: str, port: int, password: str, *, memory_limit_mb: int) -> str:
     """The server's configuration file: one launch's plans, in memory alone, never evicted."""
     return "\n".join(
         (
             f"bind {host}",
             f"port {port}",
-            f"user default reset on >{password} ~{KEYS} {COMMANDS}{' +shutdown' if can_be_stopped else ''}",
+            f"user default reset on >{password} ~{KEYS} {COMMANDS}",
             "protected-mode yes",
             "daemonize no",
             "databases 1",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.random_dataset import make_dataset
-from tests.tuning.test_graph_profile import node
+from tests.tools.tuning.test_graph_profile import node
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,27 +56,6 @@ def test_methods_train_the_same_function(tmp_path):
     assert report["format"] == "dynapipe-throughput/1"
     losses = [row["first_loss"] for row in report["rows"]]
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_emergency_checkpoints_are_measured(tmp_path):
-    words = ("--models", "gpt", "--ranks", "1", "--every", "4", "--count", "3", "--json", tmp_path / "report.json")
-    run("-m", "benchmarks.elastic.emergency", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=850)
-    found = read(tmp_path / "report.json")
-    assert [row["save"] for row in found] == ["sync", "async"]
-    assert all(row["size_mb"] > 0 and row["saves"] > 0 for row in found)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_two_nodes_of_which_one_is_lost_and_comes_back(tmp_path):
-    words = ("--nodes", "2", "--events", "4", "--only", "kill,join,notice,rank", "--json", tmp_path / "report.json")
-    run("-m", "benchmarks.elastic.run", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=1700)
-    found = read(tmp_path / "report.json")
-    assert [(row["before"], row["after"]) for row in found["rows"]] == [(2, 1), (1, 2), (2, 1), (1, 1)]
-    assert found["left"] == 0 and found["distance"] < 1e-4
-    assert found["rows"][2]["resumed"] >= found["rows"][2]["last"], "nothing is lost after a notice"
 
 
 def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):

@@ -141,8 +141,8 @@ def test_sizes_follow_the_device(monkeypatch):
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_run_files_for_gpus_fit_the_synthetic_mixture(family):
     """Every sample fits, and 2, 4, 8 and 16 stages have equally many layers."""
-    flags = ["--dynapipe-config", str(devices.CONFIGS["gpu"][family])]
-    value = {name: int(config.value_of(flags, name, "0")) for name in NAMES}
+    given = config.read(devices.CONFIGS["gpu"][family])
+    value = {name: given.get(name, 0) for name in NAMES}
     inputs, targets = inspect.signature(synthetic.make).parameters["longest"].default
     layers = value["num-layers"] or value["encoder-num-layers"] + value["decoder-num-layers"]
     assert layers == 16

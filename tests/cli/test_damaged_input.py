@@ -143,9 +143,6 @@ def test_outputs_that_cannot_be_written_are_one_error(tmp_path, batches_file, co
         ("cost-model", "check", "{costs}", "--seed", "-1"),
         ("data", "prepare", "{rows}", "--output", "made", "--vocabulary-size", "-5"),
         ("data", "prepare", "{rows}", "--output", "made", "--vocabulary-size", str(10**30)),
-        ("store", "start", "--bind", "..bad.."),
-        ("store", "start", "--bind", "x" * 80),
-        ("store", "start", "--memory-limit-mb", str(10**30)),
     ],
 )
 def test_arguments_that_libraries_choke_on(tmp_path, cost_file, capsys, words):

@@ -2,11 +2,8 @@
 
 import importlib.metadata
 import json
-import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +12,7 @@ from megatron_dynapipe.cli import doctor as checks
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.doctor import Finding
 from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.store import StoreServer
 
 
 def fixed(status: str, hint: str | None = None) -> Callable[[], Finding]:
@@ -70,31 +68,22 @@ def test_check_that_breaks_is_a_finding(monkeypatch, error, found, hint):
     assert checks.run_checks() == {"torch": Finding("fail", found, hint)}
 
 
-def megatron_at(folder: Path) -> Path:
-    (folder / "megatron" / "core").mkdir(parents=True)
-    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    return folder / "megatron"
+def test_a_megatron_that_is_absent_is_said(monkeypatch) -> None:
+    assert checks.check_megatron().status == "ok"
+    monkeypatch.setattr(patching, "find_version", lambda: None)
+    absent = checks.check_megatron()
+    assert (absent.status, absent.found) == ("absent", "not installed (for training)")
+    assert absent.hint == "pip install 'megatron-dynapipe[train]'"
 
 
-def test_the_installed_megatron_is_known_by_its_files(monkeypatch, tmp_path) -> None:
-    told = checks.check_megatron()
-    assert told.status == "ok" and told.found.endswith("its files as released")
-    with monkeypatch.context() as patched:
-        patched.setattr(patching, "find_version", lambda: None)
-        absent = checks.check_megatron()
-        assert (absent.status, absent.found) == ("absent", "not installed (for training)")
-        assert absent.hint == "pip install 'megatron-dynapipe[train]'"
-    first, second = megatron_at(tmp_path / "a"), megatron_at(tmp_path / "b")
-    monkeypatch.setattr(patching, "find_version", lambda: "0.21.0")
-    with monkeypatch.context() as patched:
-        patched.setattr(patching, "megatron_folders", lambda: [first])
-        told = checks.check_megatron()
-        assert told.status == "note" and told.found.endswith("of no known release")
-        assert told.hint is not None and f"patch {tmp_path / 'a'} --check" in told.hint
-    monkeypatch.setattr(patching.sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: object())
-    told = checks.check_megatron()
-    assert told.status == "note" and told.found.endswith(f"at {first}; another at {second} is hidden by it")
+def test_a_server_that_is_named_is_reached_and_described(tmp_path) -> None:
+    file = tmp_path / "store.url"
+    with StoreServer() as server:
+        file.write_text(server.address.url)
+        told = checks.run_checks(file)["plan store"]
+        assert told.status == "ok" and f"at {server.address}: " in told.found and "MB used of 4,000 MB" in told.found
+    told = checks.run_checks(file)["plan store"]
+    assert told.status == "fail" and "Connection refused" in told.found and "***" in told.found
 
 
 @pytest.mark.parametrize(("ours", "status"), [(False, "fail"), (True, "ok")])
@@ -143,34 +132,14 @@ def test_required_versions(monkeypatch, required, status, found):
         assert str(told.hint).startswith("pip install --upgrade 'megatron-dynapipe[data]'")
 
 
-def refuse(*_, **__):
-    raise OSError("refused")
-
-
-def kilobytes(available):
-    return lambda _: f"MemTotal: 9 kB\nMemAvailable:  {available} kB"
-
-
 @pytest.mark.parametrize(
     ("check", "name", "value", "status", "said"),
     [
         ("python", "KNOWN_PYTHONS", ((3, 8), (3, 9)), "fail", "use Python 3.8 or 3.9: megatron-core has wheels for th"),
         ("requirements", "DISTRIBUTION", "no-such-package-here", "note", "pip install ."),
-        ("memory", "Path.read_text", kilobytes(10_000_000), "ok", "10,240 MB"),
-        ("memory", "Path.read_text", kilobytes(2_000_000), "note", "2,048 MB"),
-        ("shared_memory", "shutil.disk_usage", lambda _: SimpleNamespace(free=64 * 2**20), "note", "--shm-size=8g"),
-        ("shared_memory", "shutil.disk_usage", lambda _: SimpleNamespace(free=2**33), "ok", ""),
-        ("network", "socket.create_connection", refuse, "fail", "no connection to 127.0.0.1: refused"),
     ],
 )
 def test_what_a_check_finds(monkeypatch, check, name, value, status, said):
     monkeypatch.setattr(f"megatron_dynapipe.cli.doctor.{name}", value)
     told = getattr(checks, f"check_{check}")()
     assert told.status == status and said in f"{told.found} {told.hint}"
-
-
-def test_a_port_that_is_taken_is_said(monkeypatch):
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        monkeypatch.setattr(checks, "LAUNCH_PORT", taken.getsockname()[1])
-        told = checks.check_network()
-    assert told.status == "note" and "--standalone" in str(told.hint)

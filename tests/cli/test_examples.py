@@ -15,22 +15,20 @@ from tests.docs.workspace import PROGRAM, make_workspace, run_text
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.runs import write_run
 from tests.modules.test_planning import costs_of
-from tests.tuning.test_graph_profile import node
+from tests.tools.tuning.test_graph_profile import node
 
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(dict.fromkeys(line for lines in EXAMPLES.values() for line in lines))
 PATCHES = tuple(line for line in EVERY if line.startswith("patch "))
-SERVED = "--url-file store.url & until [ -s store.url ]; do sleep 0.2; done"
 SMALLER = (
     ("--budget-minutes 1 ", "--budget-minutes 0.2 "),
     ("--validate 2 ", "--validate 1 --validate-iterations 2 "),
     ("--nnodes 1:4 --rdzv-endpoint node0:29400", "--nnodes 1 --nproc-per-node 2 --rdzv-endpoint localhost:29431"),
-    ("start --bind 0.0.0.0 --url-file store.url", f"start --bind 127.0.0.1 {SERVED}"),
     ("to-hf checkpoints/llama-run", "to-hf checkpoints/llama"),
     ("to-hf checkpoints/flan-run models/mine", "to-hf checkpoints/flan models/other"),
 )
 """What lines that train, measure, convert or serve have in place of their own: less time, one machine, no training."""
-ORDER = ("profile", "tune", "launch", "convert", "store start", "store inspect", "store stop")
+ORDER = ("profile", "tune", "convert")
 QUICK = tuple(
     line for line in EVERY if not line.startswith((*ORDER, "patch ")) or (line[:4] == "tune" and "--val" not in line)
 )

@@ -45,6 +45,11 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
         ([], "the following arguments are required: COMMAND", "see `megatron-dynapipe --help`"),
         (["ecko"], "argument COMMAND: invalid choice: 'ecko' (choose from", "did you mean echo?"),
         (["zzz"], "argument COMMAND: invalid choice: 'zzz' (choose from", "see `megatron-dynapipe --help`"),
+        (
+            ["store", "start"],
+            "the command store is gone; in its place: valkey-server or redis-server serves",
+            "see `megatron-dynapipe --help`",
+        ),
         (["echo", "--sampels=3"], "unrecognized arguments: --sampels=3", "did you mean --samples?"),
         (["echo", "--sam=3"], "unrecognized arguments: --sam=3", "did you mean --samples?"),
         (
@@ -62,6 +67,14 @@ def test_bad_arguments_are_one_line_and_a_hint(echo, capsys, argv, error, hint):
     first, second = err.splitlines()
     assert first.startswith(f"error: {error}")
     assert second == f"hint: {hint}"
+
+
+def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["launch", "--nnodes", "1:4", "pretrain_gpt_multitask.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: the command launch is gone; in its place: torchrun --nnodes MIN:MAX --max-restarts 100"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from tests.modules.test_planning import costs_of
-from tests.tuning.test_graph_profile import node
+from tests.tools.tuning.test_graph_profile import node
 
 BATCH = ["--micro-batch-size", "2", "--global-batch-size", "16", "--devices", "3"]
 

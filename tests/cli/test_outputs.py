@@ -5,8 +5,7 @@ What is written into a dataset's folder, and into a checkout, is held by tests/t
 
 import errno
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 from megatron_dynapipe import outputs
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
-from megatron_dynapipe.store import StoreServer
 from tests.helpers.plans import make_plan
 from tests.helpers.runs import write_run
 from tests.tools.prepare.test_run import text_samples
@@ -69,7 +67,6 @@ OUTPUTS = {
     "show picture": Output(".png", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show drawing": Output(".svg", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show trace": Output(".json", lambda inputs, path: ["show", str(inputs.plan), "--trace", str(path)]),
-    "store": Output(".url", lambda inputs, path: ["store", "start", "--url-file", str(path)]),
     "report": Output(".html", lambda inputs, path: ["report", str(inputs.run), "--output", str(path)]),
 }
 """One row for each file that a command writes; `profile` has its own test, since it takes a device."""
@@ -88,8 +85,6 @@ STRANGERS = {
     "a page": b"<!doctype html><title>About dynapipe</title>",
     "lengths": b'{"format": "dynapipe-batches/1", "batches": []}',
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(64),
-    "another store": b"redis://:theirs@10.0.0.1:6379/0\n",
-    "more than a store": b"redis://:" + b"x" * 32 + b"@h:1/0\nmore",
 }
 """Files of a user's, some of which speak of this program."""
 
@@ -103,15 +98,6 @@ def inputs(tmp_path: Path, cost_file: Path, batches_file: Path) -> Inputs:
     text = tmp_path / "text.jsonl"
     text.write_text('{"task": "sums", "input": "1 + 1", "target": "2"}\n')
     return Inputs(tmp_path, cost_file, batches_file, plan, write_run(tmp_path / "run", iterations=2), text)
-
-
-@pytest.fixture(autouse=True)
-def ending_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`store start` ends as soon as it waits for its server's end."""
-    handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(StoreServer, "wait", lambda self, timeout_s: 0)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

@@ -81,8 +81,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     from megatron.training import global_vars
 
     from megatron_dynapipe.integration.entry.bootstrap import environment
-    from megatron_dynapipe.integration.flags import command_line
-    from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
+    from megatron_dynapipe.integration.flags import command_line, from_megatron
     from megatron_dynapipe.planning.planner import Planner
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.units import ModelFamily
@@ -97,10 +96,10 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     unset_num_microbatches_calculator()
     args, run = command_line.parse(kind, argv)
     if gpus > 2:
-        run = dataclasses.replace(run, device=torch.device("cuda", 0))  # costs of a GPU, of which there is none here
         queues = environment(tensor_parallel=args.tensor_model_parallel_size, capability=9, environ={})
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues["CUDA_DEVICE_MAX_CONNECTIONS"]
-    inputs = plan_inputs(run)
+        run = from_megatron.run_config(args, kind, torch.device("cuda", 0))  # costs of a GPU: there is none here
+    inputs = run.inputs
     quickly = msgspec.structs.replace(inputs.planner, schedule=ScheduleSettings(search_evaluations=0))
     planner = Planner(quickly, inputs.costs.load())
     needed, failures = [], []

@@ -31,7 +31,6 @@ class Runs:
 
 TWO_RANKS = ("--nproc-per-node 8", "--nproc-per-node 2")
 IN_SECONDS = ("--output costs.json", "--output costs.json --budget-minutes 0.2")
-SERVED = "--url-file store.url & until [ -s store.url ]; do sleep 0.2; done #"
 
 BLOCKS: dict[str, tuple[Runs | str, ...]] = {
     # One entry per block, in order: how it runs, or why it is only parsed and what runs it instead.
@@ -60,11 +59,6 @@ BLOCKS: dict[str, tuple[Runs | str, ...]] = {
     "docs/quick-start/several-nodes.md": (
         "needs two nodes; tests/examples/test_network.py runs it in two network namespaces",
         Runs(swaps=(("--nodes 4", "--nodes 1"),)),  # with stand-ins for Slurm's three commands
-        Runs(
-            swaps=(("10.0.0.1", "127.0.0.1"), ("--url-file store.url\n", SERVED + "\n")),
-            after=f"{PROGRAM} store stop --url-file store.url",
-            slow=False,
-        ),
     ),
     "docs/pretrained.md": (Runs(swaps=(TWO_RANKS,)),),
     "docs/fine-tuning.md": ("one step of a walk, which test_the_walk runs whole",) * 7,

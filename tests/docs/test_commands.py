@@ -26,18 +26,14 @@ NOT_RUN = {
     r"(torchrun .*)?pretrain_gpt.py|torchrun .*on_cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
     " cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
-    r"megatron-dynapipe (COMMAND|plan --output FOLDER$|store stop URL$)|python -m megatron_dynapipe C": "no whole line",
-    r"megatron-dynapipe store start": "serves until it is stopped; run in docs/quick-start/several-nodes.md",
+    r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
     r"torchrun (--nnodes|--nproc-per-node [48] pretrain|… --dynapipe)": "needs 4 to 32 GPUs; tests/configs takes each"
     " run file through Megatron's checks on so many ranks, and plans for its cluster",
     r"megatron-dynapipe data prepare --mixture configs/data": "downloads; configs/test_mixtures.py reads local copies",
     r"torchrun with `-m": "no whole line; docs/cost-models.md has it",
-    r"(python|megatron-dynapipe launch --nnodes 1:4 .*)\s*examples/elastic_module.py --(profile costs.json  |costs)": (
-        "as docs/your-own-model.md has it, on one node"
-    ),
+    r"python examples/elastic_module.py --profile costs.json  ": "as docs/your-own-model.md has it",
 }
-ON_ONE = ("node0:29400", "localhost:29437")
 RUN = {
     rf"{PROGRAM} (compare --batches|orchestrate)": Runs(swaps=(("--limit 6", "--limit 1"),), slow=False),
     rf"{PROGRAM} tune --model-config configs/qwen3": Runs(swaps=(("--limit 14", "--limit 1"),)),
@@ -55,13 +51,10 @@ RUN = {
         slow=False,
     ),
     r"torchrun --nproc-per-node \d examples/": Runs(),
-    "python examples/elastic_module.py": Runs(swaps=(("launch", f"launch --rdzv-endpoint {ON_ONE[1]}"),)),
+    "python examples/elastic_module.py": Runs(),
     rf"{PROGRAM} profile": Runs(swaps=(("--output t5.json", "--output t5.json --budget-minutes 0.2"),)),
     r"torchrun .* profile": Runs(
         swaps=(("…", "--model gpt --output tp.json --budget-minutes 0.2 -- --dynapipe-config configs/demo_gpt.yaml"),)
-    ),
-    rf"{PROGRAM} launch --nnodes 2:8": Runs(
-        swaps=(ON_ONE, ("--nnodes 2:8", "--nnodes 1 --nproc-per-node 2"), ("/shared", "shared"))
     ),
     rf"{PROGRAM} data prepare --mixture mixture": Runs(swaps=(("[--tokenizer TOKENIZER]", "--tokenizer TOKENIZER"),)),
     rf"{PROGRAM} tune .*--validate 3": Runs(

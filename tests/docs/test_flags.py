@@ -21,10 +21,9 @@ PAGES = [page for page in PAGES if "results" not in page.parts]
 
 OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
-    " --rdzv-backend --rdzv-id --max-restarts",
+    " --rdzv-backend --rdzv-id --rdzv-conf --max-restarts",
     "sbatch and srun": "--nodes --signal",
-    "Megatron's dev branch": "--sequence-packing-scheduler --thd-max-packed-sequences",
-    "etcd": "--enable-v2",
+    "Megatron's dev branch": "--thd-max-packed-sequences",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
     "pip": "--upgrade",
@@ -32,7 +31,7 @@ OF_OTHERS = {
     "mypy": "--strict",
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
-        " --list --only --over --costs --size --iterations --events --methods"
+        " --list --only --over --costs --size --iterations --methods"
     ),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,8 @@ def train(
     """Run an entry script; per rank its losses by iteration (last stage), stdout and stderr.
 
     Every rank must end with exit status `status`. At the third iteration the children of rank 0 whose command line
-    has the word `kill` are killed. Without `pictures` the report's, which takes a second, is not drawn.
+    has the word `kill` are killed, or stopped (`stop WORD`). Without `pictures` the report's, which takes a second, is
+    not drawn.
     """
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=report)}
     runs = run_ranks(run_entry, ranks, arguments | {"kill": kill, "pictures": pictures}, deadline_s=deadline_s)
@@ -94,7 +96,9 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
     sys.argv = [script, *argv]
     try:
-        bootstrap.run(runpy.run_path(str(ROOT / script))["main"])
+        names = runpy.run_path(str(ROOT / script))
+        family = ModelFamily.T5 if "_t5_" in script else ModelFamily.GPT
+        bootstrap.run(names["adapting"](family, names["main"]))
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0
@@ -138,7 +142,9 @@ def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, fl
 
 
 def _kill_children(word: str) -> None:
+    """Kill children, or stop them ("stop WORD")."""
+    stops, word = word.startswith("stop "), word.removeprefix("stop ")
     victims = [p for p in psutil.Process().children(recursive=True) if word in " ".join(p.cmdline()[:5])]
     assert victims, f"no child process with {word} in its command line"
     for victim in victims:
-        victim.kill()
+        victim.suspend() if stops else victim.kill()

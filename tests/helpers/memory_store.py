@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dynapipe.errors import StoreError
-from megatron_dynapipe.store.redis_store import check_value, check_wait, conflict_error, timeout_error
+from megatron_dynapipe.store.redis_store import check_value, check_wait, timeout_error
 
 
 class MemoryStore:
@@ -14,25 +14,16 @@ class MemoryStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._progress: dict[str, int] = {}
-        self.interruptions = 0
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, key: str, value: bytes) -> None:
-        held = self.put_first(key, value)
-        if held != value:
-            raise conflict_error(key, len(held), len(value))
-
-    def put_first(self, key: str, value: bytes) -> bytes:
-        check_value(key, value)
-        with self._changed:
-            self._check_open()
-            self._changed.notify_all()
-            return self._values.setdefault(key, bytes(value))
-
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
         for key, value in items:
-            self.put(key, value)
+            check_value(key, value)
+            with self._changed:
+                self._check_open()
+                self._values.setdefault(key, bytes(value))
+                self._changed.notify_all()
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
 
@@ -58,8 +49,7 @@ class MemoryStore:
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
         with self._changed:
             self._check_open()
-            held = dict.fromkeys(self._values, 1) | self._progress
-            return {topic: held[topic] for topic in topics if topic in held}
+            return {topic: self._progress[topic] for topic in topics if topic in self._progress}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
 
@@ -88,4 +78,4 @@ class MemoryStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError("this plan store is closed", hint="open a new one with open_store()")
+            raise StoreError("the plan store is closed")

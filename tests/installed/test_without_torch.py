@@ -91,23 +91,6 @@ def test_plans_are_made_shown_and_verified_without_extras(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_a_store_is_served_without_extras(folder: Path) -> None:
-    served = subprocess.Popen(
-        [sys.executable, "-c", RUN, "store", "start", "--memory-limit-mb", "64"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert served.stdout is not None
-        url = served.stdout.readline().strip()
-        assert without_extras("store", "inspect", url, "--json", folder=folder).returncode == 0
-        assert without_extras("store", "stop", url, folder=folder).returncode == 0
-        assert served.wait(timeout=30) == 0
-    finally:
-        served.kill()
-        served.communicate(timeout=30)
-
-
 def test_the_planner_process_needs_no_extra() -> None:
     program = f"import sys; sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r})); import megatron_dynapipe.service"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -8,7 +8,7 @@ from torch import nn
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
-from megatron_dynapipe.tuning import Layer, LayerProfile, Topology, orchestrate
+from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
 from tests.helpers.processes import run_ranks
 
 WIDTH = 6

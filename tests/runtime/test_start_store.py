@@ -4,29 +4,12 @@ import os
 from typing import Any
 
 import pytest
-from megatron_dynapipe.elastic.job import Job, from_rank_0, says_first, start_of_ranks
+from torch.distributed import TCPStore
 
-from megatron_dynapipe.errors import CostModelError, DynaPipeError
+from megatron_dynapipe.errors import ConfigError, CostModelError, DynaPipeError
+from megatron_dynapipe.runtime.start_store import from_rank_0, renew, says_first
 from tests.helpers.processes import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("job", "names"),
-    [
-        pytest.param(Job(most_ranks=4, wait_s=60), 1, id="launch: one start"),
-        pytest.param(None, 2, id="torchrun: two starts"),
-    ],
-)
-def test_counts_of_failures_tell_starts_apart_under_torchrun_alone(
-    job: Job | None, names: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Campaign: after a failure the ranks of a node that joined waited for what rank 0 had set under another key."""
-    monkeypatch.setattr(Job, "current", lambda: job)
-    found = set()
-    for count in ("0", "3"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        found.add(start_of_ranks())
-    assert len(found) == names
+from tests.store.servers import free_port
 
 
 def agreed(rank: int, world_size: int) -> list[Any]:
@@ -56,3 +39,41 @@ def test_rank_0_makes_a_text_for_all_and_its_error_is_that_of_all() -> None:
     assert first[2] == ("ZeroDivisionError", "by zero")
     assert second[2] == ("ConfigError", "rank 0 failed: ZeroDivisionError: by zero")
     assert {first[3], second[3]} == {True, False}
+
+
+def renewed(rank: int, world_size: int, shared: bool, stale: str) -> tuple[str, int]:
+    """A text and a sum over process groups, in a store of this start, beside keys of the start before."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(rank)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(shared)
+    if shared and rank:
+        agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        agents.set(f"dynapipe/asks/{rank}", stale)  # of a rank that was killed
+    if not shared:
+        os.environ["MASTER_PORT"] = stale
+    renew(60)
+    text = from_rank_0("text", lambda: f"of {rank}", timeout_s=60)
+    dist.init_process_group("gloo")
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return text, int(total)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_count_their_starts_differently_meet_in_a_store_of_their_own(shared: bool) -> None:
+    """torchrun counts the restarts of each node by itself, and keeps its store over them."""
+    stale = "question of a killed rank" if shared else str(free_port())
+    assert run_ranks(renewed, 3, {"shared": shared, "stale": stale}) == [("of 0", 6)] * 3
+
+
+def test_a_rank_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
+    environment |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="rank 0 waited 1 s for the 2 ranks to meet: 1 of them came"):
+        renew(1)

@@ -66,15 +66,12 @@ def use(url: str) -> None:
     plan = keys.plan(split="train", iteration=0, replica=0, stage=0)
     with open_store(url, retention_s=60) as store:
         store.put_all([(plan, b"plan")])
-        store.put(plan, b"plan")
         store.announce(keys.progress("train"), 1)
         assert store.read_progress([keys.progress("train")]) == {keys.progress("train"): 1}
         assert store.wait_any([plan], timeout_s=5, what="it") == (plan, b"plan")
         with pytest.raises(StoreTimeoutError):
             store.wait_any([keys.error], timeout_s=0.1, what="it")
-        store.renew(keys.job)
-        store.eviction_warning()
-        assert store.delete_job(keys.job) == 2
+        store.delete([plan])
 
 
 def test_a_user_needs_no_more_than_is_documented(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_user_needs_no_more_than_is_documented(tmp_path: Path) -> None:
         use(f"redis://plans:it%25is~me@127.0.0.1:{port}/0")
         with pytest.raises(StoreError, match="permissions") as caught:
             with open_store(f"redis://plans:it%25is~me@127.0.0.1:{port}/0") as store:
-                store.put("another:program", b"")
+                store.put_all([("another:program", b"")])
         assert caught.value.hint == "check user and password in the store's URL"
     for text in ("it%is~me", "it%25is~me"):
         assert text not in str(caught.value)

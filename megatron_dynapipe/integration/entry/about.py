@@ -17,18 +17,18 @@ from megatron_dynapipe.units import amount
 
 def about(run: RunConfig) -> dict[str, str]:
     """Command, model, data, layout, machine, versions and the time, each in a few words."""
-    meta, model, parallel = read_meta(run.data), run.model, run.parallel
+    meta, model, plans = read_meta(run.data), run.model, run.planner
     stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
-    layout = f"{parallel.data} × {parallel.tensor} × {parallel.pipeline} (data × tensor × pipeline)"
-    if parallel.chunks > 1:
-        layout += f", {parallel.chunks} chunks a rank"
-    if parallel.layers_per_stage is not None:
-        layout += f", layers per stage {'+'.join(map(str, parallel.layers_per_stage))}"
+    layout = f"{plans.data_parallel} × {plans.tensor_parallel} × {plans.pipeline_parallel} (data × tensor × pipeline)"
+    if plans.chunks > 1:
+        layout += f", {plans.chunks} chunks a rank"
+    if plans.layers_per_stage is not None:
+        layout += f", layers per stage {'+'.join(map(str, plans.layers_per_stage))}"
     experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
-    if parallel.experts > 1:
-        layout += f", experts over {parallel.experts} ranks"
+    if plans.in_step > 1:
+        layout += f", experts over {plans.in_step} replicas"
     samples = meta.split_samples.get("train", 0)
-    size, tokens = run.training.sampler.samples_per_iteration, run.training.sampler.tokens_per_iteration
+    size, tokens = run.sampler.samples_per_iteration, run.sampler.tokens_per_iteration
     device = processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return {
         "command": _command(),

@@ -8,13 +8,13 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.config import EarlyFlags
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
-from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
@@ -34,15 +34,16 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
     """
     end_with_launcher()
     with reported():
-        wanted = device or config.value_of(sys.argv[1:], "dynapipe-device", "auto")
-        prepare_environment(sys.argv[1:], wanted)  # before anything asks for a device
+        sys.argv[1:] = config.expand(sys.argv[1:])  # run files are read here, and nowhere else
+        early = config.early_flags(sys.argv[1:], EarlyFlags)
+        wanted = device or early.dynapipe_device
+        prepare_environment(early.tensor_model_parallel_size, wanted)  # before anything asks for a device
         check_driver(wanted)
         cpu.quieten()
-        if cpu.enable(wanted):  # type: ignore[arg-type]  # enable() checks the name
+        if cpu.enable(wanted):
             cpu.silence_prints()
         check_megatron()
-        with elastic_run.status():
-            main()
+        main()
 
 
 def check_megatron() -> None:
@@ -76,8 +77,6 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
         "CUDA_MODULE_LOADING": "EAGER",
         # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32",
-        # A pending receive occupies a thread block per channel; NVLink would get 16 or more for messages of a few MB.
-        "NCCL_MAX_P2P_NCHANNELS": "8",
         # Micro-batches of many shapes fragment segments of fixed sizes.
         ALLOCATOR[1]: "expandable_segments:True",
     }
@@ -87,20 +86,18 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
 
 
 def prepare_environment(
-    arguments: Sequence[str], device: str, *, capabilities: Callable[[], list[int]] | None = None
+    tensor_parallel: int, device: str, *, capabilities: Callable[[], list[int]] | None = None
 ) -> None:
     """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none.
 
     Args:
-        arguments: the command line, with its run files.
+        tensor_parallel: ranks that a layer is sharded over.
         device: of `--dynapipe-device`.
         capabilities: gives each device's major compute capability; asks the driver's management library if None.
     """
     found = [] if device == "cpu" else (capabilities or _capabilities)()
     if not found:
         return
-    given = config.value_of(arguments, "tensor-model-parallel-size", "1")
-    tensor_parallel = int(given) if given.isdecimal() else 1  # what is no number is reported with all other flags
     chosen = environment(tensor_parallel=tensor_parallel, capability=min(found), environ=os.environ)
     os.environ.update(chosen)
     if chosen and os.environ.get("RANK", "0") == "0":

@@ -68,7 +68,7 @@ def _identity(run: RunConfig) -> str:
     held = {
         **run.layer_costs,
         "family": run.family.value,
-        "recompute": ",".join(run.recompute),
+        "recompute": ",".join(run.planner.recompute),
         "device": processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
         "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -81,7 +81,7 @@ def _identity(run: RunConfig) -> str:
 
 def _processes(run: RunConfig) -> int:
     """As many as the node has ranks, in whole tensor-parallel groups: so they share its memory as in training."""
-    shared = run.parallel.tensor
+    shared = run.planner.tensor_parallel
     ranks = min(local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
 
@@ -100,8 +100,8 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(_processes(run)), "-m", "megatron_dynapipe", "profile"]
         command += ["--model", run.family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
-        command += ["--recompute", ",".join(run.recompute)]
-        command += ["--tensor-parallel", str(run.parallel.tensor), "--", *flags]
+        command += ["--recompute", ",".join(run.planner.recompute)]
+        command += ["--tensor-parallel", str(run.planner.tensor_parallel), "--", *flags]
         failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
             output.replace(path)

@@ -8,7 +8,7 @@ import argparse
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
+from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.units import ModelFamily
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _session: "Session | None" = None
 """The run that this module started; an entry script's run is closed by its own `with`."""
+_known: Sequence[argparse.Action] = ()
+"""The checkout's own arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,15 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     With `--use-dynapipe` Megatron's defaults become those of a planned run, and bad flags end it with one line.
     """
+    global _known
+    _known = own_actions(parser)
     command_line.add_flags(parser)
     with reported():
-        sys.argv[1:] = config.expand(sys.argv[1:], command_line.switches(parser))
+        sys.argv[1:] = config.expand(sys.argv[1:])
         if "--use-dynapipe" in sys.argv[1:]:
             fork.check(sys.argv[1:], os.environ)
-    if "--use-dynapipe" in sys.argv[1:]:
-        command_line.add_arguments(parser)
-        parser.error = reported()(parser.error)  # type: ignore[method-assign]
-        prepare_environment(sys.argv[1:], "cpu" if cpu.is_enabled() else "auto")
+            early = config.early_flags(sys.argv[1:], config.EarlyFlags)
+            prepare_environment(early.tensor_model_parallel_size, "cpu" if cpu.is_enabled() else "auto")
+            command_line.add_arguments(parser)
+            parser.error = reported()(parser.error)  # type: ignore[method-assign]
     return parser
 
 
@@ -61,7 +66,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
-        command_line.settle(args, ModelFamily.GPT)
+        command_line.settle(args, ModelFamily.GPT, _known)
 
 
 def _check_device() -> None:
@@ -80,6 +85,7 @@ def _check_model_flags() -> None:
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
+        ("--dynapipe-softmax-scale", "leave it out"),
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
         ("--dynapipe-elastic", "use this project's entry scripts"),
     ):

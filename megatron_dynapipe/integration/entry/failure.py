@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dynapipe import config
+from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.errors import (
     ConfigError,
     CostModelError,
@@ -145,7 +145,7 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
     frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
     if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):
-        return unwritten(Path(config.value_of(sys.argv[1:], "save", ".")), error)
+        return unwritten(Path(early_flags(sys.argv[1:], EarlyFlags).save or "."), error)
     return None
 
 
@@ -160,7 +160,7 @@ def leave(status: int) -> None:
     """End a process of torchrun's at once: threads and kernels of aborted groups can hold up the interpreter's end."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         for helper in multiprocessing.active_children():  # Megatron's checkpoint writer has one, which would stay
-            helper.terminate()
+            helper.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

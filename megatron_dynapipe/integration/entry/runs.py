@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,22 +14,24 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from megatron_dynapipe import config
+from megatron_dynapipe.config import EarlyFlags, early_flags
 from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
-from megatron_dynapipe.integration.entry import calibration, elastic_run, start
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry import calibration, start
+from megatron_dynapipe.integration.entry.checkpoint_lock import lock_checkpoints
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
-from megatron_dynapipe.integration.flags.layer_split import megatron_layout
-from megatron_dynapipe.integration.flags.plan_inputs import Progress, chosen_layer_split, plan_inputs
+from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
 from megatron_dynapipe.integration.flags.preflight import check_data, check_run
 from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
-from megatron_dynapipe.integration.flags.run_config import RunConfig, t5_split
+from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig
+from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
@@ -63,7 +65,7 @@ class Run:
 def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
     args, run = _checked(ModelFamily.T5)
-    split = t5_split(run.model, run.parallel)
+    split = T5Split(run.planner.layout)
 
     def required_fields() -> RequiredFields:
         return t5_required_fields(split.of_rank(parallel_state.get_pipeline_model_parallel_rank()))
@@ -86,9 +88,9 @@ def t5_run() -> Run:
 def gpt_run() -> Run:
     """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
     args, run = _checked(ModelFamily.GPT)
-    if run.plans_layer_split and run.parallel.layers_per_stage is not None:
+    if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
-        args.pipeline_model_parallel_layout = megatron_layout(run.parallel.layers_per_stage)
+        args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
 
     def required_fields() -> RequiredFields:
         return RequiredFields(
@@ -113,40 +115,47 @@ def _progress(args: argparse.Namespace) -> Progress:
 
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
     """Megatron's namespace and the run's whole configuration; raises on all ranks or on none."""
-    elastic_run.prepare(family)
     flags = sys.argv[1:]
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
         args, run = command_line.parse(family, flags)
+        if args.dynapipe_elastic:
+            raise ConfigError(
+                "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
+                hint="end the script as pretrain_gpt_multitask.py ends",
+            )
         if (folder := resumed(run.checkpoints)) and folder.is_dir():
             args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
-        measures = run.cost_model is None and run.calibrate_s > 0
-        if measures:
+        measured = None
+        if run.calibrate_s > 0:
             from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-            run = replace(run, cost_model=calibration.measured_costs(run, flags))
+            measured = calibration.measured_costs(run, flags)
+        if measured is not None:
+            args.dynapipe_cost_model = measured
+            run = from_megatron.run_config(args, family)
         if run.plans_layer_split:
             run = _plan_layer_split(run)
         _preflight(run)
-        if measures and run.rank == 0 and run.cost_model is not None:
-            shutil.copyfile(run.cost_model, run.report_folder / "cost-model.json")
+        if measured is not None and run.rank == 0:
+            shutil.copyfile(measured, run.report_folder / "cost-model.json")
         return args, run
 
-    return start.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))
+    return start.start_together(check, timeout_s=early_flags(flags, EarlyFlags).dynapipe_timeout_s)
 
 
 def _data_checked(run: RunConfig) -> str:
-    check_data(run, plan_inputs(run))
+    check_data(run)
     return "done"
 
 
 def _preflight(run: RunConfig) -> None:
     if start.checks_for_all():
-        check_run(run, plan_inputs(run))
+        check_run(run)
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    elastic_run.lock_checkpoints(run)
+    lock_checkpoints(run)
 
 
 def _plan_layer_split(run: RunConfig) -> RunConfig:
@@ -154,7 +163,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
 
     def choose() -> str:
         layers = run.model.encoder_layers + run.model.decoder_layers
-        kept = split_to_keep(run.checkpoints, layers, run.parallel.stages)
+        kept = split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
         found = ",".join(map(str, kept or chosen_layer_split(run)))
         print(f"layers per stage: {found}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
         return found

@@ -35,14 +35,13 @@ from megatron_dynapipe.integration.execution.step_functions import check_losses
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.plan_inputs import Progress, plan_inputs
 from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
+from megatron_dynapipe.integration.supply.recorder import Place, Recorder
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -91,6 +90,7 @@ class Session:
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
+        self._labels: torch.Tensor | None = None
         self._move_bar: Callable[[], object] = lambda: None
         self._tasks: Sequence[str] = ()
         self.shape: Shape | None = None
@@ -144,7 +144,7 @@ class Session:
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
         self._record_checkpoint()
-        result, losses = run_iteration(
+        result, losses, labels = run_iteration(
             self._runner,
             item.entry.stage_plan,
             models,
@@ -155,13 +155,14 @@ class Session:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=0 in item.entry.totals.micro_batches,
+            divides_apart=self._planner.divides_apart,
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)
         if forward_only:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-        self._trained, self._trace = item, result.trace
+        self._trained, self._trace, self._labels = item, result.trace, labels
         self._recorder.add(item, result.trace, losses)
         self._move_bar()
         count_flops(item, self._device)
@@ -200,7 +201,7 @@ class Session:
     def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
         """Sets the model chunks for each micro-batch of an iteration."""
         if self._context is None:
-            self._context = MicroBatchContext(models, seed=self._run.training.seed)
+            self._context = MicroBatchContext(models, seed=self._run.sampler.seed)
         state, entry = self._context, item.entry
 
         def prepare(index: int) -> None:
@@ -219,8 +220,13 @@ class Session:
     @property
     def tokens(self) -> int | None:
         """Of the latest training iteration, where a batch's size is given in tokens."""
-        in_tokens = self._run.training.sampler.tokens_per_iteration is not None
+        in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
+        return self._labels is None or bool(self._labels)
 
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
@@ -256,7 +262,7 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(self._control.run_on_all(lambda: plan_inputs(run, self._progress())))
+        inputs = self._with_model_state(resumed_inputs(run.inputs, self._progress()))
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
@@ -269,24 +275,25 @@ class Session:
         )
         self._resources.callback(self._runner.close)
         self._stage, self._stages = self._runner.stage, self._runner.stages
-        supply = self._resources.enter_context(PlanSupply(run, self._control, inputs, device=self._device))
+        replica = parallel_state.get_data_parallel_rank()
+        supply = self._resources.enter_context(
+            PlanSupply(run, self._control, inputs, device=self._device, replica=replica, stage=self._stage)
+        )
         names = read_meta(run.data).tasks
         self._tasks = names if len(names) > 1 else ()
         self._planner, self._longest = inputs.planner, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         required = self._required = self._required_fields()
-        replica = parallel_state.get_data_parallel_rank()
         for split in inputs.splits:
-            iterator = supply.iterator(split, required=required, replica=replica, stage=self._stage)
-            self._iterators[split.name] = iterator
+            self._iterators[split.name] = supply.iterator(split, required=required)
         if self._control.rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
             train = inputs.splits[0]
             bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
             self._move_bar = self._resources.enter_context(bar)
         self._first_iteration = inputs.splits[0].first_iteration
-        self._recorder = self._control.run_on_all(lambda: self._record(supply))  # rank 0 first moves earlier records
+        self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
-    def _record(self, supply: PlanSupply) -> Recorder:
+    def _record(self) -> Recorder:
         """What keeps this rank's records."""
         run, rank = self._run, self._control.rank
         return Recorder(
@@ -307,7 +314,7 @@ class Session:
                 computed_costs=self._is_computed,
                 about=about(run),
             ),
-            Reports(supply.store, supply.keys, timeout_s=run.timeout_s),
+            self._control.collect,
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,

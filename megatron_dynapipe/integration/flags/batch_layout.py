@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from megatron.core.utils import is_te_min_version
 
+from megatron_dynapipe.cost.shape import expert_layers
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
@@ -126,9 +127,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
 
 
 def _has_dense_layers_too(args: argparse.Namespace) -> bool:
-    frequency = getattr(args, "moe_layer_freq", 1)
-    differ = frequency > 1 if isinstance(frequency, int) else not all(frequency)
-    return bool(getattr(args, "num_experts", None)) and differ
+    return bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != ()
 
 
 def undivided_because(args: argparse.Namespace) -> str:

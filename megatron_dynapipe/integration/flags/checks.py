@@ -1,35 +1,35 @@
-"""Everything that a run's flags are refused for, in one place: parsed, not yet changed by Megatron's own checks.
+"""What a run's flags are refused for that no value follows from: parsed, not yet changed by Megatron's own checks.
 
 `check` says all of it for a run, in one line and with exit status 2; `check_model` the part that says what a model is,
-also for a profile or a conversion. What depends on data, costs or checkpoints is `preflight`'s.
+also for a profile or a conversion. Rules that have a value refuse where it is made (`from_megatron`); what depends on
+data, costs or checkpoints is `preflight`'s.
 """
 
 import argparse
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts, first_reason, slices, split_backward
+from megatron_dynapipe.integration.flags.batch_layout import first_reason
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
+_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit", "softmax_scale")
 
 
-def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> None:
-    """Refuse what a planned run would not do as the flags say; say which have no effect.
+def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+    """Refuse what a planned run would not do as the flags say; say which of Megatron's, `known`, have no effect.
 
     Raises:
         ConfigError: names the flag, the reason and what to do.
-        CostModelError: the cost model's file cannot be read.
     """
     if args.dynapipe_data is None:
         raise ConfigError(
@@ -41,18 +41,13 @@ def check(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Non
     _check_parallel_sizes(args)
     _check_batch(args)
     _check_scatter_gather(args)
-    without_effect = megatron_flags.check(args, family, megatron_flags.actions())
+    without_effect = megatron_flags.check(args, family, known)
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
-    maximum_lengths(args, family)
-    recompute_modes(args)
-    slices(args, family, batch_layouts(args, family, on_cpu=on_cpu))
-    split_backward(args)
     _check_length_of_training(args)
     _check_warm_up(args)
+    check_trackers(args)
     _check_pretrained(args)
-    if args.dynapipe_cost_model is not None:
-        read_file(args.dynapipe_cost_model)
 
 
 def check_model(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -97,6 +92,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         softmax != "vanilla" and sdpa,
         f"--softmax-type {softmax}",
         "--dynapipe-attention sdpa has the plain softmax alone; megatron has it",
+    )
+    yield (
+        softmax == "learnable" and args.use_dynapipe and args.tensor_model_parallel_size > 1,
+        "--softmax-type learnable with --tensor-model-parallel-size",
+        "this Megatron does not say that sinks are divided over the ranks, so that the gradient's norm would be wrong",
     )
     fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
     yield (

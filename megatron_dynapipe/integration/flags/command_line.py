@@ -13,10 +13,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG
+from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG, EarlyFlags
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.experts import IMBALANCE
 from megatron_dynapipe.data.meta import tokenizer_folder
@@ -24,6 +24,7 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
 from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG
+from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
@@ -44,18 +45,13 @@ REPORT_FOLDER = Path("dynapipe-report")
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DynaPipe's flags, and the defaults of Megatron's that go with them: an `extra_args_provider` of Megatron's.
 
-    What argparse cannot parse is from now on a ConfigError: its own message prints every flag of Megatron, on every
-    rank.
+    What argparse cannot parse is from now on a ConfigError.
     """
     add_flags(parser)
     parser.set_defaults(**ARGS_DEFAULTS)
     if cpu.is_enabled():
         cpu.set_args_defaults(parser)
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(message, hint="--help lists all flags")
-
-    parser.error = refuse  # type: ignore[method-assign]
+    config.refuse_with_one_line(parser)
     return parser
 
 
@@ -66,13 +62,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dynapipe", "micro-batches of varying shape, planned ahead of training")
     add = group.add_argument
     add("--use-dynapipe", action="store_true", help="train from plans (this project's entry scripts always do)")
-    # These two are taken off the command line before it is parsed; they stand here for --help.
-    add(CONFIG_FLAG, type=Path, help="YAML file of flags; the command line wins over it")
-    add(UNSET_FLAG, action="append", metavar="NAME", help="ignore this flag of the file")
+    add(CONFIG_FLAG, type=Path, help="YAML file of flags; the command line wins over it")  # taken off before
+    add(UNSET_FLAG, action="append", metavar="NAME", type=_name_of(parser), help="ignore this flag of the file")
     add(
         "--dynapipe-device",
         choices=("auto", "cpu", "cuda"),
-        default="auto",
+        default=EarlyFlags.dynapipe_device,
         help="auto: CUDA where there is a device (default)",
     )
     _add_data_flags(add)
@@ -80,6 +75,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_plan_flags(add)
     _add_model_flags(add)
     _add_run_flags(add)
+
+
+def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
+    """A type of arguments: the name of one of the parser's flags, without its dashes."""
+
+    def known(name: str) -> str:
+        if (flag := f"--{name}") not in (flags := parser._option_string_actions):
+            near = config.near_name(flag, flags)
+            raise argparse.ArgumentTypeError(f"{name!r} is not a flag" + (f": {near}?" if near else ""))
+        return name
+
+    return known
 
 
 def _add_data_flags(add: Callable[..., Any]) -> None:
@@ -219,13 +226,20 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
         " gates, as T5 v1.1 has it",
     )
+    add(
+        "--dynapipe-softmax-scale",
+        type=float,
+        metavar="X",
+        help="factor of attention's scores, 1 for a T5 of HuggingFace's (default: 1 / √(head size))",
+    )
 
 
 def _add_run_flags(add: Callable[..., Any]) -> None:
     """Plans on their way to ranks, waits, records."""
     add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-planners", type=int, metavar="N", help="planner processes on each node (default: one in all)")
-    add("--dynapipe-timeout-s", type=float, default=300.0, metavar="S", help="deadline of every wait (default 300)")
+    deadline = "deadline of every wait (default %(default).0f)"
+    add("--dynapipe-timeout-s", type=float, default=EarlyFlags.dynapipe_timeout_s, metavar="S", help=deadline)
     add(
         "--dynapipe-store-url-file",
         type=Path,
@@ -247,28 +261,11 @@ def _values(choices: type[Any]) -> list[str]:
     return [choice.value for choice in choices]
 
 
-def switches(parser: argparse.ArgumentParser) -> dict[str, bool]:
-    """Every flag of a parser without its dashes, and whether it is a switch (takes no value)."""
-    return {
-        option.lstrip("-"): action.nargs == 0
-        for action in parser._actions  # argparse has no public list of its options
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-
-
-def expand(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def expanded(arguments: Sequence[str]) -> list[str]:
     """The command line with its run files written out; raises ConfigError for them, and for the published fork's."""
-    written = config.expand(arguments, switches(parser), fork.KEYS)
+    written = config.expand(arguments)
     fork.check(written, os.environ)
     return written
-
-
-def expanded(arguments: Sequence[str]) -> list[str]:
-    """`expand` by all flags of Megatron's and ours."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    return expand(arguments, add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))))
 
 
 def without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -297,7 +294,7 @@ def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Name
     from megatron_dynapipe.integration.flags import from_megatron, layer_split, machine
 
     written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
-    args = megatron_arguments(written, lambda args: settle(args, family))
+    args = megatron_arguments(written, lambda args, known: settle(args, family, known))
     if not cpu.is_enabled():
         args.local_rank = machine.device_index(
             args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
@@ -307,11 +304,17 @@ def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Name
     return args, from_megatron.run_config(args, family)
 
 
-def settle(args: argparse.Namespace, family: ModelFamily) -> None:
-    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
+def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags.
+
+    Args:
+        args: parsed, not yet changed by Megatron's own checks.
+        family: of the model.
+        known: Megatron's own arguments, as `megatron_flags.own_actions` has them.
+    """
     from megatron_dynapipe.integration.flags import checks, from_megatron, kernels, layer_split
 
-    checks.check(args, family, on_cpu=cpu.is_enabled())
+    checks.check(args, family, known)
     kernels.settle(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
@@ -321,8 +324,12 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         layer_split.settle(args, family)
 
 
-def megatron_arguments(arguments: Sequence[str], settle: Callable[[argparse.Namespace], None]) -> argparse.Namespace:
+def megatron_arguments(
+    arguments: Sequence[str], settle: Callable[[argparse.Namespace, Sequence[argparse.Action]], None]
+) -> argparse.Namespace:
     """Megatron's namespace of a command line without run files: parsed once, then `settle`, then Megatron's checks.
+
+    `settle` is also given Megatron's own arguments, without anybody's additions and changes of defaults.
 
     `sys.argv` is this command line afterwards. Relative positions are kept from Megatron's checks, which know of no
     local attention that has them.
@@ -336,6 +343,7 @@ def megatron_arguments(arguments: Sequence[str], settle: Callable[[argparse.Name
     relative = False
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        known = own_actions(parser)
         add_arguments(parser)
         _prepare_help(parser)
         parse_args = parser.parse_args
@@ -343,7 +351,7 @@ def megatron_arguments(arguments: Sequence[str], settle: Callable[[argparse.Name
         def parse_and_settle(*given: Any, **keywords: Any) -> argparse.Namespace:
             nonlocal relative
             args: argparse.Namespace = parse_args(*given, **keywords)
-            settle(args)
+            settle(args, known)
             relative = args.position_embedding_type == "relative" and args.transformer_impl == "local"
             if relative:
                 args.position_embedding_type = "none"

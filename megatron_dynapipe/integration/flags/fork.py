@@ -115,9 +115,6 @@ VARIABLES: Mapping[str, str] = {
 OTHER_VARIABLES = "DYNAPIPE_DEBUG_"
 """How the fork's further variables for finding errors begin; none has a counterpart."""
 
-KEYS: Mapping[str, str] = {flag.lstrip("-"): instead for flag, instead in FLAGS.items()}
-"""The flags as keys of a run file."""
-
 
 def check(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     """Refuse the fork's flags and variables.

@@ -12,11 +12,13 @@ import torch
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
-from megatron_dynapipe.cost import Experts, ScatterGather
+from megatron_dynapipe.config import Cluster
+from megatron_dynapipe.cost import Experts, ModelShape, Network, ScatterGather
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import (
+    Layouts,
     batch_layouts,
     core_attention,
     slices,
@@ -27,12 +29,15 @@ from megatron_dynapipe.integration.flags.checks import maximum_lengths, recomput
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
-from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunConfig, TrainingConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_costs import computed_costs, measured_costs
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
+from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.loop import split_sampler
-from megatron_dynapipe.service.settings import SplitSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
@@ -47,26 +52,41 @@ _LAYER_COSTS = (
 """Those that layers' costs depend on."""
 
 
-def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
+def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
     """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron.
 
+    Args:
+        args: the namespace; it is not changed.
+        family: of the model.
+        device: of this rank; None takes the one that its number says.
+
     Raises:
-        ConfigError: the store's URL or the cluster file cannot be read.
+        ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
+        CostModelError: the cost model's file cannot be read, or is of another model.
         DataError: the dataset is missing or damaged.
     """
-    limit_mb, model = args.dynapipe_device_memory_limit, model_config(args, family)
-    # Also before it is current: asking for the current one makes a context on GPU 0.
-    device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
+    if device is None:
+        # Also before it is current: asking for the current one makes a context on GPU 0.
+        device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
+    cluster, layouts = (
+        machine.cluster_of(args.dynapipe_cluster, device=device),
+        batch_layouts(args, family, on_cpu=device.type == "cpu"),
+    )
+    model = model_config(args, family)
+    costs = _costs(args, model, device)
     return RunConfig(
         model=model,
-        parallel=parallel_config(args, family),
-        training=_training(args, family),
+        inputs=PlanInputs(
+            data_folder=str(args.dynapipe_data),
+            splits=_splits(args, family),
+            planner=_planner(args, model, layouts, machine.network(costs.load().links, cluster), cluster, device),
+            costs=costs,
+        ),
         state=state_bytes(args),
         checkpoints=_checkpoints(args, model),
         in_checkout=args.use_dynapipe,
         rank=args.rank,
         device=device,
-        data=args.dynapipe_data,
         truncate=TruncationSide(args.dynapipe_truncate),
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(None, args.dynapipe_store_url_file, os.environ),
@@ -74,23 +94,75 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
-        cost_model=args.dynapipe_cost_model,
-        calibrate_s=args.dynapipe_calibrate,
+        calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
-        cluster=machine.cluster_of(args.dynapipe_cluster, device=device),
-        memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
         reserves_all_memory=args.dynapipe_reserve_all_memory,
-        scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
-        recompute=recompute_modes(args),
-        layouts=(layouts := batch_layouts(args, family, on_cpu=device.type == "cpu")),
-        slices=slices(args, family, layouts),
-        split_backward=split_backward(args),
-        undivided_because=undivided_because(args) if args.dynapipe_split_backward != "off" else "",
-        expert_imbalance=args.dynapipe_expert_imbalance,
         plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
+        notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
+    )
+
+
+def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
+    """What the log says of the settings at the run's start."""
+    notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
+    notes.append(f"layout of micro-batches: {layouts}")
+    if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
+        notes.append(f"backward passes: whole ({reason})")
+    return tuple(notes)
+
+
+def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -> MeasuredCosts | AnalyticCosts:
+    shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=device.type == "cpu")
+    if args.dynapipe_cost_model is not None:
+        return measured_costs(args.dynapipe_cost_model, shape, tensor_parallel=args.tensor_model_parallel_size)
+    return computed_costs(
+        shape,
+        device,
+        element_bytes=model.dtype.itemsize,
+        longest=model.longest,
+        most_samples=max(args.global_batch_size, args.eval_global_batch_size),
+        by_tokens=args.tokens_per_global_batch is not None,
+    )
+
+
+def _planner(
+    args: argparse.Namespace,
+    model: ModelConfig,
+    layouts: Layouts,
+    network: Network,
+    cluster: Cluster | None,
+    device: torch.device,
+) -> PlannerSettings:
+    limit_mb, on_cpu, in_step = args.dynapipe_device_memory_limit, device.type == "cpu", _in_step(args)
+    limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
+    return PlannerSettings(
+        family=model.family,
+        encoder_layers=model.encoder_layers,
+        decoder_layers=model.decoder_layers,
+        hidden_size=model.hidden,
+        data_parallel=args.data_parallel_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=layer_split.layers_per_stage(args, model.family),
+        memory_limit_bytes=limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
+        distributed_optimizer=args.use_distributed_optimizer,
+        recompute=recompute_modes(args),
+        network=network,
+        scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
+        micro_batch_layouts=layouts.allowed,
+        slices=slices(args, model.family, layouts),
+        expert_layers=model.experts.layers if model.experts else (),
+        expert_parallel=in_step,
+        expert_imbalance=args.dynapipe_expert_imbalance,
+        lockstep=in_step > 1 and in_step,
+        split_backward=split_backward(args),
+        element_bytes=model.state_dtype.itemsize,
+        transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
+        sequence_parallel=model.sequence_parallel,
     )
 
 
@@ -121,6 +193,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         rope_scaling=args.rope_scaling_factor if args.use_rope_scaling else None,
         tied=not args.untie_embeddings_and_output_weights,
         activation=args.dynapipe_activation,
+        softmax_scale=args.dynapipe_softmax_scale,
         normalization=args.normalization,
         qk_layernorm=args.qk_layernorm,
         sequence_parallel=args.sequence_parallel,
@@ -129,7 +202,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
-        experts=_experts(args),
+        experts=Experts.of_megatron(vars(args)),
         megatron=partial(core_transformer_config_from_args, args),
     )
 
@@ -153,51 +226,22 @@ def _expert_ranks(args: argparse.Namespace) -> int:
     return math.lcm(sharing, args.tensor_model_parallel_size)
 
 
-def _experts(args: argparse.Namespace) -> Experts | None:
-    if not args.num_experts:
-        return None
-    return Experts(
-        count=args.num_experts,
-        per_token=args.moe_router_topk,
-        ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
-        layers=_expert_layers(args.moe_layer_freq, args.num_layers),
-    )
+def _in_step(args: argparse.Namespace) -> int:
+    """Neighbouring replicas that share experts, and so run in step; 1 for none."""
+    return _expert_ranks(args) // int(args.tensor_model_parallel_size)
 
 
-def _expert_layers(frequency: int | list[int], layers: int) -> tuple[int, ...]:
-    """Those with experts, as `Experts.layers`."""
-    pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
-    return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
-
-
-def parallel_config(args: argparse.Namespace, family: ModelFamily) -> ParallelConfig:
-    """How Megatron's checked arguments divide the work."""
-    layers = layer_split.layers_per_stage(args.dynapipe_layers_per_stage)
-    if layers is None and family is ModelFamily.GPT:
-        layers = layer_split.gpt_layers_per_stage(args)
-    return ParallelConfig(
-        data=args.data_parallel_size,
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
-        experts=args.expert_model_parallel_size,
-        in_step=_expert_ranks(args) // args.tensor_model_parallel_size,
-        distributed_optimizer=args.use_distributed_optimizer,
-        layers_per_stage=layers,
-    )
-
-
-def _training(args: argparse.Namespace, family: ModelFamily) -> TrainingConfig:
+def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSettings, ...]:
+    """Train, and with evaluation valid and test, of a run that begins."""
     in_samples = (args.train_samples or 0) // args.global_batch_size  # as Megatron counts them
-    return TrainingConfig(
-        seed=args.seed,
-        sampler=training_sampler(args, family),
-        iterations=args.train_iters or in_samples,
-        evaluation=_sampler(args, family, args.eval_global_batch_size),
-        evaluation_iterations=args.eval_iters or 0,
-        most_samples=max(args.global_batch_size, args.eval_global_batch_size),
+    train = SplitSettings(
+        name="train", sampler=training_sampler(args, family), iterations=args.train_iters or in_samples
     )
+    if not args.eval_iters:
+        return (train,)
+    evaluation = _sampler(args, family, args.eval_global_batch_size)
+    valid = SplitSettings(name="valid", sampler=evaluation, forward_only=True)
+    return train, valid, SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
 
 
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:

@@ -4,21 +4,80 @@ import argparse
 import os
 from itertools import accumulate, pairwise
 
+import msgspec
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.cost import Split, even_split, in_halves, parse_split
+from megatron_dynapipe.cost import PipelineLayout, Split, even_split, in_halves, parse_split
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
+from megatron_dynapipe.sampling import LastBatch
+from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
 AUTO, EQUAL = "auto", "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 
 
-def layers_per_stage(given: str | None) -> Split | None:
-    """Layers of each virtual stage as `--dynapipe-layers-per-stage` gives them; None for an equal or a planned split.
+def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | None:
+    """Layers of each virtual stage as Megatron's checked arguments and ours say; None for an equal split.
+
+    A split that is yet to be planned begins even.
+    """
+    given = args.dynapipe_layers_per_stage
+    if (split := layer_numbers(given)) is not None:
+        return split
+    if given == AUTO:
+        layers = sum(_t5_layers(args)) if family is ModelFamily.T5 else args.num_layers
+        stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+        return even_split(layers, stages, halves=not args.use_dynapipe)
+    return gpt_layers_per_stage(args) if family is ModelFamily.GPT else None
+
+
+def _t5_layers(args: argparse.Namespace) -> tuple[int, int]:
+    return args.encoder_num_layers, args.decoder_num_layers or args.encoder_num_layers
+
+
+def t5_layout(args: argparse.Namespace) -> PipelineLayout:
+    """A T5's layers over the pipeline of Megatron's checked arguments; raises ConfigError where they do not fit it."""
+    encoder, decoder = _t5_layers(args)
+    split, chunks = layers_per_stage(args, ModelFamily.T5), args.virtual_pipeline_model_parallel_size or 1
+    stages = args.pipeline_model_parallel_size * chunks
+    if split is None:
+        return PipelineLayout.equal(ModelFamily.T5, encoder, decoder, stages, chunks)
+    return PipelineLayout(
+        family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=split, chunks=chunks
+    )
+
+
+def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
+    """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
+
+    Every sample of the data that fits under the even split fits under the chosen one. Without `halves` layers stay
+    whole.
+
+    Raises:
+        ConfigError: more stages than layers.
+        PlanningError: none of the iterations can be planned.
+    """
+    sampler = split_sampler(run.data, SplitSettings(name="train", sampler=run.sampler))
+    count = sampler.batches.count
+    batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
+    once = msgspec.structs.replace(run.sampler, samples_per_iteration=sampler.samples_per_epoch, task_rates=())
+    once = msgspec.structs.replace(once, tokens_per_iteration=None, epochs=None, last_batch=LastBatch.CONTINUE)
+    epoch = split_sampler(run.data, SplitSettings(name="train", sampler=once)).batch(0)
+    planner = run.planner
+    even = even_split(planner.encoder_layers + planner.decoder_layers, planner.layout.virtual_stages, halves=halves)
+    settings = msgspec.structs.replace(planner, layers_per_stage=even)
+    return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves)
+
+
+def layer_numbers(given: str | None) -> Split | None:
+    """Layers of each virtual stage in `--dynapipe-layers-per-stage`; None for an equal or a planned split.
 
     Raises:
         ConfigError: not numbers of layers.
@@ -56,7 +115,7 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"layers per stage: not planned (auto), since there is {other}", flush=True)
         given = args.dynapipe_layers_per_stage = EQUAL
-    split, stages = layers_per_stage(given), args.pipeline_model_parallel_size
+    split, stages = layer_numbers(given), args.pipeline_model_parallel_size
     if split is not None:
         _check(split, args)
     elif given == AUTO and family is ModelFamily.GPT:

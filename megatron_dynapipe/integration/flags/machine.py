@@ -6,13 +6,14 @@ limit or links of a flag or measured by the cost model's file   >   cluster file
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
@@ -104,14 +105,9 @@ def describe(cluster: Cluster) -> str:
     return f"memory and links of {cluster.path.name} ({why}), where nothing else gives them"
 
 
-def network(cost_model: Path | None, cluster: Cluster | None) -> Network:
-    """Links as the cost model's file has measured them, else as the cluster's file says, else `Network`'s.
-
-    Raises:
-        CostModelError: the cost model's file cannot be read.
-    """
+def network(measured: Mapping[str, Link], cluster: Cluster | None) -> Network:
+    """Links as the cost model has measured them, else as the cluster's file says, else `Network`'s."""
     known = {} if cluster is None else cluster.links
-    measured = {} if cost_model is None else read_file(cost_model)[0].links
     given = None if cluster is None else cluster.devices_per_node
     return Network.over({**known, **measured}, devices_per_node=given or local_world_size())
 

@@ -5,6 +5,7 @@ been decided on: a test holds both against the installed Megatron, so that a new
 """
 
 import argparse
+import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "evaluation runs --eval-iters planned iterations": "--full-validation",
         "there is one validation split": "--multiple-validation-sets",
         "its dataset packs sequences; plans do not": "--sft",
+        "plans pack samples themselves: --dynapipe-layout auto or packed takes its place": (
+            "--sequence-packing-scheduler"
+        ),
         "it trains on what a model generates, not on planned samples": "--perform-rl-step",
         "it keeps logits by their place in Megatron's own dataset": "--logits-save-dir --logits-load-dir",
         "which tokens it drops, or pads, depends on the micro-batch": (
@@ -163,13 +167,9 @@ def _read(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
             reason = line.removeprefix(WITHOUT_EFFECT)
 
 
-@functools.cache
-def actions() -> Sequence[argparse.Action]:
-    """The installed Megatron's own arguments, without anybody's additions and changes of defaults."""
-    from megatron.training.arguments import add_megatron_arguments  # which may import this package: not at the top
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return [action for action in parser._actions if action.dest != "help"]  # argparse has no public list of them
+def own_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """A parser's arguments as they are, whatever is added to it, or changed of its defaults, afterwards."""
+    return [copy.copy(action) for action in parser._actions if action.dest != "help"]  # argparse has no public list
 
 
 def flag_of(action: argparse.Action) -> str:

@@ -11,10 +11,9 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.integration.flags import machine
-from megatron_dynapipe.integration.flags.plan_inputs import describe_costs
 from megatron_dynapipe.integration.flags.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_costs import describe_costs
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.loop import split_sampler
@@ -22,7 +21,7 @@ from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
-def check_data(run: RunConfig, inputs: PlanInputs) -> None:
+def check_data(run: RunConfig) -> None:
     """Refuse what no costs are needed to refuse, before layers are measured.
 
     Raises:
@@ -32,12 +31,12 @@ def check_data(run: RunConfig, inputs: PlanInputs) -> None:
     _check_report_folder(run.report_folder)
     check_tokenizer(run.data, read_meta(run.data))
     _check_vocabulary(run.data, run.model.vocabulary)
-    check_resumed(run.checkpoints, record_of(run, inputs))
-    for split in inputs.splits:
+    check_resumed(run.checkpoints, record_of(run, run.inputs))
+    for split in run.inputs.splits:
         split_sampler(run.data, split)
 
 
-def check_run(run: RunConfig, inputs: PlanInputs) -> None:
+def check_run(run: RunConfig) -> None:
     """Refuse a run that cannot train; print what costs assume, the layouts, and samples left out or repeated.
 
     Raises:
@@ -45,13 +44,9 @@ def check_run(run: RunConfig, inputs: PlanInputs) -> None:
         CostModelError: the cost model is of another model, or does not reach as far as the data.
         ConfigError, DataError: as `check_data`.
     """
-    check_data(run, inputs)
-    meta = read_meta(run.data)
-    notes = [f"cost model: {describe_costs(run, inputs.costs)}", f"layout of micro-batches: {run.layouts}"]
-    if run.undivided_because:
-        notes.append(f"backward passes: whole ({run.undivided_because})")
-    if run.cluster is not None:
-        notes.insert(0, f"cluster: {machine.describe(run.cluster)}")
+    check_data(run)
+    meta, inputs = read_meta(run.data), run.inputs
+    notes = [*run.notes, f"cost model: {describe_costs(inputs.costs, run.device)}"]
     if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
             "loss: of what assistants say alone, since the dataset has conversations; other tasks count by their"

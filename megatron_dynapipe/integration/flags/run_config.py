@@ -4,68 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
-from megatron_dynapipe.config import Cluster
-from megatron_dynapipe.cost import PipelineLayout, ScatterGather, Split
+from megatron_dynapipe.cost import PipelineLayout, Split
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.flags.batch_layout import Layouts, Slices
 from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
-from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.planning.problem import SplitBackward
+from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
+from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
-from megatron_dynapipe.units import ModelFamily, Recompute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """How a run's ranks divide the work.
-
-    Attributes:
-        data, tensor, pipeline: sizes.
-        chunks: virtual stages per pipeline rank.
-        experts: ranks that share a layer's experts.
-        in_step: neighbouring replicas that share experts, and so run in step; 1 for none.
-        distributed_optimizer: whether optimizer states are sharded over replicas.
-        layers_per_stage: of each virtual stage in model order; None splits layers equally.
-    """
-
-    data: int
-    tensor: int
-    pipeline: int
-    chunks: int
-    experts: int
-    in_step: int
-    distributed_optimizer: bool
-    layers_per_stage: Split | None
-
-    @property
-    def stages(self) -> int:
-        """Virtual stages."""
-        return self.pipeline * self.chunks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """What is trained on and for how long.
-
-    Attributes:
-        seed: of the order of samples, and of dropouts.
-        sampler: of training iterations.
-        iterations: from the beginning; None where a stream of epochs has not been counted.
-        evaluation: of the valid and test splits.
-        evaluation_iterations: of one evaluation; 0 for none.
-        most_samples: of an iteration of either.
-    """
-
-    seed: int
-    sampler: SamplerSettings
-    iterations: int
-    evaluation: SamplerSettings
-    evaluation_iterations: int
-    most_samples: int
+from megatron_dynapipe.units import ModelFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +24,12 @@ class RunConfig:
 
     Attributes:
         model: what is trained.
-        parallel: over which ranks.
-        training: on what, for how long.
+        inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
         in_checkout: whether a patched checkout's own script runs, and builds its own model.
         rank: of this process.
         device: of this rank.
-        data: dataset folder.
         truncate: where truncated samples lose tokens.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
@@ -89,35 +37,24 @@ class RunConfig:
         planners: planner processes of the job.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
-        cost_model: cost model file; None plans with the analytic model.
-        calibrate_s: for how long layers are measured where there is no file; 0 does not measure.
+        calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
+            are not to be.
         layer_costs: arguments that layers' costs depend on.
-        cluster: what a cluster file says; None without one.
-        memory_limit_bytes: memory of a device that plans may use; None takes the cluster's, else the device's, less a
-            margin.
         reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
-        scatter_gather: whether messages between stages are divided over tensor-parallel ranks.
-        recompute: modes of recomputation that a micro-batch may be given.
-        layouts: what micro-batches may be.
-        slices: whether long samples are cut along their sequence.
-        split_backward: whether backward passes are divided.
-        undivided_because: why they are not, where the model's layers cannot.
-        expert_imbalance: assumed between ranks that share experts.
         plans_layer_split: whether the layers per stage are yet to be planned.
+        notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
         checks_losses: whether a loss that is not finite ends training.
     """
 
     model: ModelConfig
-    parallel: ParallelConfig
-    training: TrainingConfig
+    inputs: PlanInputs
     state: StateBytes
     checkpoints: CheckpointConfig
     in_checkout: bool
     rank: int
     device: torch.device
-    data: Path
     truncate: TruncationSide
     loss_on: LossOn | None
     store: StoreAddress | None
@@ -125,20 +62,11 @@ class RunConfig:
     planners: int
     ahead: int
     timeout_s: float
-    cost_model: Path | None
     calibrate_s: float
     layer_costs: Mapping[str, str]
-    cluster: Cluster | None
-    memory_limit_bytes: int | None
     reserves_all_memory: bool
-    scatter_gather: ScatterGather
-    recompute: tuple[Recompute, ...]
-    layouts: Layouts
-    slices: Slices
-    split_backward: SplitBackward
-    undivided_because: str
-    expert_imbalance: float
     plans_layer_split: bool
+    notes: tuple[str, ...]
     report_folder: Path
     metrics_interval: int
     checks_losses: bool
@@ -153,31 +81,46 @@ class RunConfig:
         """Whether the run has no CUDA device."""
         return self.device.type == "cpu"
 
+    @property
+    def data(self) -> Path:
+        """Dataset folder."""
+        return Path(self.inputs.data_folder)
+
+    @property
+    def planner(self) -> PlannerSettings:
+        """Settings of the planner: the parallel layout, memory, choices."""
+        return self.inputs.planner
+
+    @property
+    def sampler(self) -> SamplerSettings:
+        """What decides the samples of training iterations."""
+        return self.inputs.splits[0].sampler
+
     def with_layers_per_stage(self, split: Split) -> "RunConfig":
         """The same run, its layers split so."""
-        return replace(self, parallel=replace(self.parallel, layers_per_stage=split))
+        planner = msgspec.structs.replace(self.planner, layers_per_stage=split)
+        return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
 
     @property
     def divided_layout(self) -> PipelineLayout | None:
         """Of a GPT's layers over the stages, where a layer is divided."""
-        split = self.parallel.layers_per_stage
-        layout = None
-        if split is not None:
-            layout = PipelineLayout(
-                family=self.model.family,
-                encoder_layers=self.model.encoder_layers,
-                layers_per_stage=split,
-                chunks=self.parallel.chunks,
-            )
-        return layout if layout is not None and layout.has_halves else None
+        return self.planner.layout if self.planner.layout.has_halves else None
 
 
-def t5_split(model: ModelConfig, parallel: ParallelConfig) -> T5Split:
-    """How a T5 is cut; raises ConfigError where the layers cannot be split so."""
-    return T5Split.of(
-        model.encoder_layers,
-        model.decoder_layers,
-        parallel.pipeline,
-        parallel.layers_per_stage,
-        chunks=parallel.chunks,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Megatron's counters as training begins, which a checkpoint sets."""
+
+    iteration: int = 0
+    valid_samples: int = 0
+
+
+def resumed_inputs(inputs: PlanInputs, progress: Progress) -> PlanInputs:
+    """What plans are made from where training and its evaluations go on from Megatron's counters."""
+    train, *others = inputs.splits
+    left = max((train.iterations or 0) - progress.iteration, 0)
+    splits = [msgspec.structs.replace(train, first_iteration=progress.iteration, iterations=left)]
+    for split in others:
+        done = progress.valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
+        splits.append(msgspec.structs.replace(split, first_iteration=done))
+    return msgspec.structs.replace(inputs, splits=tuple(splits))

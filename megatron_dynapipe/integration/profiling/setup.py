@@ -20,7 +20,6 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, kernels, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
-from megatron_dynapipe.integration.flags.run_config import t5_split
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.layers import T5Split
@@ -103,7 +102,7 @@ def prepared(
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
         model, split = from_megatron.model_config(args, family), None
         if family is ModelFamily.T5:
-            split = t5_split(model, from_megatron.parallel_config(args, family))
+            split = T5Split(layer_split.t5_layout(args))
             groups["get_embedding_ranks"] = split.embedding_ranks
             groups["get_position_embedding_ranks"] = split.embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
@@ -145,7 +144,7 @@ def _start(args: argparse.Namespace, world: int) -> torch.device:
 def _parse(
     flags: Sequence[str], family: ModelFamily, layout: Sequence[str], replicas: int, vocabulary: int | None
 ) -> argparse.Namespace:
-    def settle(args: argparse.Namespace) -> None:
+    def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
         kernels.settle(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)

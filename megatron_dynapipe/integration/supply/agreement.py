@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Self
 
 from megatron_dynapipe.data.identity import check_files
@@ -51,7 +50,6 @@ class AgreedIterator:
         planned: this rank's prefetching iterator.
         control: the group on which ranks agree.
         first_iteration: number of the first iteration.
-        announce: called with the number of an iteration about to begin; its failure counts as this rank's.
     """
 
     def __init__(
@@ -60,12 +58,10 @@ class AgreedIterator:
         control: ControlGroup,
         *,
         first_iteration: int,
-        announce: Callable[[int], None],
     ) -> None:
         self._planned = planned
         self._control = control
         self._next_iteration = first_iteration
-        self._announce = announce
         self._agreement: StepAgreement | None = None
 
     def __iter__(self) -> Self:
@@ -96,10 +92,6 @@ class AgreedIterator:
     def _error(self) -> Exception | None:
         """What keeps this rank from the next iteration, once its plan has arrived or failed to; None if it can run."""
         error = self._planned.await_next()
-        if error is not None:
-            return error if isinstance(error, Exception) else DynaPipeError(f"prefetching ended with {error!r}")
-        try:
-            self._announce(self._next_iteration)
-        except DynaPipeError as failure:
-            return failure
-        return None
+        if error is None or isinstance(error, Exception):
+            return error
+        return DynaPipeError(f"prefetching ended with {error!r}")

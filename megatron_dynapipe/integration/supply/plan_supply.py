@@ -1,14 +1,14 @@
 """Where a rank's plans come from: the store, the planners that fill it, the iterators that read it.
 
 rank 0             starts the store, or finds the one it was given, and names the launch
-first of a node    starts the node's planner processes, the first of which is on rank 0's node
-every rank         connects, and prefetches its share of every split's iterations
+first of a node    starts the node's planner processes, the first of which is on rank 0's node; fetches the plans of all
+                   ranks of the node, or makes them where they are late, and hands them on
+every rank         prefetches its share of every split's iterations
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,24 +21,21 @@ from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, SpanTable
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.errors import PlanError, PlannerFailedError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
+from megatron_dynapipe.integration.supply.node import NodeGroup
+from megatron_dynapipe.plan.codec import decode_entry
+from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
-from megatron_dynapipe.service.client import PlanClient, Republisher
-from megatron_dynapipe.service.process import NodePlanners
+from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, renewed_keys
+from megatron_dynapipe.service.source import PlanSource
+from megatron_dynapipe.store import PlanKeys, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.store.connection import REPLY_TIMEOUT_S
 from megatron_dynapipe.store.redis_store import RETENTION_S
-
-_LATE_S = 20.0
-"""How long rank 0 waits for a plan before it takes the planners at work for hanging."""
-_PATIENCE_S = 60.0
-"""How long a store may be out of reach: a server starts again within seconds, a link comes back within a minute."""
-_RESTARTS = 3
-"""Of a server of the run's own that was killed."""
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +44,7 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         store: where plans are; its password goes over the control group alone.
         job: this launch's name.
-        retention_s: how long a key stays that nobody renews or deletes; None keeps all.
+        retention_s: how long a key stays that nobody deletes; None keeps all.
     """
 
     store: StoreAddress
@@ -63,34 +60,40 @@ class PlanSupply:
         control: the group on which ranks agree; a failure to start on one is raised on all.
         inputs: what plans are made from.
         device: of this rank, for which micro-batches are made ready.
-
-    Attributes:
-        store: connected, once the block has been entered.
-        keys: names of this launch's plans in it.
+        replica: data-parallel replica of this rank.
+        stage: pipeline stage of this rank.
     """
 
-    store: PlanStore
-    keys: PlanKeys
-
-    def __init__(self, settings: RunConfig, control: ControlGroup, inputs: PlanInputs, *, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        settings: RunConfig,
+        control: ControlGroup,
+        inputs: PlanInputs,
+        *,
+        device: torch.device,
+        replica: int,
+        stage: int,
+    ) -> None:
+        self._device, self._place = device, (replica, stage)
         self._settings = settings
         self._control = control
         self._inputs = inputs
+        self._ahead = max(settings.ahead // 2, 1)
         self._resources = ExitStack()
-        self._start_stand_in: Callable[[], None] = lambda: None
+        self._source: PlanSource | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.push(self._resources)
+            own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0")), *self._place])
+            rows = [row.tolist() for row in self._control.gather(own)]
+            self._places = [(replica, stage) for _, replica, stage in rows]
+            firsts = [local == 0 for local, _, _ in rows]
+            timeout_s = self._settings.timeout_s + 10  # the first rank's own error is the better one
+            self._node = NodeGroup(self._control.rank, firsts, timeout_s=timeout_s)
             text = self._control.broadcast_text(self._control.run_on_all(self._start_store))
             launch = msgspec.json.decode(text, type=_Launch)
-            self.keys = PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
-            service = self._service_settings(launch)
-            self.store = self._control.run_on_all(lambda: self._open(service))
-            topic = self.keys.progress(self._inputs.splits[0].name)
-            self.republisher = self._resources.enter_context(Republisher(self.store, topic))
-            self._control.run_on_all(lambda: self._start_planners(service))
+            self._control.run_on_all(lambda: self._start_planners(launch))
             undo.pop_all()
         return self
 
@@ -101,25 +104,16 @@ class PlanSupply:
             kind = error = trace = None
         self._resources.__exit__(kind, error, trace)
 
-    def iterator(self, split: SplitSettings, *, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
-        """One split's iterations for (replica, stage), prefetched until the block ends."""
-        return self._control.run_on_all(functools.partial(self._iterator, split, required, replica, stage))
+    def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
+        """One split's iterations for this rank, prefetched until the block ends."""
+        return self._control.run_on_all(functools.partial(self._iterator, split, required))
 
-    def _iterator(self, split: SplitSettings, required: RequiredFields, replica: int, stage: int) -> AgreedIterator:
-        timeout_s, folder = self._settings.timeout_s, Path(self._settings.data)
-        client = PlanClient(
-            self.store,
-            self.keys,
-            replica=replica,
-            stage=stage,
-            deadline_s=timeout_s,
-            late_s=_LATE_S if self._control.rank == 0 else float("inf"),
-            on_late=self._start_stand_in,
-        )
+    def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
+        folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
         by_task = split.forward_only and required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
-            functools.partial(client.fetch, split.name),
+            functools.partial(self._fetch, split, tag),
             Collator(
                 required=required,
                 reader=reader,
@@ -132,18 +126,40 @@ class PlanSupply:
             ),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,
-            ahead=max(self._settings.ahead // 2, 1),
-            timeout_seconds=timeout_s + 10,  # the fetch's own error is the better one
+            ahead=self._ahead,
+            timeout_seconds=self._settings.timeout_s + 10,  # the fetch's own error is the better one
             prepare=pinning(self._device),
         )
+        self._resources.callback(self._end, planned, tag)
+        return AgreedIterator(planned, self._control, first_iteration=split.first_iteration)
 
-        def announce(iteration: int) -> None:
-            if self._control.rank == 0:
-                client.announce(split.name, iteration)
-                self.republisher.keep_progress(self.keys.progress(split.name), iteration)
+    def _fetch(self, split: SplitSettings, tag: int, iteration: int) -> StageEntry:
+        """The part of an iteration's plan that is this rank's; the first rank of a node hands the others theirs on."""
+        expected = iteration, *self._place
+        if self._source is None:
+            data = self._node.receive(tag)
+        else:
+            if self._control.rank == 0:  # what is ready ahead has been fetched
+                self._source.announce(split.name, max(iteration - self._ahead, split.first_iteration))
+            try:
+                entries = self._source.fetch(split.name, iteration, [self._places[rank] for rank in self._node.ranks])
+            except PlannerFailedError as error:
+                self._node.fail(tag, error)
+                raise
+            self._node.give(tag, {rank: entries[self._places[rank]] for rank in self._node.ranks})
+            data = entries[self._place]
+        entry = decode_entry(data)
+        if (actual := (entry.iteration, entry.replica, entry.stage_plan.stage)) != expected:
+            raise PlanError(f"expected the plan of (iteration, replica, stage) {expected}, got {actual}")
+        return entry
 
-        self._resources.callback(_close, planned)
-        return AgreedIterator(planned, self._control, first_iteration=split.first_iteration, announce=announce)
+    def _end(self, planned: PlannedIterator, tag: int) -> None:
+        """End the thread that reads ahead, and those of the node's other ranks that wait for this one."""
+        if self._source is not None:
+            self._source.close()
+        planned.close()
+        if self._source is not None:
+            self._node.end(tag)  # after its thread has sent its last
 
     def _start_store(self) -> str:
         """On rank 0, what every rank must know of this launch."""
@@ -153,56 +169,40 @@ class PlanSupply:
         if is_own := address is None:
             log = self._settings.report_folder / "store.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            server = StoreServer(bind=self._settings.store_bind, log_path=log, restarts=_RESTARTS)
-            address = self._resources.enter_context(server).address
+            address = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log)).address
         launch = _Launch(store=address, job=new_job_name(), retention_s=None if is_own else RETENTION_S)
         return msgspec.json.encode(launch).decode()
 
-    def _open(self, service: ServiceSettings) -> PlanStore:
-        """Connect; on rank 0, keep the job's keys on a server that others share."""
-        store = self._resources.enter_context(service.open_store())
-        if service.retention_s is not None:
-            if self._control.rank == 0:
-                self._resources.enter_context(renewed_keys(store, self.keys.job))
-                if warning := store.eviction_warning():
-                    print(f"warning: {warning}", flush=True)
-            self._resources.push(self._await_all_planners_ends)
-        return store
-
-    def _await_all_planners_ends(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Before the keys are deleted: no planner of any node publishes more."""
-        if kind is None:
-            with contextlib.suppress(RuntimeError):  # another rank has failed, and is gone
-                self._control.gather(torch.zeros(1))
-
-    def _service_settings(self, launch: "_Launch") -> ServiceSettings:
-        return ServiceSettings(
-            store=launch.store,
-            job=launch.job,
-            settings_digest=self.keys.settings_digest,
-            planners=self._settings.planners,
-            look_ahead=self._settings.ahead,
-            retention_s=launch.retention_s,
-            reply_timeout_s=self._settings.timeout_s,
-            patience_s=min(self._settings.timeout_s / 2, _PATIENCE_S),
-            full_timeout_s=self._settings.timeout_s / 2,
-            inputs=self._inputs,
-        )
-
-    def _start_planners(self, service: ServiceSettings) -> None:
-        """On the first rank of each node."""
-        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+    def _start_planners(self, launch: _Launch) -> None:
+        """On the first rank of each node: connect, and start the node's planners."""
+        if not self._node.is_first:
             return
-        self._settings.report_folder.mkdir(parents=True, exist_ok=True)
-        planners = NodePlanners(
-            service,
-            node=machine.node_of(self._control.rank),
-            nodes=machine.nodes(),
-            log_folder=self._settings.report_folder,
+        run, keys = self._settings, PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
+        reply_timeout_s = min(REPLY_TIMEOUT_S, run.timeout_s / 2)
+        store = open_store(launch.store, retention_s=launch.retention_s, reply_timeout_s=reply_timeout_s)
+        self._resources.enter_context(store)
+        run.report_folder.mkdir(parents=True, exist_ok=True)
+        processes = []
+        for planner in range(machine.node_of(self._control.rank), run.planners, machine.nodes()):
+            service = ServiceSettings(
+                store=launch.store,
+                job=launch.job,
+                settings_digest=keys.settings_digest,
+                planner=planner,
+                planners=run.planners,
+                look_ahead=run.ahead,
+                retention_s=launch.retention_s,
+                inputs=self._inputs,
+            )
+            process = PlannerProcess(service, log_path=run.report_folder / f"planner-{planner}.log")
+            processes.append(self._resources.enter_context(process))
+        self._source = PlanSource(
+            self._inputs,
+            store,
+            keys,
+            who=f"rank {self._control.rank}",
+            deadline_s=run.timeout_s,
+            planners=run.planners,
+            may_come=lambda: not processes or any(process.status is None for process in processes),
+            say=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
         )
-        self._start_stand_in = self._resources.enter_context(planners).start_stand_in
-
-
-def _close(iterator: PlannedIterator) -> None:
-    with contextlib.suppress(StoreError):
-        iterator.close()

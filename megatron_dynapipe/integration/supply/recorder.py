@@ -29,7 +29,6 @@ from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.store import PlanKeys, PlanStore
 from megatron_dynapipe.units import BatchLayout, in_mb
 
 
@@ -50,15 +49,6 @@ class Place:
     tensor_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reports:
-    """By what records reach rank 0 from nodes that share no folder with it, and how long rank 0 waits for a rank's."""
-
-    store: PlanStore
-    keys: PlanKeys
-    timeout_s: float
-
-
 class Recorder:
     """Records of one rank.
 
@@ -72,7 +62,7 @@ class Recorder:
         folder: where records and pictures go; the records of another run are replaced.
         place: of this rank.
         run: what all iterations have in common; rank 0 records it.
-        reports: takes records to rank 0.
+        collect: takes every rank's records to rank 0, where it returns them by rank; nodes may share no folder.
         metrics: takes what Megatron's writers are given.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
@@ -83,7 +73,7 @@ class Recorder:
         folder: Path,
         place: Place,
         run: RunRecord,
-        reports: Reports,
+        collect: Callable[[bytes], Sequence[bytes]],
         *,
         metrics: MetricsWriter,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
@@ -92,7 +82,7 @@ class Recorder:
         self._folder = folder
         self._place = place
         self._run = run
-        self._reports = reports
+        self._collect = collect
         self._metrics = metrics
         self._predictions = PredictionWatch()
         self._memory = memory
@@ -127,15 +117,13 @@ class Recorder:
         own = b""
         with self._never_failing("read this rank's records"):
             own = self._file.read()
-        if self._place.rank != 0:
-            with self._never_failing("hand in this rank's records"):
-                self._reports.store.put(self._reports.keys.report(self._place.rank), own or b"\n")
-            return None
-        summary = None
+        summary, collected = None, [own]
         with self._never_failing("gather the records of all ranks"):
-            records = decode_records(own, origin=str(self._file.path))
-            for rank in range(1, self._run.world_size):
-                records += self._records(rank)
+            collected = [*self._collect(own)]
+        if self._place.rank != 0:
+            return None
+        with self._never_failing("sum up the records of all ranks"):
+            records = [record for rank, data in enumerate(collected) for record in self._records(rank, data)]
             summary = self._summary(records)
         return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
 
@@ -242,14 +230,11 @@ class Recorder:
             flush=True,
         )
 
-    def _records(self, rank: int) -> list[Record]:
-        key = self._reports.keys.report(rank)
-        data = self._reports.store.wait_any(
-            [key], timeout_s=self._reports.timeout_s, what=f"the records of rank {rank}"
-        )[1].lstrip()
+    def _records(self, rank: int, data: bytes) -> list[Record]:
         path = self._folder / f"rank-{rank}.jsonl"
-        with self._never_failing(f"write the records of rank {rank}"):
-            path.write_bytes(data)
+        if rank != self._place.rank:
+            with self._never_failing(f"write the records of rank {rank}"):
+                path.write_bytes(data)
         return decode_records(data, origin=str(path))
 
     def _summary(self, records: Sequence[Record]) -> str | None:

@@ -68,7 +68,7 @@ HALVES = f"{WHOLE} --dynapipe-layers-per-stage 2.5,1.5"
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "saving", "resuming"), [("gpt", HALVES, WHOLE), ("t5", WHOLE, HALVES)])
 def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp_path, model, saving, resuming):
-    """What `launch` saves: Megatron's non-persistent checkpoints, here alone."""
+    """What elastic runs save: Megatron's non-persistent checkpoints, here alone."""
     kind, folder = "--non-persistent-ckpt-type global", tmp_path / "saved"
     flags = f"{saving} {kind} --train-iters 4 --save {folder} --save-interval 100 --non-persistent-save-interval 3"
     saved = losses(model, data, flags, ranks=2, report=tmp_path / "a")

@@ -11,7 +11,6 @@ from megatron_dynapipe.integration.entry import bootstrap
 ALL = {
     "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_MAX_P2P_NCHANNELS": "8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -45,19 +44,17 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_rank_0_says_what_was_set(clean, tmp_path, capsys):
-    file = tmp_path / "run.yaml"
-    file.write_text("tensor-model-parallel-size: 2\n")
-    bootstrap.prepare_environment(["--dynapipe-config", str(file)], "auto", capabilities=lambda: [9, 9])
+def test_rank_0_says_what_was_set(clean, capsys):
+    bootstrap.prepare_environment(2, "auto", capabilities=lambda: [9, 9])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
-    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_")
+    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_")
     assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("device", "found"), [("cpu", [9]), ("auto", [])])
 def test_nothing_is_set_without_a_gpu(device, found, clean, capsys):
-    bootstrap.prepare_environment([], device, capabilities=lambda: found)
+    bootstrap.prepare_environment(1, device, capabilities=lambda: found)
     assert "CUDA_MODULE_LOADING" not in os.environ and capsys.readouterr().out == ""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
-from megatron_dynapipe.integration.entry import bootstrap, failure, launch
+from megatron_dynapipe.integration.entry import bootstrap, failure, start
 from tests.helpers.processes import run_ranks
 
 
@@ -122,7 +122,7 @@ def test_a_hint_that_all_ranks_have_is_printed_once():
 def leave_while_torchrun_ends_the_job(rank: int, world_size: int) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "job"
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    launch.leave_report_to_another_rank(2)
+    start.leave_report_to_another_rank(2)
 
 
 def test_a_rank_that_leaves_the_report_to_another_ends_well_on_torchruns_signal():
@@ -145,7 +145,7 @@ def test_a_process_of_torchrun_leaves_at_once(monkeypatch):
     failure.leave(1)
     assert left == [1]
     helper.join(30)
-    assert helper.exitcode == -signal.SIGTERM, "a process that this one has started does not stay"
+    assert helper.exitcode == -signal.SIGKILL, "a process that this one has started does not stay"
 
 
 ENDS = [

@@ -80,7 +80,7 @@ def test_a_batch_larger_than_the_dataset_is_said(data, tmp_path):
 
 
 def start(*, rank: int, world_size: int, failing: list[int]) -> str:
-    from megatron_dynapipe.integration.entry import launch
+    from megatron_dynapipe.integration.entry import start as starting
 
     def check() -> int:
         if rank in failing:
@@ -88,9 +88,9 @@ def start(*, rank: int, world_size: int, failing: list[int]) -> str:
         return rank
 
     try:
-        return f"value {launch.start_together(check, timeout_s=20)}"
+        return f"value {starting.start_together(check, timeout_s=20)}"
     except ConfigError as error:
-        return f"reports: {error} {getattr(error, launch.REPORTED_HERE)}"
+        return f"reports: {error} {getattr(error, starting.REPORTED_HERE)}"
     except SystemExit as end:
         return f"leaves with {end.code}"
 
@@ -120,6 +120,9 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
         assert active_run.log_line(lost) == said + plan
         assert active_run.log_line(good) == good + plan
         assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
+        monkeypatch.setattr(FakeSession, "has_labels", False)
+        assert " no token of this batch counts |" in active_run.log_line(good)
+        monkeypatch.setattr(FakeSession, "has_labels", True)
         monkeypatch.setattr(FakeSession, "tokens", 16_301)
         assert "| global batch size: 16301 tokens | lm" in active_run.log_line(
             f" | global batch size:    80 | lm{good}"

@@ -5,9 +5,9 @@ Many command lines are parsed by one forked process, where Megatron may be impor
 
 import argparse
 import contextlib
+import functools
 import io
 import os
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from tests.helpers.processes import run_ranks
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
---dynapipe-expert-imbalance
+--dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-softmax-scale --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -36,8 +36,33 @@ def test_our_flags_are_frozen() -> None:
     made = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {option for option in made._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))}
     assert flags == set(OURS.split())
-    with pytest.raises(ConfigError, match="unrecognized arguments: --dynapipe-coast-model x"):
-        made.parse_args(["--dynapipe-coast-model", "x"])
+    of_fork = {"--use-dynapipe", "--dynapipe-cost-model", "--dynapipe-device-memory-limit", "--dynapipe-limit-rc-type"}
+    assert len(flags - of_fork - {"--dynapipe-reserve-all-memory"}) <= 30
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--dynapipe-coast-model=x",
+            "--dynapipe-coast-model=x\nhint: did you mean --dynapipe-cost-model",
+        ),
+        ("--dynapipe_layout auto", "hint: did you mean --dynapipe-layout"),
+        ("--xyz 1", "unrecognized arguments: --xyz 1\nhint: --help lists all flags"),
+        ("--use-dynapipe=1", "--use-dynapipe: ignored explicit argument '1'"),
+        ("--dynapipe-layout", "--dynapipe-layout: expected one argument"),
+        ("--dynapipe-unset dynapipe-layuot", "'dynapipe-layuot' is not a flag: --dynapipe-layout?"),
+    ],
+)
+def test_a_flag_that_is_not_known_or_has_another_form_is_refused(words: str, said: str) -> None:
+    parser = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.parse_args(["--dynapipe-unset", "dynapipe-layout"])
+    with pytest.raises(ConfigError, match=said):
+        parser.parse_args(words.split())
+
+
+def part_of(value: Any, name: str) -> Any:
+    return value[int(name)] if name.isdecimal() else getattr(value, name)
 
 
 def parse_each(
@@ -58,7 +83,7 @@ def parse_each(
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 _, run = command_line.parse(ModelFamily(family), given)
-            found.append(str(attrgetter(name)(run)) if name else None)
+            found.append(str(functools.reduce(part_of, name.split("."), run)) if name else None)
         except DynaPipeError as error:
             found.append(str(error))
         with contextlib.suppress(AssertionError):
@@ -73,6 +98,7 @@ REFUSED = {
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
     "--dataloader-type ordered": "--dataloader-type ordered is not taken",
     "--dynapipe-device-memory-limit 0": "expected --dynapipe-device-memory-limit above 0, got 0.0",
+    "--dynapipe-softmax-scale 0": "expected --dynapipe-softmax-scale above 0, got 0.0",
     "--dynapipe-timeout-s nan": "expected --dynapipe-timeout-s above 0, got nan",
     "--dynapipe-calibrate -1": "expected --dynapipe-calibrate of at least 0, got -1.0",
     "--dynapipe-lookahead 0": "expected --dynapipe-lookahead above 0, got 0",
@@ -161,19 +187,19 @@ def test_what_a_planned_run_cannot_do_is_refused_in_one_line(data: Path) -> None
 
 VALUES = [
     # a command line, an attribute of its configuration, the attribute's value as text
-    ("--train-iters 2", "memory_limit_bytes", "None"),
+    ("--train-iters 2", "planner.network.devices_per_node", "1"),
     ("--train-iters 2", "store", "None"),
-    ("--train-iters 2", "cluster", "None"),
+    ("--train-iters 2", "notes", "('layout of micro-batches: padded or packed, whichever a plan finds faster',)"),
     ("--train-iters 2 --dynapipe-calibrate 20", "calibrate_s", "20.0"),
-    ("--train-iters 2 --dynapipe-device-memory-limit 36000", "memory_limit_bytes", "36000000000"),
-    ("--train-iters 2 --recompute-activations", "recompute", "(<Recompute.SELECTIVE: 'selective'>,)"),
-    ("--train-iters 2 --dynapipe-limit-rc-type full", "recompute", "(<Recompute.FULL: 'full'>,)"),
+    ("--train-iters 2 --dynapipe-device-memory-limit 36000", "planner.memory_limit_bytes", "36000000000"),
+    ("--train-iters 2 --recompute-activations", "planner.recompute", "(<Recompute.SELECTIVE: 'selective'>,)"),
+    ("--train-iters 2 --dynapipe-limit-rc-type full", "planner.recompute", "(<Recompute.FULL: 'full'>,)"),
     ("--train-iters 2", "planners", "1"),
     ("--train-iters 2 --dynapipe-planners 3", "planners", "3"),
-    ("--train-iters 7", "training.iterations", "7"),
-    ("--train-samples 50", "training.iterations", "3"),
-    ("--train-epochs 3", "training.iterations", "12"),
-    ("--train-iters 2 --tokens-per-global-batch 512", "training.sampler.tokens_per_iteration", "512"),
+    ("--train-iters 7", "inputs.splits.0.iterations", "7"),
+    ("--train-samples 50", "inputs.splits.0.iterations", "3"),
+    ("--train-epochs 3", "inputs.splits.0.iterations", "12"),
+    ("--train-iters 2 --tokens-per-global-batch 512", "sampler.tokens_per_iteration", "512"),
     ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),
     ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1, expert_shards=1)"),
     (
@@ -183,11 +209,11 @@ VALUES = [
     ),
     ("--train-iters 2 --bf16", "model.gradient_dtype", "torch.float32"),
     ("--train-iters 2 --bf16 --grad-reduce-in-bf16", "model.gradient_dtype", "torch.bfloat16"),
-    ("--train-iters 2 --num-layers 5", "parallel.layers_per_stage", "(5,)"),
+    ("--train-iters 2 --num-layers 5", "planner.layers_per_stage", "(5,)"),
     ("--train-iters 2 --dynapipe-layers-per-stage auto", "plans_layer_split", "True"),
-    ("--train-iters 2 --dynapipe-layers-per-stage auto", "parallel.layers_per_stage", "(4,)"),
+    ("--train-iters 2 --dynapipe-layers-per-stage auto", "planner.layers_per_stage", "(4,)"),
     ("--train-iters 2 --dynapipe-report-dir r", "report_folder", "r"),
-    ("--train-iters 2 --dynapipe-cluster configs/clusters/a100_40gb.yaml", "cluster.path.name", "a100_40gb.yaml"),
+    ("--train-iters 2 --dynapipe-cluster configs/clusters/a100_40gb.yaml", "planner.memory_limit_bytes", "36000000000"),
     ("--train-iters 2 --finetune", "checkpoints.allows_other_data", "True"),
     ("--train-iters 2 --dynapipe-attention megatron", "model.takes_mask", "True"),
 ]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import fork, megatron_flags
+from megatron_dynapipe.integration.flags import command_line, fork
 
 GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"
 VALUES = {" ".join(pair): instead for pair, instead in fork.VALUES.items()}
@@ -42,18 +41,17 @@ def test_what_the_fork_has_beside_its_dynapipe_flags_is_decided_on() -> None:
 def test_flags_of_its_launch_template_that_megatron_dropped_are_decided_on() -> None:
     template = "--no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline --data-impl"
     assert {*template.split()} <= {*fork.FLAGS}
-    assert not {flag for action in megatron_flags.actions() for flag in action.option_strings} & {*fork.FLAGS}
 
 
 def test_other_flags_and_values_pass() -> None:
     fork.check(["--dataloader-type", "external", "--dynapipe-store-url-file", "f"], {"DYNAPIPE_STORE_URL": "redis://x"})
 
 
-def test_a_key_of_a_run_file_is_named_with_its_file(tmp_path: Path) -> None:
+def test_a_key_of_a_run_file_is_refused_as_the_flag_is(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("sort-dataset: true\n")
-    with pytest.raises(ConfigError, match=r"run.yaml: sort-dataset is not taken: the order of samples follows"):
-        config.expand(["--dynapipe-config", str(path)], {"lr": False}, fork.KEYS)
+    with pytest.raises(ConfigError, match=r"--sort-dataset is not taken: the order of samples follows"):
+        command_line.expanded(["--dynapipe-config", str(path)])
 
 
 def test_the_migration_guide_has_the_table() -> None:

@@ -129,11 +129,11 @@ def test_layers_that_other_flags_contradict(layers, case):
 
 @pytest.mark.parametrize("given", ["", "3,x", "3,0,1", "3;1", "automatic"])
 def test_layers_per_stage_are_numbers(given):
-    from megatron_dynapipe.integration.flags.layer_split import layers_per_stage
+    from megatron_dynapipe.integration.flags.layer_split import layer_numbers
 
-    assert layers_per_stage("3") == (3,)
+    assert layer_numbers("3") == (3,)
     with pytest.raises(ConfigError, match=f"expected --dynapipe-layers-per-stage as 5,2.5.* got '{given}'"):
-        layers_per_stage(given)
+        layer_numbers(given)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from megatron_dynapipe import config
 from megatron_dynapipe.config import read_cluster
-from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link, encode_file
+from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine
 from tests.configs.test_configs import CLUSTERS
-from tests.cost.models import gpt_file
 
 
 @pytest.mark.parametrize(
@@ -74,18 +72,17 @@ inter-node-latency-us: 20
 
 def test_links_are_measured_or_the_clusters_or_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    costs, path = tmp_path / "costs.json", tmp_path / "cluster.yaml"
+    path = tmp_path / "cluster.yaml"
     measured = {"intra-node": Link(latency_us=60.0, gbps=25.0)}
-    costs.write_bytes(encode_file(msgspec.structs.replace(gpt_file(), links=measured)))
     path.write_text(WHOLE + "devices-per-node: 2\n")
     cluster = read_cluster(path)
-    for file, known, expected in (
-        (None, None, (4, 4800.0, 0.0, 100.0, 4000.0)),
-        (costs, None, (4, 25.0, 60.0, 100.0, 4000.0)),
-        (None, cluster, (2, 600.0, 0.0, 100.0, 20.0)),
-        (costs, cluster, (2, 25.0, 60.0, 100.0, 20.0)),
+    for links, known, expected in (
+        ({}, None, (4, 4800.0, 0.0, 100.0, 4000.0)),
+        (measured, None, (4, 25.0, 60.0, 100.0, 4000.0)),
+        ({}, cluster, (2, 600.0, 0.0, 100.0, 20.0)),
+        (measured, cluster, (2, 25.0, 60.0, 100.0, 20.0)),
     ):
-        found = machine.network(file, known)
+        found = machine.network(links, known)
         intra = found.intra_node_gbps, found.intra_node_latency_us
         assert (found.devices_per_node, *intra, found.inter_node_gbps, found.inter_node_latency_us) == expected
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.megatron_flags import FILE, REFUSED, actions, check, flag_of, others
+from megatron_dynapipe.integration.flags.megatron_flags import FILE, REFUSED, check, flag_of, others, own_actions
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -21,13 +22,18 @@ from tests.helpers.random_dataset import make_dataset
 OLDER = {"--rl-generation-batch-size", "--rl-parallel-generation-tasks"}
 OLDER |= {"--rl-num-parallel-generation-batches", "--rl-num-parallel-generations"}
 """Flags of Megatron 0.18 that 0.19 does not have."""
+NEWER = {"--sequence-packing-scheduler"}
+"""Flags of Megatron's branches main and dev that 0.19 does not have."""
 
 
 def flags_of_megatron(rank: int = 0, world_size: int = 1) -> list[str]:
     """The flags of the Megatron that this process imports; those of the fork must not be among any names of theirs."""
-    names = {name for action in actions() for name in action.option_strings}
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = own_actions(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    names = {name for action in actions for name in action.option_strings}
     assert not names & set(fork.FLAGS), "flags of the fork that Megatron has, too"
-    return [flag_of(action) for action in actions()]
+    return [flag_of(action) for action in actions]
 
 
 def undecided(flags: list[str]) -> list[str]:
@@ -39,7 +45,17 @@ def test_every_argument_of_the_installed_megatron_has_a_decision():
     flags = run_ranks(flags_of_megatron, 1)[0]
     missing = undecided(flags)
     assert not missing, f"decide in integration/flags/megatron_flags.txt what a planned run does with {missing}"
-    assert {*REFUSED, *others()} - set(flags) <= OLDER
+    assert {*REFUSED, *others()} - set(flags) <= OLDER | NEWER
+
+
+@pytest.mark.parametrize("flag", sorted(NEWER))
+def test_a_flag_of_newer_checkouts_is_refused(flag: str) -> None:
+    """It was taken without a word."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(flag)
+    args = parser.parse_args([flag, "default"], argparse.Namespace(use_dynapipe=True, transformer_impl="local"))
+    with pytest.raises(ConfigError, match=f"{flag} cannot be used with DynaPipe: plans pack samples themselves"):
+        check(args, ModelFamily.GPT, parser._actions[1:])
 
 
 PRINT = """

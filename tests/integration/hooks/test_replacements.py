@@ -19,6 +19,7 @@ class FakeSession:
     shape = None
     samples = 19
     tokens: int | None = None
+    has_labels = True
 
     def forward_backward(self) -> str:
         return "planned"
@@ -134,6 +135,7 @@ def test_a_micro_batchs_shape_is_the_plans():
         (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not supported in a patched checkout"),
         (["--dynapipe-activation", "gelu_tanh"], "--dynapipe-activation is not supported in a patched checkout"),
         (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not supported in a patched checkout"),
+        (["--dynapipe-elastic"], "--dynapipe-elastic is not supported in a patched checkout"),
     ],
 )
 def test_a_patched_checkout_refuses_flags_of_our_models(words, said, monkeypatch):

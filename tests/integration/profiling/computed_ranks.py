@@ -18,7 +18,6 @@ from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, Net
 from megatron_dynapipe.cost.analytic import layer_costs
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.work import LayerWork
-from megatron_dynapipe.integration.flags.plan_inputs import model_shape
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point, build_parts
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
@@ -56,7 +55,7 @@ def _counted(family: str, flags: list[str], path: Path) -> Pairs:
             found |= {f"{name} parameters": _parameters(setup, **layout)}
         unset_global_variables()
     with prepare() as setup:
-        shape = model_shape(setup.model, on_cpu=True)
+        shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
         parts = build_parts(setup.model, setup.device, chained=2)
         for kind in ("encoder", "decoder", "expert"):
             if kind in parts:
@@ -74,7 +73,8 @@ def _parameters(
     built = t5_provider(model, setup.split)() if setup.split else gpt_provider(model)(**ends)
     layout = PipelineLayout.equal(model.family, model.encoder_layers, model.decoder_layers, pipeline_parallel)
     layout = replace(layout, expert_layers=model.experts.layers if model.experts else ())
-    costs = AnalyticCostModel(model_shape(model, on_cpu=True), CPU_RATES, max_size=1, max_length=8)
+    shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
+    costs = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=8)
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
     shared = ExpertParallel(expert_parallel, tensor_parallel, imbalance=1.0)
     state = with_expert_parallel(tables, shared, Network(), Recompute.NONE).state

@@ -1,25 +1,18 @@
 """Recording a run: whatever fails, training and its exit status are those of a run without records."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.integration.supply import recorder as module
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
+from megatron_dynapipe.integration.supply.recorder import Place, Recorder
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.store import PlanKeys
 from megatron_dynapipe.units import Shape
-from tests.helpers.memory_store import MemoryStore
 from tests.helpers.plans import make_plan
-
-KEYS = PlanKeys(job="job", settings_digest="s")
 
 
 class FakeTrace:
@@ -41,8 +34,13 @@ def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Re
     run = RunRecord(
         world_size=world_size, stages=2, memory_limit_bytes=10**9, model_state_bytes=(), maximum=Shape(1, 64)
     )
-    place, reports = Place(rank=rank, replica=0, stage=rank, tensor_rank=0), Reports(store, KEYS, timeout_s=5)
-    return Recorder(folder, place, more.pop("run", run), reports, metrics=NoMetrics(), **more)
+    place = Place(rank=rank, replica=0, stage=rank, tensor_rank=0)
+
+    def collect(data: bytes) -> list[bytes]:  # rank 0 is the last to call it
+        store[rank] = data
+        return [store[other] for other in sorted(store)] if rank == 0 else []
+
+    return Recorder(folder, place, more.pop("run", run), more.pop("collect", collect), metrics=NoMetrics(), **more)
 
 
 def run(*recorders: Recorder, iterations: int = 4) -> str | None:
@@ -59,7 +57,7 @@ def run(*recorders: Recorder, iterations: int = 4) -> str | None:
 
 @pytest.fixture
 def store():
-    return MemoryStore()
+    return {}
 
 
 @pytest.mark.parametrize(("busy", "said"), [(40, True), (95, False)])
@@ -74,7 +72,7 @@ def test_idle_stages_are_said_with_what_shortens_that(busy, said) -> None:
         assert "the last plan leaves stages idle 59% of the time: --dynapipe-layers-per-stage auto" in told
 
 
-@pytest.mark.parametrize("name", ["write", "mkdir", "draw", "write_trace", "summarise", "store", "decode_records"])
+@pytest.mark.parametrize("name", ["write", "mkdir", "draw", "write_trace", "summarise", "collect", "decode_records"])
 def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatch, capsys, name) -> None:
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
@@ -85,9 +83,9 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
         folder.write_bytes(b"a file where the folder should be")
     elif name == "write":
         monkeypatch.setattr("megatron_dynapipe.report.records.RecordFile._write", fail)
-    elif name == "store":
-        monkeypatch.setattr(store, "put", lambda *_: (_ for _ in ()).throw(StoreError("it is gone")))
-        monkeypatch.setattr(ranks[0], "_reports", replace(ranks[0]._reports, timeout_s=0.1))
+    elif name == "collect":
+        for rank in ranks:
+            monkeypatch.setattr(rank, "_collect", fail)
     else:
         monkeypatch.setattr(module, name, fail)
     summary = run(*ranks)

@@ -1,0 +1,163 @@
+"""A node's plans: from the store, and where they are late, made here.
+
+    store ──► late? ──► made here, by the same pure function: the same bytes
+                └─ 10 s, or three times as long as the first plans took; half of the deadline before the first has come
+
+After a late plan nothing is waited for, until planners have been on time for a while: what is not there is made. A
+store that fails is asked again after a minute.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.loop import PlannedSplits
+from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.store import PlanKeys, PlanStore
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 10.0
+_TIMES = 3
+_FIRST_PLANS = 8
+"""So many are the first ones: how long they are waited for is how long plans take."""
+_ASK_AGAIN_S = 60.0
+_SLICE_S = 1.0
+_AT_ONCE_S = 0.001
+
+type Place = tuple[int, int]
+"""(replica, stage)."""
+
+
+class PlanSource:
+    """Plans for the ranks of one node. Safe to use from several threads.
+
+    Args:
+        inputs: what plans are made from.
+        store: where planners publish them; None makes all of them here.
+        keys: names of this job's plans.
+        who: this rank, for messages.
+        deadline_s: of one plan.
+        planners: of the job.
+        may_come: whether planners are at work, as far as this node knows; asked while a plan is awaited.
+        say: tells the user that plans are made here, and why.
+    """
+
+    def __init__(
+        self,
+        inputs: PlanInputs,
+        store: PlanStore | None,
+        keys: PlanKeys,
+        *,
+        who: str,
+        deadline_s: float,
+        planners: int = 1,
+        may_come: Callable[[], bool] = lambda: True,
+        say: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self._inputs, self._store, self._keys, self._who = inputs, store, keys, who
+        self._most_s, self._may_come, self._say = deadline_s / 2, may_come, say
+        self._enough = 2 * planners
+        self._on_time = self._enough
+        self._first_waits: list[float] = []
+        self._ask_at = 0.0
+        self._planned: PlannedSplits | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def fetch(self, split: str, iteration: int, places: Sequence[Place]) -> Mapping[Place, bytes]:
+        """The encoded entries of one iteration for some ranks' places.
+
+        Raises:
+            PlannerFailedError: a planner failed, or planning here did; its traceback is in the message.
+            StoreError: the source is closed.
+        """
+        found = self._stored(split, iteration, places)
+        return self._made(split, iteration) if found is None else found
+
+    def announce(self, split: str, iteration: int) -> None:
+        """Tell the planners how far training is; a store that fails shows when plans are asked for."""
+        if self._store is not None and time.monotonic() >= self._ask_at:
+            try:
+                with suppress(StoreFullError):  # planners that find it full make room
+                    self._store.announce(self._keys.progress(split), iteration)
+            except StoreError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """End the waits of other threads; nothing is planned any more."""
+        self._closed.set()
+
+    @property
+    def patience_s(self) -> float:
+        """How long the next plan is waited for."""
+        if self._on_time < self._enough:
+            return _AT_ONCE_S
+        late_s = max(LATE_S, _TIMES * max(self._first_waits)) if self._first_waits else self._most_s
+        return min(late_s, self._most_s)
+
+    def _stored(self, split: str, iteration: int, places: Sequence[Place]) -> dict[Place, bytes] | None:
+        """What planners have published; None where it is late."""
+        if self._store is None or time.monotonic() < self._ask_at:
+            return None
+        started, patience_s = time.monotonic(), self.patience_s
+        found = {}
+        try:
+            for replica, stage in places:
+                key = self._keys.plan(split=split, iteration=iteration, replica=replica, stage=stage)
+                found[replica, stage] = self._await(self._store, key, started + patience_s)
+        except StoreTimeoutError:
+            if self._on_time:
+                self._say(
+                    f"no plan of iteration {iteration} of {split} after {time.monotonic() - started:.1f} s:"
+                    f" {self._who} makes it, and those that are late from now on"
+                )
+            self._on_time = 0
+            return None
+        except StoreError as error:
+            self._check_open()
+            self._give_up(error)
+            return None
+        self._on_time += 1
+        if len(self._first_waits) < _FIRST_PLANS and patience_s > _AT_ONCE_S:
+            self._first_waits.append(time.monotonic() - started)
+        return found
+
+    def _await(self, store: PlanStore, key: str, until: float) -> bytes:
+        """What is published under a key; raises StoreTimeoutError where it is late, or no planner works on it."""
+        while True:
+            self._check_open()
+            left_s = max(min(until - time.monotonic(), _SLICE_S), _AT_ONCE_S)
+            try:
+                name, data = store.wait_any([key, self._keys.error], timeout_s=left_s, what=f"the plan {key}")
+            except StoreTimeoutError:
+                if time.monotonic() >= until or not self._may_come():
+                    raise
+                continue
+            if name != key:
+                raise decode_failure(data).to_error()
+            return data
+
+    def _made(self, split: str, iteration: int) -> dict[Place, bytes]:
+        with self._lock:  # one at a time: each takes a core
+            self._check_open()
+            try:
+                if self._planned is None:
+                    self._planned = PlannedSplits(self._inputs)
+                entries = self._planned.entries(split, iteration)
+            except Exception as error:
+                doing = f"planning iteration {iteration} of {split}"
+                raise PlannerFailure.of(error, who=self._who, doing=doing).to_error() from error
+        return {(replica, stage): data for replica, stage, data in entries}
+
+    def _give_up(self, error: StoreError) -> None:
+        self._ask_at = time.monotonic() + _ASK_AGAIN_S
+        self._say(f"{error.message}; {self._who} makes plans, and asks again in {_ASK_AGAIN_S:.0f} s")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise StoreError("the source of plans is closed: the run has ended")

@@ -1,0 +1,198 @@
+"""What a candidate's iterations take: plans of batches, in this process or in several, and what comes after them.
+
+    pipeline ─────────────────────────► │ reduce-scatter (or all-reduce) │ step │ all-gather
+    (planned: forward, backward, transfers)  per stage; the slowest stage counts
+
+Reduction and step do not overlap with the pipeline. Gradients are reduced in fp32, as Megatron does for bf16. A ring's
+messages cross the links inside a node first, then between nodes those of every device's own link, then inside the node
+again:
+
+    inside a node of l replicas      2 (l - 1) / l · bytes          at a link inside the node
+    between m nodes                  2 (m - 1) / m · bytes / l      at a link between nodes
+
+and every hop takes its link's latency. The step reads gradient, master weight and both moments, and writes all but the
+gradient and the parameter in half precision: 30 bytes a parameter.
+"""
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Self
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, ModelState
+from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
+from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+
+PLAN_DEADLINE_S = 600.0
+"""Within which one of the plans under way must be done."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a candidate's plan of one batch takes.
+
+    Attributes:
+        predicted_ns: forward, backward and transfers; 0 with an error.
+        peak_bytes: on every pipeline rank, of the replica that needs most.
+        error: why there is no plan.
+    """
+
+    predicted_ns: int = 0
+    peak_bytes: tuple[int, ...] = ()
+    error: str | None = None
+
+
+class Evaluator:
+    """Plans batches under settings; a planner is made once for each settings."""
+
+    def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
+        self._cost_model, self._batches = cost_model, list(batches)
+        self._planners: dict[PlannerSettings, Planner] = {}
+
+    def __call__(self, settings: PlannerSettings, batch: int) -> Outcome:
+        """The plan of a batch, or why there is none."""
+        try:
+            if settings not in self._planners:
+                self._planners[settings] = Planner(settings, self._cost_model)
+            plan = self._planners[settings].plan(self._batches[batch], batch)
+        except DynaPipeError as error:
+            return Outcome(error=error.message)
+        peaks = [
+            max(peak_bytes(plan, replica, stage, settings.element_bytes) for replica in plan.replicas)
+            for stage in range(plan.pipeline_stages)
+        ]
+        return Outcome(predicted_ns=plan.totals.predicted_ns, peak_bytes=tuple(peaks))
+
+
+_evaluator: Evaluator | None = None
+"""A worker process's own."""
+
+
+def _begin(evaluator: Evaluator) -> None:
+    global _evaluator
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches.
+    _evaluator = evaluator
+
+
+def _evaluate(settings: PlannerSettings, batch: int) -> Outcome:
+    assert _evaluator is not None
+    return _evaluator(settings, batch)
+
+
+class Workers:
+    """Evaluates as many plans at a time as there are processes; with one, in this process."""
+
+    def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch], workers: int) -> None:
+        evaluator = Evaluator(cost_model, batches)
+        self._executor: Executor = ThreadPoolExecutor(1)
+        self._evaluate: Callable[[PlannerSettings, int], Outcome] = evaluator
+        if workers > 1:
+            context = get_context("spawn")
+            self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(evaluator,))
+            self._evaluate = _evaluate
+        self._workers = workers
+        self._futures: dict[Future[Outcome], tuple[int, int]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def running(self) -> int:
+        """Plans under way."""
+        return len(self._futures)
+
+    @property
+    def free(self) -> bool:
+        """Whether another may be started."""
+        return len(self._futures) < self._workers
+
+    def start(self, candidate: int, settings: PlannerSettings, batch: int) -> None:
+        """Plan a batch for a candidate."""
+        self._futures[self._executor.submit(self._evaluate, settings, batch)] = (candidate, batch)
+
+    def next(self) -> tuple[int, int, Outcome]:
+        """Wait for one of the plans: candidate, batch, outcome.
+
+        Raises:
+            PlanningError: a process has ended, or no plan is done within `PLAN_DEADLINE_S`.
+        """
+        done, _ = wait(self._futures, timeout=PLAN_DEADLINE_S, return_when=FIRST_COMPLETED)
+        if not done:
+            raise PlanningError(
+                f"none of {len(self._futures)} plans was done within {PLAN_DEADLINE_S:.0f} s",
+                hint="use fewer batches, or fewer samples in a batch",
+            )
+        future = min(done, key=lambda each: self._futures[each])
+        candidate, batch = self._futures.pop(future)
+        try:
+            return candidate, batch, future.result()
+        except BrokenProcessPool as error:
+            raise PlanningError(
+                "a planning process ended", hint="is the host out of memory? try --workers 1"
+            ) from error
+
+
+_STORED_BYTES = 2
+"""Of a parameter, as cost models count them."""
+_STEP_BYTES = 30
+
+
+class StepRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reduction and the step depend on besides layout and links.
+
+    Attributes:
+        gradient_bytes: of a parameter's gradient in the reduction.
+        memory_bytes_per_second: memory traffic that a device sustains.
+    """
+
+    gradient_bytes: int = 4
+    memory_bytes_per_second: float = 8e11
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes < 1 or not self.memory_bytes_per_second > 0:
+            raise ConfigError(
+                f"expected gradients of at least 1 byte and a memory rate above 0, got {self.gradient_bytes} and"
+                f" {self.memory_bytes_per_second}"
+            )
+
+
+def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> tuple[int, int]:
+    """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
+    layout, shared = settings.layout, settings.expert_parallel
+    everything, experts = layout.parameter_bytes(state), layout.expert_bytes(state)
+    reduction = stepped = 0.0
+    for held, replicas, apart in (
+        (everything - experts, settings.data_parallel, 1),
+        (experts, settings.data_parallel // shared, shared),
+    ):
+        parameters = int(held.max()) // _STORED_BYTES
+        if settings.distributed_optimizer:
+            # Half an all-reduce of the gradients, and half a one of the parameters.
+            size = parameters * (rates.gradient_bytes + _STORED_BYTES) / 2
+            stepped += parameters / replicas
+        else:
+            size = parameters * rates.gradient_bytes
+            stepped += parameters
+        reduction += _ring_ns(settings, size, replicas, apart) if parameters else 0
+    return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
+
+
+def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:
+    """An all-reduce of so many bytes over replicas of a stage, of which every `apart`-th takes part."""
+    network = settings.network
+    inside = max(1, math.gcd(replicas, network.devices_per_node // settings.tensor_parallel // apart))
+    nodes = replicas // inside
+    bits = size_bytes * 8
+    inside_ns = 2 * (inside - 1) * (bits / inside / network.intra_node_gbps + network.intra_node_latency_us * 1e3)
+    between_ns = 2 * (nodes - 1) * (bits / inside / nodes / network.inter_node_gbps)
+    return inside_ns + between_ns + 2 * (nodes - 1) * network.inter_node_latency_us * 1e3

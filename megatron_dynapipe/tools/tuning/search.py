@@ -1,0 +1,321 @@
+"""The best layouts of a space, found best first.
+
+Every candidate begins with a lower bound on the time of its batches' plans. The candidate with the least bound has its
+next batch planned in full, which raises its bound to the predicted time. The search ends when the best `top` candidates
+are planned on every batch and no other bound is below theirs: no candidate that was left out is among the best.
+
+    bound ──► plan batch 0 ──► bound ──► plan batch 1 ──► … ──► known          least bound first
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, Network
+from megatron_dynapipe.cost.segments import SegmentCosts, divide_segments
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
+from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns
+from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
+
+Progress = Callable[[int, int, float | None], None]
+"""Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
+
+
+class _Evaluation:
+    """What is known of a candidate so far."""
+
+    def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
+        self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
+        self.outcomes: list[Outcome] = []
+        self.bounds = bounds
+        self.reduction_ns = self.optimizer_ns = 0
+        self.unsplit = candidate.split is Split.AUTO
+
+    @property
+    def bound_ns(self) -> int:
+        """Of all batches: what was planned, and bounds of the others."""
+        planned = sum(outcome.predicted_ns for outcome in self.outcomes)
+        ends = (self.reduction_ns + self.optimizer_ns) * len(self.bounds)
+        return planned + sum(self.bounds[len(self.outcomes) :]) + ends
+
+    @property
+    def status(self) -> Status:
+        if self.error is not None:
+            return Status.INFEASIBLE
+        if not self.outcomes:
+            return Status.PRUNED
+        return Status.PLANNED if len(self.outcomes) == len(self.bounds) else Status.PARTIAL
+
+
+def tune(
+    base: PlannerSettings,
+    cost_model: CostModel,
+    batches: Sequence[GlobalBatch],
+    space: Space,
+    *,
+    rates: StepRates | None = None,
+    top: int = 3,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Tuning:
+    """The layouts under which batches are predicted to train fastest.
+
+    Args:
+        base: model, memory, links and the planner's choices; its layout is replaced.
+        cost_model: what layers cost.
+        batches: a sample of the global batches to come; all of them are planned for the best layouts.
+        space: the layouts to try.
+        rates: what gradient reduction and optimizer step take.
+        top: how many of the best must be known for certain.
+        workers: processes that plan; 1: this one.
+        progress: called after every plan.
+
+    Raises:
+        ConfigError: no batch, or `top` or `workers` below 1.
+        CostModelError: costs of another model.
+        DataError: a sample is empty.
+    """
+    if not batches or top < 1 or workers < 1:
+        raise ConfigError(
+            f"expected at least one batch, best layout and process, got {len(batches)}, {top} and {workers}"
+        )
+    start = time.monotonic()
+    evaluations = _evaluations(candidates(base, space, cost_model), cost_model, batches, rates or StepRates())
+    search = _Search(evaluations, cost_model, batches, top, progress)
+    interrupted = False
+    try:
+        with Workers(cost_model, batches, workers) as evaluating:
+            search.run(evaluating)
+    except KeyboardInterrupt:
+        interrupted = True
+    evaluations.sort(key=_rank)
+    return _tuning(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
+
+
+def tune_segments(
+    costs: SegmentCosts,
+    batches: Sequence[GlobalBatch],
+    *,
+    devices: int,
+    memory_limit_bytes: int,
+    network: Network | None = None,
+    schedule: ScheduleSettings | None = None,
+) -> Tuning:
+    """All divisions of the devices into replicas and stages of a user's own model, the fastest first.
+
+    Every number of stages has its own division of the segments, with costs of its own. There are few, so all are
+    planned on every batch. `layers_per_stage` of a layout counts segments; `split_model(…, stages=pipeline_parallel,
+    costs=costs)` and `Pipeline(replicas=data_parallel)` train it.
+
+    Args:
+        costs: measured by `profile_module`.
+        batches: a sample of the global batches to come.
+        devices: of the cluster; every layout uses all of them.
+        memory_limit_bytes: of a device.
+        network: links; by default those that the costs were measured with.
+        schedule: how passes are ordered.
+
+    Raises:
+        ConfigError: no batches, or no devices.
+    """
+    if not batches or devices < 1:
+        raise ConfigError(f"expected at least one batch and one device, got {len(batches)} and {devices}")
+    start = time.monotonic()
+    settings_of = partial(
+        segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
+    )
+    found = [
+        _divided(settings_of, costs, stages, devices // stages, batches)
+        for stages in range(1, devices + 1)
+        if devices % stages == 0
+    ]
+    found.sort(key=lambda each: _rank(each[0]))
+    evaluations = [one for one, _ in found]
+    tuning = _tuning(evaluations, batches, sum(len(one.outcomes) for one in evaluations), time.monotonic() - start)
+    layouts = [
+        msgspec.structs.replace(layout, layers_per_stage=segments)
+        for layout, (_, segments) in zip(tuning.layouts, found, strict=True)
+    ]
+    return msgspec.structs.replace(tuning, layouts=tuple(layouts))
+
+
+def _divided(
+    settings_of: Callable[..., PlannerSettings],
+    costs: SegmentCosts,
+    stages: int,
+    replicas: int,
+    batches: Sequence[GlobalBatch],
+) -> tuple[_Evaluation, tuple[int | float, ...] | None]:
+    """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
+    whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
+    candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)
+    one, counts = _Evaluation(candidate, [0] * len(batches)), None
+    try:
+        stage_of = divide_segments(costs, costs.points, stages, whole.memory_limit_bytes)
+        counts = tuple(stage_of.count(stage) for stage in range(stages))
+        one.settings, cost_model = settings_of(stage_of, stages=stages, replicas=replicas), costs.of_stages(stage_of)
+        state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
+        one.reduction_ns, one.optimizer_ns = step_ns(one.settings, state, StepRates())
+    except DynaPipeError as error:
+        one.error = error.message
+        return one, counts
+    evaluate = Evaluator(cost_model, batches)
+    one.outcomes = [evaluate(one.settings, number) for number in range(len(batches))]
+    one.error = next((outcome.error for outcome in one.outcomes if outcome.error is not None), None)
+    return one, counts
+
+
+class _Search:
+    """The search and its state."""
+
+    def __init__(
+        self,
+        evaluations: Sequence[_Evaluation],
+        cost_model: CostModel,
+        batches: Sequence[GlobalBatch],
+        top: int,
+        progress: Progress | None,
+    ) -> None:
+        self.plans = 0
+        self._evaluations, self._cost_model, self._batches = evaluations, cost_model, batches
+        self._top, self._progress = top, progress
+        self._open = [(each.bound_ns, at) for at, each in enumerate(evaluations) if each.error is None]
+        heapq.heapify(self._open)
+        self._known: list[int] = []
+
+    def run(self, workers: Workers) -> None:
+        """Until the best are known."""
+        while self._open or workers.running:
+            while self._open and workers.free:
+                bound, at = heapq.heappop(self._open)
+                if len(self._known) >= self._top and bound >= self._known[self._top - 1]:
+                    self._open.clear()  # All others' bounds are higher.
+                    break
+                self._start(workers, at)
+            if workers.running:
+                self._take(*workers.next())
+
+    def _start(self, workers: Workers, at: int) -> None:
+        one = self._evaluations[at]
+        if one.unsplit:
+            try:
+                split = choose_layer_split(one.settings, self._cost_model, self._batches)
+            except DynaPipeError as error:
+                one.error = error.message
+                return
+            one.settings, one.unsplit = msgspec.structs.replace(one.settings, layers_per_stage=split), False
+        workers.start(at, one.settings, len(one.outcomes))
+
+    def _take(self, at: int, batch: int, outcome: Outcome) -> None:
+        one = self._evaluations[at]
+        self.plans += 1
+        if outcome.error is not None:
+            one.error = outcome.error if len(self._batches) == 1 else f"batch {batch}: {outcome.error}"
+        else:
+            one.outcomes.append(outcome)
+            if one.status is Status.PLANNED:
+                self._known = sorted([*self._known, one.bound_ns])
+            else:
+                heapq.heappush(self._open, (one.bound_ns, at))
+        if self._progress is not None:
+            best = self._known[0] / len(self._batches) / NS_PER_MS if self._known else None
+            left = sum(len(self._batches) - len(self._evaluations[other].outcomes) for _, other in self._open)
+            self._progress(self.plans, self.plans + left, best)
+
+
+def _evaluations(
+    found: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
+) -> list[_Evaluation]:
+    """Candidates with their bounds, without those whose layers are split as those of one before."""
+    works: dict[tuple[int, int], list[LeastWork]] = {}
+    evaluations: list[_Evaluation] = []
+    seen: set[PlannerSettings | Candidate] = set()
+    for candidate in found:
+        if candidate.error is not None:
+            alike = msgspec.structs.replace(candidate, split=Split.EQUAL)
+            if alike not in seen:
+                evaluations.append(_Evaluation(candidate, []))
+            seen.add(alike)
+            continue
+        shared = candidate.tensor_parallel, candidate.expert_parallel
+        if shared not in works:
+            works[shared] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
+        if candidate.split is Split.EVEN:
+            split = even_work_split(candidate.settings, works[shared])
+            settings = msgspec.structs.replace(candidate.settings, layers_per_stage=split)
+            candidate = msgspec.structs.replace(candidate, settings=settings)
+        if candidate.split is not Split.AUTO and candidate.settings in seen:
+            continue
+        seen.add(candidate.settings)
+        any_split = candidate.split is Split.AUTO
+        bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
+        one = _Evaluation(candidate, bounds)
+        state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
+        one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
+        if not one.unsplit:
+            try:
+                Planner(candidate.settings, cost_model)
+            except DynaPipeError as error:
+                one.error = error.message
+        evaluations.append(one)
+    return evaluations
+
+
+def _tuning(
+    evaluations: list[_Evaluation],
+    batches: Sequence[GlobalBatch],
+    plans: int,
+    seconds: float,
+    *,
+    interrupted: bool = False,
+) -> Tuning:
+    """Evaluations, the best first, as a result."""
+    tokens = [batch.tokens for batch in batches]
+    return Tuning(
+        layouts=tuple(_tuned(each, tokens) for each in evaluations),
+        settings=tuple(each.settings for each in evaluations),
+        plans=plans,
+        seconds=seconds,
+        interrupted=interrupted,
+    )
+
+
+def _rank(one: _Evaluation) -> tuple[int, int]:
+    place = {Status.PLANNED: 0, Status.PARTIAL: 1, Status.PRUNED: 1, Status.INFEASIBLE: 2}
+    return place[one.status], one.bound_ns
+
+
+def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
+    settings, planned = one.settings, len(one.outcomes)
+    allowed, known = settings.micro_batch_layouts, dict[str, Any]()
+    if one.error is None:
+        known["reduction_ms"], known["optimizer_ms"] = one.reduction_ns / NS_PER_MS, one.optimizer_ns / NS_PER_MS
+        known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS
+    if one.error is None and planned:
+        ends = one.reduction_ns + one.optimizer_ns
+        total_ns = sum(outcome.predicted_ns for outcome in one.outcomes) + ends * planned
+        peaks = zip(*(each.peak_bytes for each in one.outcomes), strict=True)
+        known["predicted_ms"] = total_ns / planned / NS_PER_MS
+        known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9
+        known["peak_memory_mb"] = tuple(max(stage) / BYTES_PER_MB for stage in peaks)
+    return TunedLayout(
+        **one.candidate.sizes,
+        layers_per_stage=None if one.unsplit or one.candidate.error else settings.layout.layers_per_stage,
+        layout="auto" if len(allowed) > 1 else allowed[0].value,
+        distributed_optimizer=settings.distributed_optimizer,
+        status=one.status,
+        batches=planned,
+        error=one.error,
+        **known,
+    )

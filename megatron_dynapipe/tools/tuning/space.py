@@ -1,0 +1,205 @@
+"""The layouts that are considered: every division of the devices into data, tensor and pipeline parallelism, with
+virtual stages and layer splits. What a layout cannot be built for is its error; nothing is left out silently."""
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, even_split
+from megatron_dynapipe.cost.tables import ATTENTION
+from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import ModelFamily
+
+
+class Split(enum.StrEnum):
+    """How layers are split over stages."""
+
+    EQUAL = "equal"
+    """The same number on every stage; where that does not divide, the first stages have one more."""
+    EVEN = "even"
+    """The busiest stage, with the head on the last one, has as little work as can be."""
+    AUTO = "auto"
+    """As training chooses it, by planning batches under many splits: slow."""
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """What is tried.
+
+    Attributes:
+        devices: of the cluster; every layout uses all of them.
+        chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
+        splits: layer splits; of several that put the same layers on every stage, the first counts.
+        distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
+            less memory and less time.
+        tensor_sizes: of tensor parallelism, those that can be used; None: all.
+        global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
+        expert_sizes: numbers of replicas that may share experts.
+    """
+
+    devices: int
+    chunks: tuple[int, ...] = (1,)
+    splits: tuple[Split, ...] = (Split.EQUAL, Split.EVEN)
+    distributed_optimizer: bool | None = None
+    tensor_sizes: tuple[int, ...] | None = None
+    global_batch_size: int | None = None
+    expert_sizes: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ConfigError(f"expected at least one device, got {self.devices}")
+        if not self.chunks or min(self.chunks) < 1 or not self.splits:
+            raise ConfigError(
+                f"expected one or more numbers of chunks and layer splits, got {list(self.chunks)} and"
+                f" {list(self.splits)}"
+            )
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks share a model and its data; `chunks` are virtual stages per pipeline rank."""
+
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    chunks: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Those of every kind of parallelism, by name."""
+        return {name: getattr(self, name) for name in Layout.__struct_fields__}
+
+
+class Candidate(Layout, frozen=True, kw_only=True):
+    """One layout of the space.
+
+    Attributes:
+        settings: the planner's; where they cannot be made, those of the model on one device.
+        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        error: why there is no such layout.
+    """
+
+    settings: PlannerSettings
+    split: Split = Split.EQUAL
+    error: str | None = None
+
+
+class Status(enum.StrEnum):
+    """How far a layout was evaluated."""
+
+    PLANNED = "planned"
+    """Every batch was planned."""
+    PARTIAL = "partial"
+    """Some batches were planned before it was slower than the best, or the search was interrupted."""
+    PRUNED = "pruned"
+    """No batch was planned: it cannot be among the best, or the search was interrupted."""
+    INFEASIBLE = "infeasible"
+
+
+class TunedLayout(Layout, frozen=True, kw_only=True):
+    """A parallel layout and its predictions, means over the batches that were planned.
+
+    Attributes:
+        layers_per_stage: of every virtual stage; None where they were not chosen.
+        layout: auto, padded or packed: what plans may make of a micro-batch.
+        distributed_optimizer: whether optimizer state is sharded.
+        status: how far it was evaluated.
+        batches: that were planned.
+        predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
+        reduction_ms, optimizer_ms: of these, gradient reduction and optimizer step.
+        bound_ms: an iteration takes at least this.
+        tokens_per_second: real tokens over predicted time.
+        peak_memory_mb: of every pipeline rank.
+        error: why it cannot be built, or a batch has no plan.
+        measured_ms: of an iteration, where it was trained.
+        measurement_error: why it was trained without a measurement.
+    """
+
+    layers_per_stage: tuple[int | float, ...] | None = None
+    layout: str
+    distributed_optimizer: bool
+    status: Status
+    batches: int = 0
+    predicted_ms: float | None = None
+    reduction_ms: float | None = None
+    optimizer_ms: float | None = None
+    bound_ms: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_mb: tuple[float, ...] = ()
+    error: str | None = None
+    measured_ms: float | None = None
+    measurement_error: str | None = None
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """All layouts that were considered.
+
+    Attributes:
+        layouts: planned ones first, the fastest first; then partial and pruned ones, by their bounds; then infeasible
+            ones.
+        settings: the planner's settings of each.
+        plans: that were made.
+        seconds: that the search took.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    layouts: tuple[TunedLayout, ...]
+    settings: tuple[PlannerSettings, ...]
+    plans: int
+    seconds: float
+    interrupted: bool = False
+
+
+def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:
+    """Every layout, in a fixed order."""
+    names = Layout.__struct_fields__
+    return [
+        _candidate(base, space, cost_model, Layout(**dict(zip(names, (*sizes, chunks, experts), strict=True))), split)
+        for sizes in divisions(space.devices)
+        for chunks, split in _variants(base, space, pipeline=sizes[2])
+        for experts in [size for size in space.expert_sizes if sizes[0] % size == 0] or space.expert_sizes[:1]
+    ]
+
+
+def divisions(devices: int) -> Iterator[tuple[int, int, int]]:
+    """Data, tensor and pipeline parallelism whose product is `devices`."""
+    for tensor in range(1, devices + 1):
+        if devices % tensor == 0:
+            rest = devices // tensor
+            yield from ((rest // pipeline, tensor, pipeline) for pipeline in range(1, rest + 1) if rest % pipeline == 0)
+
+
+def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, Split]]:
+    for chunks in space.chunks if pipeline > 1 and base.family is ModelFamily.GPT else (1,):
+        yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [Split.EQUAL]))
+
+
+def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: Split) -> Candidate:
+    data, tensor, experts = layout.data_parallel, layout.tensor_parallel, layout.expert_parallel
+    wanted, per_node = space.distributed_optimizer, base.network.devices_per_node
+    settings, error = base, None
+    try:
+        if tensor > 1 and per_node % tensor:
+            raise ConfigError(f"tensor parallelism of {tensor} does not divide a node's {per_node} devices")
+        if space.tensor_sizes is not None and tensor not in space.tensor_sizes:
+            raise ConfigError(f"checkpoints of the run cannot be loaded under tensor parallelism of {tensor}")
+        if space.global_batch_size is not None and space.global_batch_size % data:
+            raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
+        if data % experts:
+            raise ConfigError(f"{data} replicas cannot share experts by {experts}")
+        if ATTENTION not in cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).kinds:
+            raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
+        layers, stages = base.encoder_layers + base.decoder_layers, layout.pipeline_parallel * layout.chunks
+        settings = msgspec.structs.replace(
+            base,
+            **layout.sizes,
+            lockstep=experts > 1 and experts,
+            layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO),
+            distributed_optimizer=data > 1 if wanted is None else wanted,
+            sequence_parallel=base.sequence_parallel and tensor > 1,
+        )
+    except DynaPipeError as problem:
+        error = problem.message
+    return Candidate(settings=settings, split=split, error=error, **layout.sizes)

@@ -1,0 +1,93 @@
+"""Counts what a newcomer has to read, and holds it to bounds: lines, kinds of values, flags. Part of `make check`.
+
+    python scripts/count_code.py
+
+A kind of value is a dataclass, a `msgspec.Struct`, a named tuple or a typed dictionary, or a subclass of one.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_dynapipe"
+BESIDE_THE_CORE = ("tools", "modules")
+VALUES = {"Struct", "NamedTuple", "TypedDict"}
+BOUNDS = {
+    "lines of the package": 44_000,
+    "lines of its core": 31_500,
+    "kinds of values": 215,
+    "lines of tests": 30_000,
+    "lines of benchmarks": 7_500,
+    "flags": 30,
+}
+"""The most of each; a change that needs more says why it is worth that, here."""
+
+
+def main() -> None:
+    """Print every count beside its bound; exit status 1 if one is above."""
+    counted = counts()
+    for name, bound in BOUNDS.items():
+        print(f"{name:22} {counted[name]:>7,} of {bound:>7,}{'  <-- above' if counted[name] > bound else ''}")
+    sys.exit(any(counted[name] > bound for name, bound in BOUNDS.items()))
+
+
+def counts() -> dict[str, int]:
+    """What `BOUNDS` bounds, as it is."""
+    package = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    beside = [path for path in package if path.relative_to(PACKAGE).parts[0] in BESIDE_THE_CORE]
+    lines = {path: len(text.splitlines()) for path, text in package.items()}
+    return {
+        "lines of the package": sum(lines.values()),
+        "lines of its core": sum(lines.values()) - sum(lines[path] for path in beside),
+        "kinds of values": len(kinds_of_values(package.values())),
+        "lines of tests": lines_below(ROOT / "tests"),
+        "lines of benchmarks": lines_below(ROOT / "benchmarks"),
+        "flags": flags(),
+    }
+
+
+def lines_below(folder: Path) -> int:
+    """Lines of all Python files of a folder."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def kinds_of_values(sources: "Iterator[str] | object") -> set[ast.ClassDef]:
+    """The classes of values."""
+    classes = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]  # type: ignore[attr-defined]
+    values, names, before = set[ast.ClassDef](), set(VALUES), -1
+    while len(values) > before:
+        before = len(values)
+        values |= {node for node in classes if is_dataclass(node) or names & {last_name(base) for base in node.bases}}
+        names = VALUES | {node.name for node in values}
+    return values
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    """Whether a decorator makes it one."""
+    return any(last_name(decorator) == "dataclass" for decorator in node.decorator_list)
+
+
+def last_name(node: ast.expr) -> str:
+    """`c` of a.b.c, a.b.c[…] and a.b.c(…)."""
+    match node:
+        case ast.Call(func=inner) | ast.Subscript(value=inner):
+            return last_name(inner)
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def flags() -> int:
+    """Flags of the entry scripts that begin with --dynapipe, without those that the published fork had."""
+    from megatron_dynapipe.integration.flags import command_line
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    command_line.add_flags(parser)
+    return sum(action.option_strings[0].startswith("--dynapipe-") for action in parser._actions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A node's source of plans: what is late is made, after a wait that suits how long plans take."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megatron_dynapipe.errors import PlannerFailedError, StoreError
+from megatron_dynapipe.service import PlanSource, source
+from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.loop import PlannedSplits
+from tests.helpers.memory_store import MemoryStore
+
+PLACES = [(0, 0), (1, 1)]
+
+
+@pytest.fixture
+def job(settings):
+    return settings()
+
+
+@pytest.fixture
+def make(job) -> Callable[..., tuple[PlanSource, MemoryStore]]:
+    def of(deadline_s: float = 0.4, **more: object) -> tuple[PlanSource, MemoryStore]:
+        store = MemoryStore()
+        return PlanSource(job.inputs, store, job.keys, who="rank 0", deadline_s=deadline_s, **more), store
+
+    return of
+
+
+def publish(job, store: MemoryStore, iteration: int, data: bytes) -> None:
+    keys = [job.keys.plan(split="train", iteration=iteration, replica=r, stage=s) for r, s in PLACES]
+    store.put_all([(key, data) for key in keys])
+
+
+def test_what_is_late_is_made_as_planners_make_it(job, make) -> None:
+    plans, _ = make()
+    expected = {(r, s): data for r, s, data in PlannedSplits(job.inputs).entries("train", 5)}
+    assert plans.fetch("train", 5, PLACES) == expected
+    without = PlanSource(job.inputs, None, job.keys, who="rank 0", deadline_s=1e6)
+    assert without.fetch("train", 5, PLACES) == expected
+
+
+def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_again(job, make) -> None:
+    plans, store = make(planners=1)
+    plans.fetch("train", 0, PLACES)
+    assert plans.patience_s < 0.01
+    for iteration in (1, 2):
+        publish(job, store, iteration, b"theirs")
+        assert set(plans.fetch("train", iteration, PLACES).values()) == {b"theirs"}
+    assert plans.patience_s == 0.2, "of none that was waited for: half of the deadline"
+
+
+@pytest.mark.parametrize(("first_s", "patience_s"), [(1.0, 10.0), (26.0, 78.0), (90.0, 150.0)])
+def test_plans_that_take_long_are_waited_for_as_long_three_times(
+    job, make, monkeypatch, first_s: float, patience_s: float
+) -> None:
+    plans, store = make(deadline_s=300.0)
+    now = [0.0]
+    monkeypatch.setattr(source.time, "monotonic", lambda: now[0])
+
+    def slow(keys, *, timeout_s, what):
+        now[0] += first_s / len(PLACES)
+        return keys[0], b"theirs"
+
+    monkeypatch.setattr(store, "wait_any", slow)
+    assert plans.patience_s == 150.0
+    plans.fetch("train", 0, PLACES)
+    assert plans.patience_s == patience_s
+
+
+def test_planners_that_have_ended_are_not_waited_for(make) -> None:
+    plans, _ = make(deadline_s=600.0, may_come=lambda: False)
+    assert len(plans.fetch("train", 0, PLACES)) == 4
+
+
+def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, make, monkeypatch, caplog) -> None:
+    plans, store = make()
+    asked = []
+
+    def gone(keys, **_):
+        asked.append(keys)
+        raise StoreError("the store is gone")
+
+    monkeypatch.setattr(store, "wait_any", gone)
+    for iteration in range(3):
+        plans.announce("train", iteration)
+        assert len(plans.fetch("train", iteration, PLACES)) == 4
+    assert len(asked) == 1 and "the store is gone; rank 0 makes plans, and asks again in 60 s" in caplog.text
+    monkeypatch.setattr(source, "_ASK_AGAIN_S", 0.0)
+    plans._give_up(StoreError("x"))
+    monkeypatch.undo()
+    publish(job, store, 3, b"theirs")
+    assert set(plans.fetch("train", 3, PLACES).values()) == {b"theirs"}
+
+
+def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, make) -> None:
+    plans, store = make(deadline_s=60.0)
+    publish(job, store, 0, b"theirs")
+    publish_failure(store, job.keys, PlannerFailure.of(ValueError("sample 3"), who="planner 0", doing="testing"))
+    assert plans.fetch("train", 0, PLACES), "what was published before"
+    with pytest.raises(PlannerFailedError, match=r"planner 0 failed while testing: ValueError: sample 3\n"):
+        plans.fetch("train", 1, PLACES)
+    here = PlanSource(settings(memory_mb=1).inputs, None, job.keys, who="rank 8", deadline_s=1.0)
+    with pytest.raises(PlannerFailedError, match=r"rank 8 failed while planning iteration 2 of train: Infeasible"):
+        here.fetch("train", 2, PLACES)
+
+
+def test_closing_ends_a_wait(make) -> None:
+    plans, _ = make(deadline_s=600.0)
+    threading.Timer(0.1, plans.close).start()
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="the source of plans is closed"):
+        plans.fetch("train", 0, PLACES)
+    assert time.monotonic() - started < 60

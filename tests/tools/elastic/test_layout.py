@@ -1,0 +1,79 @@
+"""Which layout the ranks that are there get: by rank 0, for all; an error where none fits."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.elastic.entry import layout_flags
+from megatron_dynapipe.tools.elastic.layout import agreed_layout
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.processes import run_ranks
+from tests.planning.planner_cases import batch, cost_model
+
+GPT = ModelFamily.GPT
+COSTS = cost_model(GPT)
+BATCHES = [batch(GPT, 12)]
+BASE = PlannerSettings(
+    family=GPT,
+    encoder_layers=4,
+    decoder_layers=0,
+    hidden_size=128,
+    memory_limit_bytes=2 * 10**9,
+    schedule=ScheduleSettings(search_evaluations=10),
+)
+
+
+def best(ranks: int, memory_limit_bytes: int = 2 * 10**9) -> TunedLayout:
+    space = Space(devices=ranks, distributed_optimizer=False, tensor_sizes=(1,), global_batch_size=12)
+    base = msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes)
+    return tune(base, COSTS, BATCHES, space, top=1).layouts[0]
+
+
+def agree(limit: int = 2 * 10**9) -> TunedLayout:
+    return agreed_layout(lambda ranks: best(ranks, limit), timeout_s=60, describe=lambda _: "a layout")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_best_layout_of_all_ranks_is_chosen(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    layout = agree()
+    assert layout == best(ranks)
+    assert layout.data_parallel * layout.pipeline_parallel == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "message"),
+    [
+        pytest.param(5, 2 * 10**9, "no layout of 5 ranks fits: ", id="neither divide the batch nor the layers"),
+        pytest.param(2, 10**5, "no layout of 2 ranks fits: ", id="memory"),
+    ],
+)
+def test_what_no_layout_fits_is_an_error(monkeypatch: pytest.MonkeyPatch, ranks: int, limit: int, message: str) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ConfigError, match=message):
+        agree(limit)
+
+
+def agreed_on(rank: int, world_size: int) -> Any:
+    layout = agreed_layout(lambda ranks: best(ranks) if rank == 0 else 1 / 0, timeout_s=60, describe=str)
+    return layout.data_parallel, layout.pipeline_parallel
+
+
+def test_rank_0_chooses_for_all() -> None:
+    first, second = run_ranks(agreed_on, 2)
+    assert first == second and first[0] * first[1] == 2
+
+
+def test_a_layout_is_said_in_flags() -> None:
+    layout = msgspec.structs.replace(best(1), pipeline_parallel=3, layers_per_stage=(2, 1, 1))
+    assert " ".join(layout_flags(layout)) == (
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --dynapipe-layers-per-stage 2,1,1"
+    )
+    assert "--dynapipe-layers-per-stage" not in layout_flags(best(1))

@@ -1,0 +1,102 @@
+"""Megatron's entry script under torchrun with `--dynapipe-elastic`: a lost node, and nodes that come and go."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, losses, train
+from tests.helpers.random_dataset import make_dataset
+from tests.store.servers import free_port
+from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
+
+LINE = re.compile(r"iteration +(\d+)/ .*?lm loss: ([0-9.E+-]+)")
+LAST = 600
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, and a checkpoint of the first iteration: Megatron's first weights depend on the layout."""
+    folder = tmp_path_factory.mktemp("elastic")
+    make_dataset(folder / "data")
+    flags = f"--train-iters {LAST} --exit-interval 1 --save {folder / 'first'} --save-interval 100"
+    train("gpt", folder / "data", flags, ranks=1, report=folder / "report-first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(begun: Path) -> dict[int, float]:
+    """Losses of one rank that nobody disturbs."""
+    flags = f"--train-iters {LAST} --load {begun / 'first'}"
+    found = losses("gpt", begun / "data", flags, ranks=1, report=begun / "report-undisturbed")
+    return {int(iteration): loss for iteration, loss in found.items()}
+
+
+def script(begun: Path, folder: Path, last: int) -> list[str]:
+    words = [str(ROOT / "pretrain_gpt_multitask.py"), *SMALL["gpt"].split(), *COMMON.split()]
+    words += ["--dynapipe-data", str(begun / "data"), "--dynapipe-report-dir", str(folder / "report")]
+    words += ["--load", str(begun / "first"), "--save", str(folder / "saved"), "--save-interval", "1000"]
+    words += ["--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
+    return [
+        *words,
+        "--train-iters",
+        str(LAST),
+        "--exit-interval",
+        str(last),
+        "--dynapipe-device",
+        "cpu",
+        "--dynapipe-elastic",
+    ]
+
+
+def trained(nodes: Nodes, node: int) -> dict[int, float]:
+    """Losses that a node has logged as the last rank; Megatron's second line after a start is the mean of two."""
+    found: dict[int, float] = {}
+    for start in nodes.said(node).split("WARNING: one_logger package")[1:]:
+        rows = [(int(number), float(loss)) for number, loss in LINE.findall(start)]
+        for at, (number, loss) in enumerate(rows):
+            found[number] = 2 * loss - rows[0][1] if at == 1 else loss
+    return found
+
+
+def assert_as_undisturbed(nodes: Nodes, expected: dict[int, float], last: int) -> None:
+    found = trained(nodes, 1) | trained(nodes, 0)
+    assert found == pytest.approx({number: expected[number] for number in range(2, last + 1)}, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_node_s_run_goes_on_in_the_layout_that_fits(
+    begun: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    """By torchrun's plain command: kill -9 of the agent that does not host the rendezvous, and of its rank."""
+    with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, 60)) as nodes:
+        stays, lost = nodes.start(), nodes.start()
+        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731  (the last stage logs)
+        nodes.until(lambda: max(both(), default=0) > 9 or stays.poll() is not None, "iterations of two nodes")
+        kill(lost)
+        assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
+        assert re.findall(r"layout: (\d) ranks", nodes.said(0)) == ["2", "1"]
+        assert_as_undisturbed(nodes, expected, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nodes_come_and_leave_on_notice(begun: Path, expected: dict[int, float], tmp_path: Path) -> None:
+    with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, LAST), joins=True) as nodes:
+        stays = nodes.start()
+        nodes.until(lambda: len(trained(nodes, 0)) > 2, "iterations of one node")
+        leaves = nodes.start()
+        starts = lambda: re.findall(r"layout: (\d) ranks", nodes.said(0))  # noqa: E731
+        nodes.until(lambda: starts()[-1] == "2", "a layout of two")
+        alone = len(trained(nodes, 0))
+        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731
+        nodes.until(lambda: len(both()) > alone + 3, "iterations of two nodes")
+        leaves.send_signal(signal.SIGTERM)
+        leaves.wait(DEADLINE_S)
+        assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
+        assert starts() == ["1", "2", "1"]
+        assert_as_undisturbed(nodes, expected, LAST)
+        saves = re.findall(r"saving checkpoint at iteration +(\d+) to \S*/saved ", nodes.said(0) + nodes.said(1))
+        assert len(set(saves)) == 2, "all saved when the node came, and when it left"
