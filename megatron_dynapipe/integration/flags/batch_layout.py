@@ -74,6 +74,8 @@ def core_attention(args: argparse.Namespace) -> CoreAttention:
     )
     if args.transformer_impl != "local" and any(special):
         return CoreAttention.MEGATRON
+    if args.dynapipe_attention == "auto":
+        return CoreAttention.ENGINE if HAVE_TRANSFORMER_ENGINE else CoreAttention.SDPA
     return CoreAttention(args.dynapipe_attention)
 
 

@@ -9,16 +9,16 @@ product, which takes a copy, and again in the backward pass rather than kept.
 """
 
 import copy
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product
+from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product, WeightHalves
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 """What makes autograd run a product's backward whose tokens need no gradient; it never gets one."""
@@ -53,26 +53,28 @@ class GroupedExperts(DividedModule, SequentialMLP):
             one_by_one: tuple[Tensor, Tensor | None] = super().forward(hidden, tokens_per_expert, permuted_probs)
             return one_by_one
         offsets = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        together = self._together
+        together = copy.copy(self.local_experts[0])  # Megatron's activation and switches around our products
         for name in ("linear_fc1", "linear_fc2"):
-            vars(together)[name] = partial(self._linear, name, offsets)
+            weights = [getattr(expert, name).weight for expert in self.local_experts]
+            vars(together)[name] = _Grouped(weights, offsets, self.halves)
         output: tuple[Tensor, Tensor | None] = MLP.forward(together, hidden, permuted_probs)
         return output
 
-    @cached_property
-    def _together(self) -> MLP:
-        """The first expert with other linears: Megatron's activation and switches around our products."""
-        return copy.copy(self.local_experts[0])
 
-    def _linear(self, name: str, offsets: Tensor, hidden: Tensor) -> tuple[Tensor, None]:
-        weights = [getattr(expert, name).weight for expert in self.local_experts]
-        key = None if self.halves is None else self.halves.key
-        if key is None or self.halves is None:
-            whole: Tensor = _GroupedLinear.apply(None, weights, offsets, _ANCHOR, hidden, *weights)  # type: ignore[no-untyped-call]
-            return whole, None
-        leave = partial(self.halves.leave, key)
-        divided: Tensor = _GroupedLinear.apply(leave, weights, offsets, _ANCHOR, hidden)  # type: ignore[no-untyped-call]
-        return divided, None
+class _Grouped(nn.Module):
+    """One linear of all experts, called as Megatron's; it has no parameters of its own."""
+
+    def __init__(self, weights: list[Tensor], offsets: Tensor, halves: WeightHalves | None) -> None:
+        super().__init__()
+        self._weights, self._offsets, self._halves = weights, offsets, halves
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """The products, and no bias."""
+        leave, visible = None, self._weights
+        if self._halves is not None and self._halves.key is not None:
+            leave, visible = partial(self._halves.leave, self._halves.key), []
+        output: Tensor = _GroupedLinear.apply(leave, self._weights, self._offsets, _ANCHOR, hidden, *visible)  # type: ignore[no-untyped-call]
+        return output, None
 
 
 class _GroupedLinear(torch.autograd.Function):

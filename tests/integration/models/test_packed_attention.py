@@ -24,6 +24,8 @@ CASES = {
     "Megatron's format thd": (ROW, ROW, True, 4, False, "thd"),
     "the kernel's arguments": (ROW, ROW, True, 2, False, "kernel"),
     "the kernel's arguments, to an encoder": ([3, 2, 3], [4, 4, 0], False, 4, False, "kernel"),
+    "Transformer Engine's arguments": (ROW, ROW, True, 2, False, "engine"),
+    "Transformer Engine's arguments, to an encoder": ([3, 2, 3], [4, 4, 0], False, 4, False, "engine"),
 }
 
 
