@@ -32,11 +32,11 @@ setup-run:
 
 demo: setup-run
 	@$(TRAIN) pretrain_t5_multitask.py --dynapipe-config configs/demo_t5.yaml $(SHARED)
-	@$(COMPARE) --model t5 --cost-model .demo/report/t5/cost-model-0.json -- $(SHARED)
+	@$(COMPARE) --model t5 --cost-model .demo/report/t5/cost-model.json -- $(SHARED)
 
 demo-gpt: setup-run
 	@$(TRAIN) pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml $(SHARED)
-	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model-0.json -- $(SHARED)
+	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model.json -- $(SHARED)
 
 test: setup
 	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dynapipe.processes import package_path
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_DATA = ROOT / ".demo" / "data"
 DRAWS = 2000
@@ -17,7 +19,7 @@ DRAWS = 2000
 
 def environment() -> dict[str, str]:
     """One thread a process, of this checkout."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": package_path()}
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -4,8 +4,8 @@
     start_guarded    the same for a program that does not end with its stdin: a guard between ends it
     terminate        SIGTERM and, after a deadline, SIGKILL
 
-A child never outlives this process, however this one ends: the pipe ends with it. Ranks end with their launcher, and an
-agent ends what a killed rank leaves (`end_with_launcher`, `end_adopted`): Linux only.
+A child never outlives this process, however this one ends: the pipe ends with it. Ranks end with their launcher
+(`end_with_launcher`): Linux only.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 GUARD_TIMEOUT_S = 5.0
 """How long a guard waits for its program to end after SIGTERM."""
 _TAIL_BYTES = 64_000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
 class ChildLog:
@@ -142,14 +142,25 @@ def set_parent_death_signal(number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies; nothing but on Linux."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def end_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal to this rank once torchrun has ended, by SIGKILL too.
+
+    Nothing happens under another launcher: a rank that a shell started in the background may outlive the shell.
+
+    Between the rank's start and this call its launcher may have ended already. Then the parent is another process by
+    now, or was when it was first asked for; in that case the rank has no peers to meet and ends by its timeout.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    set_parent_death_signal(number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def main() -> None:
@@ -181,51 +192,3 @@ def _status(returncode: int) -> int:
 
 if __name__ == "__main__":
     main()
-
-
-_GRACE_S = 2.0
-
-
-def end_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let the kernel send a signal to this rank once torchrun or `launch` has ended, by SIGKILL too.
-
-    Nothing happens under another launcher: a rank that a shell started in the background may outlive the shell.
-
-    Between the rank's start and this call its launcher may have ended already. Then the parent is another process by
-    now, or was when it was first asked for; in that case the rank has no peers to meet and ends by its timeout.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    set_parent_death_signal(number)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
-
-
-def end_adopted(known: set[int]) -> None:
-    """End all children but the known ones, and wait for them."""
-    for attempt in (signal.SIGTERM, signal.SIGKILL):
-        found = children() - known
-        for child in found:
-            with suppress(ProcessLookupError):
-                os.kill(child, attempt)
-        deadline = time.monotonic() + _GRACE_S
-        while found and time.monotonic() < deadline:
-            found = {child for child in found if not _reaped(child)}
-            time.sleep(0.02)
-
-
-def children() -> set[int]:
-    """Process ids of this process's children."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else ():
-        with suppress(OSError):
-            found |= set(map(int, task.read_text().split()))
-    return found
-
-
-def _reaped(child: int) -> bool:
-    try:
-        return os.waitpid(child, os.WNOHANG) != (0, 0)
-    except ChildProcessError:
-        return True

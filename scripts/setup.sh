@@ -125,7 +125,7 @@ fetch_wheels() {  # Megatrons that the tests of patches/ unpack, patch and train
 
 make_demo_data() {
     local inputs
-    inputs=$(digest requirements.lock megatron_dynapipe/data/*.py)
+    inputs=$(digest requirements.lock megatron_dynapipe/data/*.py megatron_dynapipe/tools/demo_data.py)
     is_done "$DATA/.setup" "$inputs" && return
     step 4 "building the demo data in $DATA"
     rm -rf -- "$DATA"

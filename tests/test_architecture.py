@@ -33,7 +33,7 @@ def room(layer: int, *outside: str) -> Room:
 
 
 ROOMS = {
-    "__init__": room(9),  # the package's face: loads what it offers when it is used
+    "__init__": room(10),  # the package's face: loads what it offers when it is used
     "errors": room(0),
     "files": room(0),
     "outputs": room(1),
@@ -50,21 +50,26 @@ ROOMS = {
     "tuning": room(4, "numpy"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
     "service": room(4, "numpy", "tqdm"),
-    "data": room(4, "numpy", "torch", "datasets", "jinja2", "pyarrow", "tokenizers", "tqdm", "transformers", "yaml"),
+    "data": room(4, "numpy", "torch", "tokenizers", "transformers"),
     "runtime": room(4, "torch"),
-    "report": room(4, "numpy", "matplotlib", "plotly"),
+    "report": room(4, "numpy", "matplotlib"),
     "cpu": room(5, "torch", "megatron"),
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
     # torch's elastic agent; nothing of Megatron.
     "elastic": room(5, "torch"),
     "config": room(6, "yaml"),
-    "integration": room(7, "huggingface_hub", "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
+    "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
     "checkout_hooks": room(8),
     "on_cpu": room(8),
+    "tools": room(
+        8,
+        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "plotly", "pyarrow"),
+        *("tokenizers", "tqdm", "transformers", "yaml"),
+    ),
     # `doctor` imports torch to see whether it works.
-    "cli": room(8, "numpy", "packaging", "torch", "tqdm", "yaml"),
-    "__main__": room(9),
+    "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
+    "__main__": room(10),
 }
 INTEGRATION = {
     "models": 1,
@@ -73,13 +78,14 @@ INTEGRATION = {
     "supply": 3,
     "execution": 4,
     "profiling": 5,
-    "conversion": 6,
     "entry": 6,
 }
 """The rooms inside `integration/`, by layer."""
+NEIGHBOURS = ("modules", "tools", "cli", "__main__")
+"""Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "tuning", "store", "service"),
+    *("planning", "tuning", "store", "service", "tools.rivals"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
 
@@ -189,6 +195,18 @@ def test_rooms_import_only_from_lower_layers_and_what_the_table_allows() -> None
     assert not broken, "\n".join(broken)
 
 
+def test_the_core_imports_none_of_its_neighbours() -> None:
+    """The package's face alone knows them, by name: it loads what it offers when it is used."""
+    broken = [
+        f"{path.relative_to(ROOT)}:{found.line}: the core imports {found.name}"
+        for path in PACKAGE_FILES
+        if room_of(name := module_name(path)) not in (*NEIGHBOURS, "__init__")
+        for found in imports(path.read_text(), name, is_package=path.name == "__init__.py")
+        if found.name.startswith(f"{PACKAGE}.") and room_of(found.name) in NEIGHBOURS
+    ]
+    assert not broken, "\n".join(broken)
+
+
 def test_one_module_of_cpu_knows_megatron() -> None:
     knowing = [
         path.name
@@ -200,7 +218,8 @@ def test_one_module_of_cpu_knows_megatron() -> None:
 
 
 def test_planner_rooms_run_without_torch() -> None:
-    modules = [module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) in TORCH_FREE]
+    free = tuple(f"{PACKAGE}.{name}." for name in TORCH_FREE)
+    modules = [name for path in PACKAGE_FILES if f"{(name := module_name(path))}.".startswith(free)]
     program = f"""
         import importlib, sys
         for module in {modules!r}:
@@ -258,6 +277,7 @@ def test_files_and_functions_stay_small() -> None:
         ("integration.hooks.timers", "from ..models import norms", "imports integration/models (layer 1)"),
         ("integration.flags.new", "from ..somewhere import x", "not in the table"),
         ("somewhere.new", "import json", "not in the table"),
+        ("integration.entry.runs", "from megatron_dynapipe.tools.rivals import rules", "imports tools (layer 8)"),
     ],
 )
 def test_checker_tells_right_from_wrong(module: str, statement: str, why: str | None) -> None:

@@ -1,6 +1,6 @@
 """Writing without losing.
 
-Files of every command are held by tests/cli/test_outputs.py, datasets by tests/data/prepare.
+Files of every command are held by tests/cli/test_outputs.py, datasets by tests/tools/prepare.
 """
 
 import os

@@ -160,19 +160,19 @@ def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout:
     assert "made anew" in second.stderr
 
 
-def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> None:
-    data = checkout / "megatron_dynapipe" / "data"
-    data.mkdir(parents=True)
-    (checkout / "patches").mkdir()
-    inputs = (
-        "requirements.lock",
-        "pyproject.toml",
-        "setup.py",
-        "megatron_dynapipe/data/demo.py",
-        "patches/versions.txt",
-    )
-    for file in inputs:
+DEMO_DATA = "megatron_dynapipe/tools/demo_data.py"
+
+
+def write_inputs(checkout: Path) -> None:
+    """What the steps read to know whether they have been done."""
+    inputs = "requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/meta.py", DEMO_DATA
+    for file in (*inputs, "patches/versions.txt"):
+        (checkout / file).parent.mkdir(parents=True, exist_ok=True)
         (checkout / file).write_text(TWO_GROUPS)
+
+
+def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> None:
+    write_inputs(checkout)
     fake_python(checkout / ".venv" / "bin" / "python", 'case "$*" in *"data demo"*) mkdir .demo/data;; esac; exit 0')
     run, project, demo, check, wheels = (
         "downloading and installing 1 pinned packages (run)",
@@ -192,7 +192,7 @@ def test_steps_run_once_and_again_when_their_inputs_change(checkout: Path) -> No
     assert said("run", steps=4) == [run, project, demo]
     assert said() == [check, wheels]
     assert said() == said("run") == []
-    (data / "demo.py").write_text(f"{TWO_GROUPS}# changed\n")
+    (checkout / DEMO_DATA).write_text(f"{TWO_GROUPS}# changed\n")
     assert said() == [demo]
     (checkout / "setup.py").write_text(f"{TWO_GROUPS}# changed\n")
     assert said() == [project]
@@ -232,10 +232,7 @@ def test_where_no_compiler_works_one_is_fetched(checkout: Path) -> None:
 
 
 def test_without_a_network_the_wheels_of_patches_are_done_without(checkout: Path) -> None:
-    (checkout / "patches").mkdir()
-    (checkout / "megatron_dynapipe" / "data").mkdir(parents=True)
-    for file in ("requirements.lock", "pyproject.toml", "setup.py", "megatron_dynapipe/data/demo.py"):
-        (checkout / file).write_text(TWO_GROUPS)
+    write_inputs(checkout)
     (checkout / "patches" / "versions.txt").write_text("megatron-core==0.19.2\n")
     body = 'case "$*" in *"pip download"*) exit 1;; *"data demo"*) mkdir .demo/data;; esac; exit 0'
     fake_python(checkout / ".venv" / "bin" / "python", body)

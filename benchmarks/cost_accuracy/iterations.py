@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.cost import TableCostModel, stage_costs
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.memory import high_water_marks, message_elements
+from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, time_by_kind
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import LiveStorages
 from megatron_dynapipe.sampling import LengthTable, Sampler
-from megatron_dynapipe.service.recalibration import Measurements, corrected_file
 from megatron_dynapipe.units import ModelFamily
 
 cpu.quieten()
@@ -41,7 +39,6 @@ def main() -> None:
     parser.add_argument("--model", choices=("t5", "gpt"), required=True)
     parser.add_argument("--cost-model", type=Path, required=True)
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--learned-iterations", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=60.0, help="fewer iterations where these would take longer")
     parser.add_argument("--vocabulary", type=int, help="tokens, where no dataset is given")
@@ -57,12 +54,8 @@ def main() -> None:
         bench = Bench(setup)
         bench.measure(args.warm_up, until=None)
         end = time.monotonic() + args.minutes * 60
-        learned_end = end - args.minutes * 60 * args.learned_iterations / (args.iterations + args.learned_iterations)
-        figures: dict[str, Any] = {"as profiled": bench.measure(args.iterations, until=learned_end)}
+        figures: dict[str, Any] = {"as profiled": bench.measure(args.iterations, until=end)}
         figures["stages"] = bench.stages()
-        if args.learned_iterations:
-            bench.learn()
-            figures["learned"] = bench.measure(args.learned_iterations, until=end)
         figures["memory"] = bench.memory()
         if bench.rank == 0:
             print(json.dumps(figures), flush=True)
@@ -86,7 +79,7 @@ class Bench:
         self.rank, self._stage = self._control.rank, parallel_state.get_pipeline_model_parallel_rank()
         self._device, self._vocabulary = setup.device, setup.args.vocab_size
         self._next = 1
-        self._passes: list[Any] = []
+        self._sums = np.zeros((2, 2))  # predicted and measured ns of this stage's forwards and backwards
 
     def measure(self, iterations: int, *, until: float | None) -> dict[str, Any]:
         """Iterations of new batches, each followed by one of batch 0: errors of prediction, spread of the repeats."""
@@ -115,25 +108,9 @@ class Bench:
 
     def stages(self) -> list[dict[str, float]]:
         """Predicted over measured time of all passes so far on every stage, forward and backward."""
-        settings, sums = self._base.settings, np.zeros((2, 2))
-        for sample in self._passes:
-            tables = self._base.cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=sample.recompute)
-            costs = stage_costs(tables, settings.layout, *(np.array([n], np.int64) for n in sample.shape))
-            sums += [
-                [costs.forward_ns[0, sample.stage], costs.backward_ns[0, sample.stage]],
-                [sample.forward_ns, sample.backward_ns],
-            ]
-        gathered = self._control.gather(torch.tensor(sums))
+        gathered = self._control.gather(torch.tensor(self._sums))
         ratios = [(of[0] / of[1]).tolist() for of in gathered]
         return [{"forward": round(forward, 3), "backward": round(backward, 3)} for forward, backward in ratios]
-
-    def learn(self) -> None:
-        """Correct the cost model by all passes measured so far, of all ranks, and plan with it from here on."""
-        mine = Measurements(passes=tuple(self._passes)).encode().decode()
-        texts = [self._control.broadcast_text(mine, source=rank) for rank in range(dist.get_world_size())]
-        samples = [sample for text in texts for sample in Measurements.decode(text.encode()).passes]
-        data = corrected_file(self._base.settings, self._base.cost_model, samples, 1)
-        self._pipeline.planner = Planner(self._base.settings, TableCostModel.decode(data))
 
     def memory(self) -> dict[str, list[float]]:
         """Peak of one iteration on every stage in MB: activations and messages under way as planned, all as counted."""
@@ -152,14 +129,14 @@ class Bench:
 
     def _step(self, batch: int) -> tuple[float, float]:
         """(predicted, measured) seconds of one iteration, as stage 0 sees it."""
-        from megatron_dynapipe.integration.supply.calibration import measured_passes
-
         samples = self._samples(batch)
         plan = self._pipeline.plan(samples)
         dist.barrier()  # stages begin together, as they do after the reduction of an iteration
         events = self._pipeline.step(samples, plan).trace.events()
         if batch:
-            self._passes += measured_passes(StageEntry.of(plan, 0, self._stage, plan_digest=""), events)
+            planned = plan.replicas[0].stages[self._stage].predicted
+            spent = [time_by_kind(times) for times in (planned, events)]
+            self._sums += [[times[FORWARD], times[BACKWARD]] for times in spent]
         took = torch.tensor([events[-1].end_ns - events[0].start_ns])
         measured = int(self._control.gather(took)[0])
         return plan.totals.predicted_ns / 1e9, measured / 1e9

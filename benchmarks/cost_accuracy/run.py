@@ -129,7 +129,7 @@ def this_machine(model: str, size: str, output: Path, minutes: float) -> dict[st
     seconds = time.monotonic() - started
     left = max(minutes - seconds / 60 - STARTING_MINUTES, 0.1)
     trained = {"model": model, "cost-model": file, "minutes": f"{left:.2f}", **of_size}
-    trained |= {"iterations": 3 if size == "small" else 50, "learned-iterations": 10 if size == "demo" else 0}
+    trained |= {"iterations": 3 if size == "small" else 50}
     printed = call([*ranks, "-m", "benchmarks.cost_accuracy.iterations", *words(trained), *flags])
     figures: dict[str, Any] = {"profile_seconds": seconds, **json.loads(printed.splitlines()[-1])}
     return figures | {"provenance": json.loads(file.read_text(encoding="utf-8"))["provenance"]}

@@ -1,4 +1,4 @@
-"""Starting processes within a budget of time, and where figures come from."""
+"""Processes within a budget of time, and where figures come from."""
 
 import datetime
 import importlib.metadata
@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.common import ROOT
+from benchmarks.gpu.worker import Order, output_of
+from megatron_dynapipe.processes import package_path
 
 
 class NotRunError(Exception):
@@ -33,12 +37,99 @@ class Budget:
     seconds: float
     began: float = field(default_factory=time.monotonic)
 
-    def left(self) -> float:
-        """Seconds for the next process; raises NotRunError when there are too few to start one."""
-        left = self.seconds - (time.monotonic() - self.began)
-        if left < 5:
+    def deadline(self) -> float:
+        """On the monotonic clock, of what starts now; raises NotRunError when there are too few seconds to start."""
+        if self.began + self.seconds - time.monotonic() < 5:
             raise NotRunError(f"no time left of {self.seconds:g} s")
-        return left
+        return self.began + self.seconds
+
+
+class Processes:
+    """Commands side by side, each in a session of its own, with files for its output.
+
+    Args:
+        commands: started now.
+        environments: of each, besides this process's own.
+        log: where the files are, by suffixes.
+    """
+
+    def __init__(
+        self, commands: Sequence[Sequence[str]], *, environments: Sequence[Mapping[str, str]] | None = None, log: Path
+    ) -> None:
+        self._commands = commands
+        self._files = [(log.with_suffix(f".{n}.out"), log.with_suffix(f".{n}.err")) for n in range(len(commands))]
+        self._processes = []
+        for number, (command, (output, errors)) in enumerate(zip(commands, self._files, strict=True)):
+            environment = (
+                os.environ | {"PYTHONPATH": package_path()} | dict(environments[number] if environments else {})
+            )
+            with output.open("w") as out, errors.open("w") as err:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to the standard input of each; one that has ended is found by `wait`."""
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(line + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                return
+
+    def wait(self, deadline: float, done: Callable[[], bool] | None = None) -> None:
+        """Until `done`, or without it until all have ended, whose standard inputs end now.
+
+        Raises:
+            ProcessFailedError: one failed, ended before `done`, or time ran out; all of them are gone then.
+        """
+        if done is None:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()
+        try:
+            while time.monotonic() < deadline:
+                states = [process.poll() for process in self._processes]
+                bad = [number for number, state in enumerate(states) if state not in (None, 0)]
+                if bad:
+                    raise self._failure(bad[0])
+                if done is not None and done():
+                    return
+                if None not in states:
+                    if done is None:
+                        return
+                    raise self._failure(0)
+                time.sleep(0.05)
+            raise self._failure(next(n for n, process in enumerate(self._processes) if process.poll() is None))
+        except BaseException:
+            self.kill()
+            raise
+
+    def outputs(self) -> list[str]:
+        """What each has written to its standard output."""
+        return [output.read_text() for output, _ in self._files]
+
+    def kill(self) -> None:
+        """End them, with everything that they have started."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _failure(self, number: int) -> ProcessFailedError:
+        end = "".join(file.read_text() for file in self._files[number])[-2000:]
+        status = self._processes[number].returncode
+        ended = "did not end in time" if status is None else f"ended with {status}"
+        return ProcessFailedError(f"{' '.join(self._commands[number])[:300]}\n{ended}:\n{end}")
 
 
 def run(
@@ -47,48 +138,41 @@ def run(
     *,
     environments: Sequence[Mapping[str, str]] | None = None,
     log: Path,
-) -> str:
-    """Run commands side by side to their end; the standard output of the first.
+) -> list[str]:
+    """Run commands side by side to their end; the standard output of each.
 
     Raises:
         ProcessFailedError: one failed, or time ran out; all of them are gone then.
         NotRunError: there is no time to start.
     """
-    deadline = time.monotonic() + budget.left()
-    processes, files = [], []
-    for number, command in enumerate(commands):
-        output, errors = log.with_suffix(f".{number}.out"), log.with_suffix(f".{number}.err")
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environments[number] if environments else {})
-        with output.open("w") as out, errors.open("w") as err:
-            processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err, start_new_session=True)
-            )
-        files.append((output, errors))
-    try:
-        failed = _wait(processes, deadline)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session, so with everything it has started
-                process.wait()
-    if failed is not None:
-        end = (files[failed][0].read_text() + files[failed][1].read_text())[-2000:]
-        status = processes[failed].returncode
-        raise ProcessFailedError(f"{' '.join(commands[failed])[:300]}\nended with {status}:\n{end}")
-    return files[0][0].read_text()
+    deadline = budget.deadline()
+    processes = Processes(commands, environments=environments, log=log)
+    processes.wait(deadline)
+    return processes.outputs()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The first process that failed or was late; None if all ended well."""
-    while time.monotonic() < deadline:
-        states = [process.poll() for process in processes]
-        bad = [number for number, state in enumerate(states) if state not in (None, 0)]
-        if bad:
-            return bad[0]
-        if None not in states:
-            return None
-        time.sleep(0.05)
-    return next(number for number, process in enumerate(processes) if process.poll() is None)
+class Ranks:
+    """The ranks of some layouts, by `worker.py`: they stay up from one order to the next.
+
+    Args:
+        words: the worker's command line.
+        environments: of each rank.
+        folder: for what they write.
+    """
+
+    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path) -> None:
+        self._count, self._orders, self._folder = len(environments), 0, folder
+        self.processes = Processes([words] * self._count, environments=environments, log=folder / "rank")
+
+    def carry_out(self, budget: Budget, **order: Any) -> list[Any]:
+        """What every rank learned of an order; the arguments are `Order`'s, but for its output."""
+        self._orders += 1
+        whole = Order(output=str(self._folder / str(self._orders)), **order)
+        files = [output_of(whole, rank) for rank in range(self._count)]
+        deadline = budget.deadline()
+        self.processes.tell(msgspec.json.encode(whole))
+        self.processes.wait(deadline, lambda: all(file.exists() for file in files))
+        return [torch.load(file, weights_only=True) for file in files]
 
 
 def provenance(device: str) -> dict[str, object]:
@@ -96,8 +180,7 @@ def provenance(device: str) -> dict[str, object]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "commit": _said(["git", "rev-parse", "HEAD"]),
-        "uncommitted": bool(_said(["git", "status", "--porcelain"])),
+        "commit": _said(["git", "describe", "--always", "--dirty", "--abbrev=40"]) or _carried(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron": importlib.metadata.version("megatron-core"),
@@ -118,5 +201,14 @@ def _gpu() -> dict[str, object]:
 
 
 def _said(command: Sequence[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # no git, say, where the code was carried to
+        return ""
     return done.stdout.strip()
+
+
+def _carried() -> str:
+    """The commit that `carry.sh` noted, since it brings no history."""
+    note = ROOT / "COMMIT"
+    return note.read_text().strip() if note.exists() else ""

@@ -27,7 +27,6 @@ from benchmarks.paper.output import arguments, write
 from benchmarks.paper.simulate import Point, chosen_split
 from benchmarks.planning.published import published_order
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.partition import by_length, partition
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray
@@ -35,8 +34,9 @@ from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.report.comparison import geometric_mean
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
 
 LAYOUT = (1, 2, 4)

@@ -3,8 +3,7 @@
     python -m benchmarks.paper.accuracy [--minutes 8]
 
 The demo's models on this machine: a profile, then planned iterations over two stages, predicted against measured
-(`benchmarks/cost_accuracy`, which also has the errors on the published profiles of A100s), before and after the costs
-are corrected by what the iterations measured.
+(`benchmarks/cost_accuracy`, which also has the errors on the published profiles of A100s).
 """
 
 import json
@@ -19,8 +18,6 @@ import msgspec
 from benchmarks import charts
 from benchmarks.common import markdown, number, run_quietly
 from benchmarks.paper.output import arguments, write
-
-PHASES = {"as profiled": "as profiled", "learned": "after correction"}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,25 +59,20 @@ def measured(minutes: float) -> list[Row]:
 
 
 def of_machine(model: str, figures: Mapping[str, Any]) -> list[Row]:
-    """Rows of one model: time of iterations in both phases, memory of the stages."""
-    rows = [
-        Row(
-            model=f"demo {model}",
-            quantity=f"iteration, {said}",
-            median=figures[phase]["median_error"],
-            mean=figures[phase]["mean_error"],
-            count=figures[phase]["iterations"],
-            pairs=figures[phase].get("pairs", []),
-        )
-        for phase, said in PHASES.items()
-        if phase in figures
-    ]
-    memory = figures["memory"]
+    """Rows of one model: time of iterations, memory of the stages."""
+    iterations, memory = figures["as profiled"], figures["memory"]
     predicted = [a + m for a, m in zip(memory["activations_mb"], memory["messages_mb"], strict=True)]
     pairs = list(zip(predicted, memory["counted_mb"], strict=True))
     errors = sorted(abs(error) for error in memory["error_of_both"])
     return [
-        *rows,
+        Row(
+            model=f"demo {model}",
+            quantity="iteration, as profiled",
+            median=iterations["median_error"],
+            mean=iterations["mean_error"],
+            count=iterations["iterations"],
+            pairs=iterations.get("pairs", []),
+        ),
         Row(
             model=f"demo {model}",
             quantity="peak memory of a stage",

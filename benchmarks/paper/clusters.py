@@ -20,10 +20,10 @@ import numpy as np
 
 from benchmarks.planning.cases import COSTS, MEMORY_BYTES, published_results, recorded_batches
 from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.planning.methods import Longest
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.report.comparison import geometric_mean
+from megatron_dynapipe.tools.rivals.methods import Longest
 from megatron_dynapipe.tuning.space import divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 

@@ -58,7 +58,7 @@ SECTIONS = (
     ),
     Section(
         "Accuracy of predictions",
-        "Iterations with costs as profiled, and after a correction by what was measured; memory as counted by hooks. "
+        "Iterations with costs as profiled; memory as counted by hooks. "
         "`benchmarks/cost_accuracy` has the errors on published profiles of A100s.",
         ("accuracy-real",),
     ),

@@ -15,11 +15,11 @@ from benchmarks.common import say
 from benchmarks.paper.clusters import Case, Layout, cut_batches, longest
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
-from megatron_dynapipe.planning.methods import Prediction, predict
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.report.comparison import geometric_mean
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.report.comparison import geometric_mean
+from megatron_dynapipe.tools.rivals.methods import Prediction, predict
 
 METHODS = ("dynapipe", "packed_rows", "token_based", "packing", "padding")
 SAME_LAYOUT = "packing, same layout"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
 
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)

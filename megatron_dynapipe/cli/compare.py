@@ -14,8 +14,8 @@ from megatron_dynapipe.units import ModelFamily
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
     from megatron_dynapipe.cost import CostModel
-    from megatron_dynapipe.planning.methods import Longest
     from megatron_dynapipe.planning.settings import PlannerSettings
+    from megatron_dynapipe.tools.rivals.methods import Longest
 
 FORMAT = "dynapipe-compare/1"
 CHARTS = (".png", ".svg")
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
     from megatron_dynapipe.extras import require
     from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-    from megatron_dynapipe.planning.methods import METHODS
-    from megatron_dynapipe.report.comparison import draw_comparison, geometric_means
+    from megatron_dynapipe.tools.report.comparison import draw_comparison, geometric_means
+    from megatron_dynapipe.tools.rivals.methods import METHODS
 
     if args.output is not None:
         if args.output.suffix not in CHARTS:
@@ -77,7 +77,7 @@ def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[Named
     Raises:
         DataError: the file gives a maximum length that a sample exceeds.
     """
-    from megatron_dynapipe.planning.methods import Longest
+    from megatron_dynapipe.tools.rivals.methods import Longest
 
     if batch.max_seq_len is None:
         inputs = args.max_seq_len or max(max(each.input, default=1) for each in batches)
@@ -99,7 +99,7 @@ def _predict(
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
     import msgspec
 
-    from megatron_dynapipe.planning.methods import predict
+    from megatron_dynapipe.tools.rivals.methods import predict
 
     try:
         found = predict(method, batch.global_batch(0), longest, settings, cost_model)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.enable("cpu")
         cpu.silence_prints()
         logging.disable(logging.INFO)  # the writer of safetensors names a folder that is about to be renamed
-        from megatron_dynapipe.integration.conversion.command import from_hugging_face, to_hugging_face
+        from megatron_dynapipe.tools.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":
             path = from_hugging_face(args.source, args.checkpoints, progress)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    from megatron_dynapipe.data.demo import build_demo
+    from megatron_dynapipe.tools.demo_data import build_demo
 
     print("building the demo data from Python's standard library", file=sys.stderr)
     _print_made(build_demo(args.output), args.output)
@@ -76,10 +76,10 @@ def _demo(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     if bool(args.files) == (args.mixture is not None):
         raise ConfigError(f"expected either files or --mixture, got {'both' if args.files else 'neither'}")
-    from megatron_dynapipe.data.mixture.sources import open_sources
-    from megatron_dynapipe.data.mixture.spec import plain_mixture, read_mixture
-    from megatron_dynapipe.data.prepare import PrepareSettings, prepare_mixture
     from megatron_dynapipe.sampling import LongSamples, TruncationSide
+    from megatron_dynapipe.tools.mixture.sources import open_sources
+    from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
+    from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
 
     root = Path()
     if args.mixture:
@@ -101,8 +101,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megatron_dynapipe.data.inspect import problems
     from megatron_dynapipe.data.meta import read_meta
+    from megatron_dynapipe.tools.inspect import problems
 
     found = 0
     for problem in problems(args.folder):
@@ -119,7 +119,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _stats(args: argparse.Namespace) -> None:
     import msgspec
 
-    from megatron_dynapipe.data.inspect import dataset_statistics, statistics_table
+    from megatron_dynapipe.tools.inspect import dataset_statistics, statistics_table
 
     statistics = dataset_statistics(args.folder, args.split)
     print(msgspec.json.encode(statistics).decode() if args.json else statistics_table(statistics))

@@ -53,10 +53,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "orchestrate --profile vgg-19-pbs-32.txt --profile-batch-size 32 --micro-batch-size 32"
         " --global-batch-size 2048 --devices 16 --devices-per-node 1 --inter-node-gbps 10 --json",
     ),
-    "launch": (
-        "launch --nnodes 1:4 --rdzv-endpoint node0:29400 pretrain_gpt_multitask.py"
-        " --dynapipe-config configs/demo_gpt.yaml --save checkpoints --save-interval 500",
-    ),
     "verify": ("verify plans/iteration-0.plan",),
     "show": (
         "show plans/iteration-0.plan",
@@ -104,10 +100,16 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "launch", "verify", "show", "report", "store"),
+    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report", "store"),
     *("cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
+
+GONE = {
+    "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
+    " --dynapipe-elastic (docs/elasticity.md)",
+}
+"""Commands of earlier versions, and what takes their place."""
 
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
@@ -177,7 +179,10 @@ def _command(name: str) -> ModuleType:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     try:
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        if words and words[0] in GONE:
+            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}")
+        args = build_parser().parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()
         return code

@@ -23,9 +23,9 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from megatron_dynapipe.outputs import check_replaceable
-    from megatron_dynapipe.report.page import PAGE, is_page, write_page
-    from megatron_dynapipe.report.run import read_run
     from megatron_dynapipe.report.summary import evaluation_lines, format_summary, summarise
+    from megatron_dynapipe.tools.report.page import PAGE, is_page, write_page
+    from megatron_dynapipe.tools.report.run import read_run
 
     if args.output is not None and args.output.suffix != ".html":
         raise ConfigError(f"expected a page named .html, got --output {args.output}")

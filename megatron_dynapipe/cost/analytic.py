@@ -4,7 +4,7 @@ Rates of known devices: products and memory traffic are the data sheet's dense h
 (NVIDIA), times the shares of them that `A100_RATES` is of an A100's: 0.7 of 312 TFLOP/s and 0.52 of 1,555 GB/s.
 Links carry two thirds of the data sheet's figure: all-reduces between A100s reach 200 of 300 GB/s (nccl-tests #149).
 Overheads are those of launching a layer's kernels, which depends on the host more than on the device: no figures of
-newer hosts are published, and a run measures its own (`--dynapipe-calibrate`, `--dynapipe-recalibrate`).
+newer hosts are published, and a run measures its own (`--dynapipe-calibrate`).
 """
 
 import hashlib

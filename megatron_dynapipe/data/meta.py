@@ -37,6 +37,8 @@ FILES = frozenset(
 )
 """Every file that a dataset folder may hold; others in it are the user's."""
 
+_COPY_HINT = "the samples were encoded by another: copy the dataset again, or make it with `data prepare --tokenizer`"
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -195,3 +197,22 @@ def open_split(folder: Path, split: str) -> IndexedReader:
             hint="the folder mixes files of two datasets; prepare it again",
         )
     return reader
+
+
+def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
+    """Raise a DataError where the dataset's tokenizer is not the one that its manifest describes, or is missing."""
+    from megatron_dynapipe.data.tokenizer import fingerprint  # late: statistics need no tokenizer
+
+    path = tokenizer_folder(folder)
+    try:
+        found = fingerprint(path) if meta.tokenizer else ""
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: expected the dataset's tokenizer, cannot read it: {error}", hint=_COPY_HINT
+        ) from error
+    if found != meta.tokenizer:
+        raise DataError(
+            f"{path}: expected the tokenizer that {meta_path(folder).name} describes (fingerprint {meta.tokenizer}),"
+            f" found another (fingerprint {found})",
+            hint=_COPY_HINT,
+        )

@@ -1,9 +1,8 @@
-"""Training on a changing set of nodes: torch's elastic agent, and the layout for the ranks that are there.
+"""Training on a changing set of nodes: after every change torchrun starts the ranks anew, and they go on as they fit.
 
-    agents (one per node)    rendezvous ──► ranks start ──► notice, loss or new node ──► rendezvous …      launch
-    ranks                    layout for this many ──► load ──► train ──► save, leave                       layout, run
-                             standing by, or waiting for more
+    layout      the fastest one of the ranks that are there, chosen by rank 0 before process groups are made
+    run         a user's own training loop: resumed from any layout's checkpoint, saved, left on notice
+    run_folder  the checkpoints of such a run
 
-`megatron-dynapipe launch` starts an agent. Ranks of a user's own model ask `layout` and `run`; what ranks of Megatron's
-do is in `integration/entry/elastic_run`.
+What ranks of Megatron's do is in `integration/entry/elastic_run`.
 """

@@ -14,13 +14,15 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from megatron_dynapipe.elastic.job import LEFT, SAVE_EVERY, Job, note_training
-from megatron_dynapipe.elastic.layout import announce_end
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, RunFolder, iteration_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
+LEFT = 75
+"""Exit status of a rank that saved a checkpoint and left on notice: torchrun starts the ranks of other nodes anew."""
+SAVE_EVERY = 50
+"""Iterations between two checkpoints against losses without notice, by default."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -38,15 +40,14 @@ class ElasticRun:
     """Counts a run's iterations over all its starts. Every rank makes it at the same point: it makes a process group.
 
     It takes SIGTERM and SIGUSR1 as a notice that this rank goes: all ranks finish the iteration and save, and the
-    process ends, with the status by which `launch` knows that it left (0 where something else started it). A rank whose
-    launcher is killed is killed too.
+    process ends, under torchrun with status 75, by which its agents start the ranks that stay anew. A rank whose agent
+    is killed is killed too.
 
     Args:
         folder: for checkpoints, which all nodes see. The last complete one is loaded and kept; those before it that
             this run made are deleted, and nothing else is. One run at a time saves to it.
         pipeline: what is trained, over the ranks of the process group.
-        save_every: iterations between two checkpoints; 0 saves on notice and at the end alone. By default what
-            `launch --emergency-every` says, else 50.
+        save_every: iterations between two checkpoints; 0 saves on notice and at the end alone.
         timeout_s: deadline of every exchange between ranks, longer than ranks are apart after a step or a save.
 
     Attributes:
@@ -58,15 +59,12 @@ class ElasticRun:
     """
 
     def __init__(
-        self, folder: str | Path, pipeline: Saved, *, save_every: int | None = None, timeout_s: float = 300.0
+        self, folder: str | Path, pipeline: Saved, *, save_every: int = SAVE_EVERY, timeout_s: float = 300.0
     ) -> None:
         end_with_launcher(signal.SIGKILL)
-        self._job = Job.current()
-        by_default = SAVE_EVERY if self._job is None else self._job.emergency_every
-        self._every = by_default if save_every is None else save_every
-        self._folder, self._pipeline = RunFolder(Path(folder)), pipeline
+        self._every, self._folder, self._pipeline = save_every, RunFolder(Path(folder)), pipeline
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._has_notice, self._process, self._is_first = False, os.getpid(), True
+        self._has_notice, self._process = False, os.getpid()
         self._handlers = {number: signal.signal(number, self._take_notice) for number in _NOTICES}
         name = self._on_rank_0(lambda: self._folder.open(wait_s=timeout_s * LOCK_SHARE))
         if name:
@@ -85,11 +83,9 @@ class ElasticRun:
         self.end()
 
     def end(self) -> None:
-        """Say that the run has ended; for a loop that is left early, which may `save` before."""
+        """Take no more notices; for a loop that is left early, which may `save` before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._control.rank == 0:
-            announce_end()
 
     def save(self) -> None:
         """Write a checkpoint, and delete this run's one before once it is complete; every rank calls it."""
@@ -98,9 +94,6 @@ class ElasticRun:
         self._on_rank_0(lambda: self._folder.complete(fresh, self.iteration))
 
     def _after_iteration(self, *, is_last: bool) -> None:
-        if self._is_first:
-            self._is_first = False
-            note_training()
         leaves = bool(self._control.start_sum(torch.tensor([int(self._has_notice)]))().item()) and not is_last
         if leaves or is_last or (self._every and self.iteration % self._every == 0):
             self.save()
@@ -110,7 +103,7 @@ class ElasticRun:
     def _leave(self) -> NoReturn:
         if self._control.rank == 0:
             print(f"saved iteration {self.iteration} and left, on notice", flush=True)
-        sys.exit(0 if self._job is None else LEFT)
+        sys.exit(LEFT if "TORCHELASTIC_RUN_ID" in os.environ else 0)
 
     def _take_notice(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:

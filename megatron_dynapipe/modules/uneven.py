@@ -5,7 +5,7 @@
                         [0 1 2] [3 4 5]     ◄──   [0 1 2 3 4 5]        their gradients
 
 Every unit is a micro-batch of an ordinary list, in 1F1B; what a stage sends is split over the replicas of the next one
-by the transport (`runtime.sliced`). After the last pass each stage sums its gradients over its replicas.
+by the transport (`modules.sliced`). After the last pass each stage sums its gradients over its replicas.
 
 A stage takes one tensor, whose first dimension is the batch's, and returns one. Messages go over gloo, from the host's
 memory: for models that need no such stages, `Pipeline` sends from the device.
@@ -26,13 +26,13 @@ from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.pipeline import Pipeline
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.shapes import Structure, TensorMeta
+from megatron_dynapipe.modules.sliced import SlicedTransport, slices
 from megatron_dynapipe.modules.stage import Stage
 from megatron_dynapipe.modules.steps import StepWork
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import HostStagedTransport, SlicedTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime import HostStagedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
-from megatron_dynapipe.runtime.sliced import slices
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""

@@ -1,9 +1,25 @@
 """When instructions run: predicted by the planner's simulator, measured by the executor, drawn by `report`."""
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
-from megatron_dynapipe.plan.instructions import Instruction, Pass
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Pass,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
 
+FORWARD, BACKWARD, TRANSFER, OTHER = "forward", "backward", "transfer", "other"
+"""Kinds of instructions, for where time went."""
 MUCH_IDLE = 0.25
 """Idle share from which on commands and run summaries add a hint at what lowers it."""
 
@@ -25,3 +41,24 @@ def idle_share(timeline: Timeline, span_ns: int) -> float:
     whole = span_ns * len(timeline)
     passes = (each for events in timeline for each in events if isinstance(each.instruction, Pass))
     return 1 - sum(each.end_ns - each.start_ns for each in passes) / whole if whole else 0.0
+
+
+def kind_of(instruction: Instruction) -> str:
+    """What an instruction's time counts to."""
+    match instruction:
+        case Forward():
+            return FORWARD
+        case Backward() | BackwardInput() | BackwardWeight():
+            return BACKWARD
+        case SendStart() | SendWait() | RecvStart() | RecvWait():
+            return TRANSFER
+        case _:
+            return OTHER
+
+
+def time_by_kind(events: Sequence[Event]) -> Mapping[str, int]:
+    """Nanoseconds of a stage's instructions, by kind; 0 for a kind that does not occur."""
+    spent: dict[str, int] = defaultdict(int)
+    for event in events:
+        spent[kind_of(event.instruction)] += event.end_ns - event.start_ns
+    return spent

@@ -16,7 +16,7 @@ from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.baselines import PartitionSettings
+from megatron_dynapipe.planning.partitioner import Partitioner
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -47,7 +47,7 @@ class BatchSettings(TypedDict, total=False):
     element_bytes: int
     sequence_parallel: bool
     model_state_bytes: Sequence[int]
-    partition: PartitionSettings
+    partition: Partitioner
     schedule: ScheduleSettings
     transfers: TransferRules
     expert_layers: Sequence[int]

@@ -18,11 +18,9 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.assembly import replica_plans
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, baseline_partitions
 from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
-from megatron_dynapipe.planning.packed_baselines import packed_partitions
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
 from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
@@ -239,7 +237,7 @@ class Planner:
     def _schedule_whole(
         self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
     ) -> ScheduledBatch | None:
-        searchable = self.settings.partition.algorithm is PartitionAlgorithm.DP
+        searchable = self.settings.partition is None
         scheduled = self._schedule(problem, partitioned, searchable=searchable)
         if scheduled is None and searchable and self._packs_first:
             partitioned = partition(problem, orders, improve=len(orders) > 1)
@@ -306,10 +304,7 @@ class Planner:
                 hint="use larger global batches or fewer data-parallel replicas",
             )
         samples = Samples.of(batch, self.settings.family)
-        chosen = self.settings.partition
-        if chosen.algorithm is PartitionAlgorithm.PADDING:
-            return samples.padded(chosen.padded_input_length, chosen.padded_target_length)
-        return samples
+        return samples if self.settings.partition is None else self.settings.partition.pad(samples)
 
     def problem(self, samples: Samples, *, forward_only: bool = False, reserved: IntArray | int = 0) -> BatchProblem:
         """What is to be partitioned and scheduled, with so many bytes of every stage's memory left free."""
@@ -363,14 +358,12 @@ class Planner:
         return derived and set(self.settings.micro_batch_layouts) == set(BatchLayout)
 
     def _partition(self, problem: BatchProblem, orders: list[IntArray]) -> OrderedPartitions:
-        chosen, layouts = self.settings.partition, self.settings.micro_batch_layouts
-        if chosen.algorithm is PartitionAlgorithm.DP:
-            if BatchLayout.PADDED not in layouts or self._packs_first:
-                return OrderedPartitions(order=orders[0], partitions=())  # The search begins with rows of its own.
-            return partition(problem, orders, improve=len(orders) > 1)
-        if chosen.algorithm.layout is BatchLayout.PACKED:
-            return packed_partitions(problem, chosen, hidden_size=self.settings.hidden_size)
-        return OrderedPartitions(order=orders[0], partitions=baseline_partitions(problem, orders[0], chosen))
+        s = self.settings
+        if s.partition is not None:
+            return s.partition.partitions(problem, orders[0], hidden_size=s.hidden_size)
+        if BatchLayout.PADDED not in s.micro_batch_layouts or self._packs_first:
+            return OrderedPartitions(order=orders[0], partitions=())  # The search begins with rows of its own.
+        return partition(problem, orders, improve=len(orders) > 1)
 
     def _schedule(
         self,

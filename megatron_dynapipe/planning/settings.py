@@ -12,7 +12,7 @@ from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_exper
 from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.planning.partitioner import Partitioner
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
@@ -41,7 +41,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         sequence_parallel: whether those states are sharded over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
             counted; None takes them from the cost model.
-        partition: how micro-batches are made.
+        partition: makes the micro-batches in place of the planner's own search, to compare with.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
         expert_layers: those with experts in a decoder-only model that has others too; empty where all are alike.
@@ -74,7 +74,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     element_bytes: _AtLeastOne = 2
     sequence_parallel: bool = False
     model_state_bytes: tuple[int, ...] | None = None
-    partition: PartitionSettings = PartitionSettings()
+    partition: Partitioner | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
     expert_layers: tuple[int, ...] = ()
@@ -90,10 +90,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         layouts = self.micro_batch_layouts
         if not layouts or len(set(layouts)) != len(layouts):
             raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
-        if (needed := self.partition.algorithm.layout) is not None and needed not in layouts:
+        if self.partition is not None and self.partition.layout not in layouts:
             raise ConfigError(
-                f"{self.partition.algorithm} makes {needed} micro-batches, and the settings allow {', '.join(layouts)}",
-                hint=f"allow the layout {needed}, or use the algorithm dp",
+                f"expected settings that allow {self.partition.layout} micro-batches, which the partition makes,"
+                f" got {', '.join(layouts)}",
+                hint=f"allow the layout {self.partition.layout}, or leave the partition out",
             )
         if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
             raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
@@ -132,9 +133,14 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "costs of pieces are known where all layers have experts, or none"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
             return "pieces run in packed rows, which the settings do not allow"
-        if self.partition.algorithm is not PartitionAlgorithm.DP or self.schedule.method != "adaptive":
+        if not self.searches:
             return "the adaptive schedule alone keeps the order of pieces"
         return None
+
+    @property
+    def searches(self) -> bool:
+        """Whether micro-batches and the order of passes are searched."""
+        return self.partition is None and self.schedule.method == "adaptive"
 
     @property
     def in_step(self) -> int:
@@ -149,9 +155,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def division(self) -> SplitBackward:
         """Whether the search may divide backward passes; a single stage waits for nobody."""
-        searches = self.partition.algorithm is PartitionAlgorithm.DP and self.schedule.method == "adaptive"
         alone = self.pipeline_parallel == 1 and self.split_backward == "auto"
-        return self.split_backward if searches and not alone else "off"
+        return self.split_backward if self.searches and not alone else "off"
 
     @property
     def in_order_of_1f1b(self) -> "PlannerSettings":

@@ -38,8 +38,6 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     """Of this replica's micro-batches."""
     packed: int = 0
     """How many of them are packed rows."""
-    cost_model_version: int = 0
-    """Of the cost model that the iteration was planned with; 0 is the one that the run began with."""
     allocated_bytes: int = 0
     """Of tensors on this rank's GPU, at their peak; 0 on a CPU, which does not count."""
     reserved_bytes: int = 0
@@ -62,7 +60,7 @@ class RunRecord(_Record, frozen=True, tag="run"):
     first_iteration: int = 0
     """At which this start began: 0, or where the checkpoint was that it resumed."""
     computed_costs: bool = False
-    """Whether the first plans were made of costs that were computed, not measured."""
+    """Whether plans were made of costs that were computed, not measured."""
     about: dict[str, str] = {}
     """For people: command, model, data, layout, machine, versions, the time at which it began."""
 

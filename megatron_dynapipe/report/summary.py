@@ -102,9 +102,7 @@ def summarise(
     warm = [run for run in runs if run.iteration not in begins]
     timed = warm or runs
     scale = _scale(timed) if computed_costs else None
-    predicted = {  # corrected costs are this machine's, and are not scaled
-        run.iteration: run.predicted_ns * (1.0 if scale is None or run.cost_model_version else scale) for run in runs
-    }
+    predicted = {run.iteration: run.predicted_ns * (1.0 if scale is None else scale) for run in runs}
     rest = warm if scale is None else warm[SCALING_ITERATIONS:]  # none that the scale is of
     judged = [run for run in rest if run.predicted_ns > 0 and run.measured_ns > 0]
     tokens = sum(run.totals.real_tokens for run in runs)
@@ -202,7 +200,6 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
-            cost_model_version=group[0].cost_model_version,
         )
         for iteration, group in sorted(by_iteration.items())
     ]
@@ -210,7 +207,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
 
 def _scale(runs: Sequence[IterationRecord]) -> float | None:
     """Measured over predicted time in the first measured iterations that computed costs planned."""
-    first = [run for run in runs if run.predicted_ns > 0 and run.cost_model_version == 0]
+    first = [run for run in runs if run.predicted_ns > 0]
     return median(r.measured_ns / r.predicted_ns for r in first[:SCALING_ITERATIONS]) if first else None
 
 

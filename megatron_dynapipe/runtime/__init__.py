@@ -7,7 +7,6 @@ from megatron_dynapipe.runtime.executor import BufferTable, PipelineExecutor
 from megatron_dynapipe.runtime.passes import Entry, PassContext, StageGraph, pass_handlers
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
-from megatron_dynapipe.runtime.sliced import SlicedTransport
 from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, StepTotals
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import HostStagedTransport, TorchTransport, Transport, Work

@@ -132,21 +132,6 @@ def memory_counts(device: torch.device) -> MemoryCounts | None:
     )
 
 
-def tensor_room_bytes(device: torch.device, peaks: MemoryCounts) -> int | None:
-    """How much of a GPU tensors can have at a time, by the allocator's peaks of a whole run; None on a CPU.
-
-    What it took beyond its tensors' peak is fragments that fit no new tensor, and what neither it nor the device has
-    is held by others: the context, NCCL's and libraries' buffers, other processes.
-
-        total  ├──────────── tensors ────────────┤ fragments ├ held by others ┤
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    others = max(total - free - torch.cuda.memory_reserved(device), 0)
-    return total - others - max(peaks.reserved_bytes - peaks.allocated_bytes, 0)
-
-
 def reserve(limit_bytes: int, device: torch.device) -> int:
     """Let the allocator hold so much of a GPU from now on; the bytes that it took for it.
 

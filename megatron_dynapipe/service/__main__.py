@@ -9,15 +9,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.service.client import PlannerFailure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits, PlannerLoop
-from megatron_dynapipe.service.recalibration import MemoryBoundPlanner, Recalibrated
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
-from megatron_dynapipe.store import PlanStore
 
 _NICE = 10
 """Below the threads of training: a plan is needed in some iterations, theirs are needed now."""
@@ -42,27 +39,12 @@ def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
     with settings.open_store(is_known=True) as store:
         try:
-            source = PlannedSplits(settings.inputs, training_planner(settings, store))
+            source = PlannedSplits(settings.inputs)
         except Exception as error:
             failure = PlannerFailure.of(error, planner=settings.planner, doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)
             raise
         PlannerLoop(settings, source, store).run()
-
-
-def training_planner(settings: ServiceSettings, store: PlanStore) -> Callable[[int], MemoryBoundPlanner] | None:
-    """The planner of each training iteration, where costs are corrected while training."""
-    if settings.recalibration is None:
-        return None
-    inputs = settings.inputs
-    return Recalibrated(
-        inputs.planner,
-        inputs.costs.load(),
-        settings.recalibration,
-        store,
-        settings.keys,
-        deadline_s=settings.idle_timeout_s,
-    ).planner
 
 
 def _end_with_trainer() -> None:

@@ -14,7 +14,7 @@ starts again goes on where it was, and a store that has come back empty is fille
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dynapipe.errors import StoreFullError, StoreTimeoutError
@@ -22,7 +22,6 @@ from megatron_dynapipe.plan.codec import encode_entries
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, read_task_ids
 from megatron_dynapipe.service.client import PlannerFailure, publish_failure
-from megatron_dynapipe.service.recalibration import MemoryBoundPlanner
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanKeys, PlanStore
 
@@ -32,16 +31,11 @@ logger = logging.getLogger(__name__)
 class PlannedSplits:
     """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for."""
 
-    def __init__(
-        self,
-        inputs: PlanInputs,
-        training_planner: Callable[[int], MemoryBoundPlanner] | None = None,
-    ) -> None:
+    def __init__(self, inputs: PlanInputs) -> None:
         """Read lengths and costs.
 
         Args:
             inputs: what plans are made from.
-            training_planner: the planner of each training iteration, where it is not the same for all.
 
         Raises:
             DataError: the dataset is missing or damaged, or holds samples that are too long.
@@ -49,7 +43,6 @@ class PlannedSplits:
             InfeasibleError: the model alone does not fit.
         """
         self._planner = Planner(inputs.planner, inputs.costs.load())
-        self._training_planner = training_planner
         self._forward_only = {split.name: split.forward_only for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
@@ -58,11 +51,7 @@ class PlannedSplits:
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
         batch = self._samplers[split].batch(iteration)
-        forward_only = self._forward_only[split]
-        planner: Planner | MemoryBoundPlanner = self._planner
-        if self._training_planner is not None and not forward_only:
-            planner = self._training_planner(iteration)
-        return encode_entries(planner.plan(batch, iteration, forward_only=forward_only))
+        return encode_entries(self._planner.plan(batch, iteration, forward_only=self._forward_only[split]))
 
 
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:

@@ -10,7 +10,6 @@ from megatron_dynapipe.cost import AnalyticCostModel, CostModel, DeviceRates, Mo
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, open_store
 from megatron_dynapipe.store.redis_store import REPLY_TIMEOUT_S, RETENTION_S
 
@@ -68,14 +67,12 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         splits: what is planned, the most urgent split first where they tie.
         planner: model, layout, memory, choices.
         costs: where layers' costs come from.
-        recalibrate: whether costs are corrected while training; plans are then other plans.
     """
 
     data_folder: str
     splits: Annotated[tuple[SplitSettings, ...], msgspec.Meta(min_length=1)]
     planner: PlannerSettings
     costs: MeasuredCosts | AnalyticCosts
-    recalibrate: bool = False
 
     def __post_init__(self) -> None:
         names = [split.name for split in self.splits]
@@ -85,8 +82,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def digest(self) -> str:
         """32 hexadecimal digits that are equal where plans are: on every node, and when a run is resumed."""
         samplers = {split.name: (split.sampler, split.forward_only) for split in self.splits}
-        costs = (self.costs.load().digest, self.recalibrate)
-        parts = msgspec.json.encode([self.planner, costs, samplers], order="sorted")
+        parts = msgspec.json.encode([self.planner, self.costs.load().digest, samplers], order="sorted")
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
 
 
@@ -109,7 +105,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         full_timeout_s: how long the iteration that training needs next may find no room in a full store.
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
         inputs: what plans are made from.
-        recalibration: when the cost model of the training split is corrected; None where it is not.
     """
 
     store: StoreAddress
@@ -126,7 +121,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     full_timeout_s: _Seconds = 30.0
     idle_timeout_s: _Seconds = 6 * 3600.0
     inputs: PlanInputs
-    recalibration: Recalibration | None = None
 
     @property
     def keys(self) -> PlanKeys:

@@ -4,8 +4,6 @@
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
     dynapipe:{job}:{settings digest}:{split}:{iteration}:done                  its plans are all there: their bytes
     dynapipe:{job}:error                                                       the first failure of any planner
-    dynapipe:{job}:{settings digest}:passes:{version}:{rank}                   passes that a rank measured
-    dynapipe:{job}:{settings digest}:costs:{version}                           a cost model corrected by them
     dynapipe:{job}:report:{rank}                                               a rank's records at the run's end
 
 The server drops them when the job ends (`server`), or after some time without a renewal (`renewed_keys`). A job name
@@ -98,8 +96,7 @@ PATTERN = "dynapipe:*"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _OWN = re.compile(
     rf"dynapipe:(?P<job>{_NAME.pattern}):(?:(?P<error>error)|report:[0-9]+|{_NAME.pattern}:(?:"
-    r"(?P<split>[a-z]+):(?:(?P<progress>progress)|(?P<iteration>[0-9]{1,18}):[0-9]+:[0-9]+|[0-9]+:done)"
-    r"|passes:[0-9]+:[0-9]+|costs:[0-9]+))"
+    r"(?P<split>[a-z]+):(?:(?P<progress>progress)|(?P<iteration>[0-9]{1,18}):[0-9]+:[0-9]+|[0-9]+:done)))"
 )
 
 
@@ -151,14 +148,6 @@ class PlanKeys:
     def done(self, split: str, iteration: int) -> str:
         """Topic that has the bytes of an iteration's plans once all of them are published."""
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:done"
-
-    def passes(self, version: int, rank: int) -> str:
-        """Key of the passes that a rank measured for a version of the cost model."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:passes:{version}:{rank}"
-
-    def costs(self, version: int) -> str:
-        """Key of a version of the cost model, as the bytes of a file."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:costs:{version}"
 
     @property
     def error(self) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks' scripts run: those for GPUs on a CPU over the same code paths, real training at small size."""
+"""The benchmarks' scripts run, real training at small size (those for GPUs: `test_gpu.py`)."""
 
 import json
 import os
@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import machine
-from benchmarks.gpu import run as gpu
 from tests.helpers.random_dataset import make_dataset
 from tests.tuning.test_graph_profile import node
 
@@ -35,43 +33,6 @@ def run(*words: str | Path, timeout_s: float = 240) -> str:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(480)
-@pytest.mark.skipif(not (ROOT / ".demo" / "data").exists(), reason="the demo data is not built (make setup)")
-def test_the_gpu_script_runs_on_a_cpu(tmp_path):
-    output = tmp_path / "report.json"
-    run("benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", output, timeout_s=470)
-    report = read(output)
-    assert report["format"] == "dynapipe-gpu-report/1" and report["device"] == "cpu" and report["torch"]
-    outcomes = {check["name"]: check["outcome"] for check in report["checks"]}
-    assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
-        "tests marked gpu",
-        "t5: entry script, Transformer Engine's layers, against the CPU",
-        "compute-sanitizer",
-    }
-    figures = {check["name"]: check["figures"] for check in report["checks"]}
-    assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
-    assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
-
-
-def test_a_figure_out_of_bounds_and_a_failed_process_are_failures(tmp_path):
-    def python(code, seconds):
-        return lambda: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")
-
-    def made(check):
-        return gpu.line_of(gpu.made("it", check)).replace("\n", " | ")
-
-    bad = made(lambda: gpu.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)}))
-    assert bad.startswith("failed") and "ratio 1.5, ratio_bound 1.02, losses 0.1" in bad
-    worse = made(python("print('said'); raise SystemExit(3)", 60))
-    assert worse.startswith("failed") and "ended with 3" in worse and "said" in worse
-    late = made(python("import time; time.sleep(60)", 6))
-    assert late.startswith("failed") and "time.sleep" in late
-    never = made(python("", 0))
-    assert never.startswith("not run") and "no time left" in never
-    assert made(lambda: gpu.within({"ratio": (float("nan"), 1.02)})).startswith("failed")
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Every command's output: files of the user's are refused and stay, its own are replaced, links stay links.
 
-What is written into a dataset's folder, and into a checkout, is held by tests/data/prepare and tests/patches.
+What is written into a dataset's folder, and into a checkout, is held by tests/tools/prepare and tests/patches.
 """
 
 import errno
@@ -16,9 +16,9 @@ from megatron_dynapipe import outputs
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.store import StoreServer
-from tests.data.prepare.test_run import text_samples
 from tests.helpers.plans import make_plan
 from tests.helpers.runs import write_run
+from tests.tools.prepare.test_run import text_samples
 
 MODEL = ("--model", "gpt", "--layers", "2", "--hidden-size", "32", "--recompute", "none")
 
@@ -160,7 +160,7 @@ def test_files_and_folders_of_the_user_stay(output, inputs, path, capsys):
 @walk
 def test_what_cannot_be_written_is_said_before_the_work(output, inputs, path, capsys, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # as for a user who is not root
-    for name in ("planning.planner.Planner", "report.run.read_records", "plan.codec.decode_plan"):
+    for name in ("planning.planner.Planner", "report.records.read_records", "plan.codec.decode_plan"):
         monkeypatch.setattr(f"megatron_dynapipe.{name}", None)  # what takes long
     assert "is read-only" in refused(output, inputs, path, capsys)
 
@@ -183,7 +183,7 @@ def test_a_full_device_is_one_line_and_leaves_the_old_file(output, inputs, path,
 def test_folders_of_the_user_stay(command, inputs, tmp_path, capsys, monkeypatch):
     """Said before the work, of which these inputs would allow none."""
     path = tmp_path / "made"
-    monkeypatch.setattr("megatron_dynapipe.data.demo.stdlib_samples", text_samples)  # in place of seconds
+    monkeypatch.setattr("megatron_dynapipe.tools.demo_data.stdlib_samples", text_samples)  # in place of seconds
 
     def refused(where: Path) -> str:
         before = sorted(tmp_path.rglob("*"))

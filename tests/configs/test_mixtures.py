@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.data.mixture.spec import read_mixture
+from megatron_dynapipe.tools.mixture.spec import read_mixture
 
 MIXTURES = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
 

@@ -14,12 +14,9 @@ from megatron_dynapipe.cost import (
     Network,
     PipelineLayout,
     Row,
-    TableCostModel,
     stage_costs,
 )
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
-from megatron_dynapipe.cost.format import encode_file
-from megatron_dynapipe.cost.write import as_file
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -140,27 +137,6 @@ def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
     assert (uneven - even)[Row.EXPERT_FORWARD] == pytest.approx(mlp / 2, abs=1)
     assert (uneven - even)[Row.EXPERT_STORED] == pytest.approx(even[Row.EXPERT_MLP_STORED] / 2, abs=1)
     assert (uneven == even)[[Row.ENCODER_FORWARD, Row.ENCODER_STORED, Row.EXPERT_ATTENTION_FORWARD]].all()
-
-
-@pytest.mark.parametrize("layers", [(), (1, 3)], ids=["all layers", "some"])
-def test_a_file_records_both_kinds_and_how_experts_are_shared(layers: tuple[int, ...]) -> None:
-    shape = ModelShape(**{name: getattr(SHAPE, name) for name in SHAPE.__struct_fields__} | {
-        "experts": Experts(count=8, per_token=2, ffn=512, layers=layers)
-    })  # fmt: skip
-    model = AnalyticCostModel(shape, A100_RATES, max_size=4, max_length=64)
-    grid = with_expert_parallel(
-        model.tables(tensor_parallel=1, recompute=Recompute.NONE), ExpertParallel(4, 1, 1.25), Network(), Recompute.NONE
-    )
-    file = as_file({(1, Recompute.NONE): grid}, GPT, name="n", source="s", device="d", model=model.model, provenance={})
-    read = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    whole = [row for row in Row if "ATTENTION" not in row.name and "MLP" not in row.name and "WEIGHT" not in row.name]
-    assert read.values[whole].tolist() == grid.values[whole].tolist()
-    assert read.packed is not None and grid.packed is not None
-    assert read.packed.linear[whole].tolist() == grid.packed.linear[whole].tolist()
-    for name in ("encoder_bytes", "decoder_bytes", "expert_bytes", "expert_parallel"):
-        assert getattr(read.state, name) == getattr(grid.state, name)
-    again = with_expert_parallel(read, ExpertParallel(4, 1, 1.25), Network(), Recompute.NONE)
-    assert again.values.tolist() == read.values.tolist(), "an exchange counts once"
 
 
 def test_costs_of_another_kind_of_model_are_refused() -> None:

@@ -11,10 +11,9 @@ from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.data import identity
 from megatron_dynapipe.data.identity import check_files, checksums_path, file_digest
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.data.inspect import check_tokenizer
-from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.data.prepare import PrepareSettings, TextSample, prepare_dataset
+from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset
 
 
 @pytest.fixture(scope="module")

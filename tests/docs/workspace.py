@@ -109,7 +109,7 @@ def _readers_own(folder: Path) -> None:
     from pyarrow import parquet
     from transformers import AutoTokenizer
 
-    from tests.integration.conversion.models import configs, make, write
+    from tests.tools.conversion.models import configs, make, write
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "data" / "mixture" / "tokenizer")
     tokenizer.chat_template = _CHAT

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-
 from megatron_dynapipe.elastic.rendezvous import KEY_VARIABLE
 
 TOY = Path(__file__).parent / "toy_ranks.py"

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from megatron_dynapipe.elastic.job import VARIABLE, Job
 
 from megatron_dynapipe.elastic import layout as elastic_layout
-from megatron_dynapipe.elastic.job import VARIABLE, Job
 from megatron_dynapipe.elastic.layout import ModuleLayout, choose_segments, layout_for
 from megatron_dynapipe.elastic.run import ElasticRun
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
 from megatron_dynapipe.report.records import IterationRecord, RecordFile, RunRecord, StageRecord, TimelineRecord
-from megatron_dynapipe.report.run import BACKWARD, FORWARD, OTHER, TRANSFER, time_by_kind
 from megatron_dynapipe.units import Shape
 from tests.helpers.plans import make_plan
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dynapipe import patching
-from megatron_dynapipe.report.run import read_run
+from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.processes import rank_environment

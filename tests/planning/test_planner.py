@@ -11,8 +11,8 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.baselines import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 
@@ -154,8 +154,8 @@ def of(algorithm: str) -> PartitionSettings:
         ),
         ({"micro_batch_layouts": ()}, "expected one or two different layouts"),
         ({"micro_batch_layouts": (BatchLayout.PADDED,) * 2}, "expected one or two different layouts"),
-        ({"partition": of("packed_rows")}, "packed_rows makes packed micro-batches, and the settings allow padded"),
-        ({"partition": of("uniform")} | PACKED, "uniform makes padded micro-batches, and the settings allow packed"),
+        ({"partition": of("packed_rows")}, "allow packed micro-batches, which the partition makes, got padded"),
+        ({"partition": of("uniform")} | PACKED, "allow padded micro-batches, which the partition makes, got packed"),
     ],
 )
 def test_settings_that_cannot_be_honoured(changes: dict[str, Any], message: str) -> None:

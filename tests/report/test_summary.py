@@ -58,9 +58,6 @@ def test_predictions_of_computed_costs_are_scaled_by_the_first_measured_iteratio
     assert summary.prediction_scale == 2
     assert summary.predicted_ms == 20
     assert summary.prediction_error == pytest.approx(2 / 22)
-    corrected = msgspec.structs.replace(record(9, measured_ms=20, predicted_ms=20), cost_model_version=1)
-    summary = summarise([slow_start, *scaling, *later, corrected], maximum=MAXIMUM, computed_costs=True)
-    assert summary.prediction_error == pytest.approx((2 / 22 + 0) / 2)
     assert summarise([slow_start, *scaling], maximum=MAXIMUM, computed_costs=True).prediction_error is None
 
 

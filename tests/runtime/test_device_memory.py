@@ -7,7 +7,7 @@ import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime import memory
-from megatron_dynapipe.runtime.memory import MemoryCounts, memory_counts, reserve, tensor_room_bytes
+from megatron_dynapipe.runtime.memory import MemoryCounts, memory_counts, reserve
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -57,13 +57,6 @@ def test_segments_have_to_grow(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="whose segments grow"):
         reserve(1000, GPU)
     assert gpu.asked == []
-
-
-def test_tensors_have_what_neither_fragments_nor_others_hold(gpu: SimpleNamespace) -> None:
-    # Of 2000 bytes 900 are free and 400 the allocator's: others hold 700.
-    peaks = MemoryCounts(allocated_bytes=250, reserved_bytes=400, retries=0)
-    assert tensor_room_bytes(GPU, peaks) == 2000 - 700 - 150
-    assert tensor_room_bytes(CPU, peaks) is None
 
 
 def test_peaks_of_two_counts_are_the_higher_ones() -> None:

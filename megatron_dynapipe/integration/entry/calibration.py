@@ -21,18 +21,13 @@ import torch
 
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.cost.format import CostFile
-from megatron_dynapipe.elastic.job import from_rank_0
-from megatron_dynapipe.errors import CostModelError, DynaPipeError
+from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import user_cache_folder
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.repredict import repredicted_ns
 from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
-from megatron_dynapipe.service.loop import split_sampler
-from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs
-from megatron_dynapipe.units import NS_PER_MS
+from megatron_dynapipe.runtime.start_store import from_rank_0
 
 START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""
@@ -42,13 +37,13 @@ _MOST_PROCESSES = 8
 def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
 
-    What keeps it from that is printed. Call it on every rank, inside the check of `launch.start_together`.
+    What keeps it from that is printed. Call it on every rank, inside the check of `start.start_together`.
 
     Args:
         run: the run.
         flags: the run's command line as given.
     """
-    if launch.ranks_stand_alone():
+    if start.ranks_stand_alone():
         if os.environ["RANK"] == "0":
             print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
         return None
@@ -66,27 +61,6 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
         _share(path, timeout_s)
     return path
-
-
-def gain(inputs: PlanInputs, computed: MeasuredCosts | AnalyticCosts) -> str:
-    """What measuring was worth on the run's first batch, for the log: its plan against one of computed costs.
-
-    Both are predicted by the measured costs.
-    """
-    split = inputs.splits[0]
-    batch = split_sampler(Path(inputs.data_folder), split).batch(split.first_iteration)
-    planner = Planner(inputs.planner, inputs.costs.load())
-    measured_ns = planner.plan(batch, 0).totals.predicted_ns
-    try:
-        blind_ns = repredicted_ns(Planner(inputs.planner, computed.load()).plan(batch, 0), batch, planner)
-    except DynaPipeError:
-        blind_ns = None  # computed costs have no plan for it
-    here = f"the first iteration is planned to take {measured_ns / NS_PER_MS:.0f} ms"
-    if blind_ns is None:
-        return f"{here}; a plan from computed costs could not run here"
-    return (
-        f"{here}; a plan from computed costs would take {blind_ns / NS_PER_MS:.0f} ms ({blind_ns / measured_ns:.2f} ×)"
-    )
 
 
 def _identity(run: RunConfig) -> str:

@@ -81,6 +81,7 @@ def _check_model_flags() -> None:
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
+        ("--dynapipe-elastic", "use this project's entry scripts"),
     ):
         if flag in given:
             raise ConfigError(

@@ -1,11 +1,11 @@
-"""A rank under `megatron-dynapipe launch`: the layout for as many ranks as there are, resuming, leaving on notice.
+"""`--dynapipe-elastic`: the layout for as many ranks as there are, resuming, leaving on notice.
 
     rank 0        parses the flags as for one rank, and chooses the layout for all
-    ranks of it   go on with the layout's flags
-    others        stand by until the set of nodes changes, or the run ends
+    all ranks     go on with the layout's flags, from the last checkpoint
 
-A notice is SIGTERM or SIGUSR1, to any rank: Megatron's `--exit-signal-handler` tells all ranks after an iteration, has
-the checkpoint saved and ends the run; its ranks then end with the status by which agents know that they left.
+torchrun starts all ranks anew when one is lost, when a node comes, or when they leave on notice: SIGTERM, which its
+agents send to their ranks. Megatron's `--exit-signal-handler` tells all ranks of it after an iteration, has the
+checkpoint saved and ends the run; ranks then end with a status that is no success, or torchrun would end the job.
 """
 
 import argparse
@@ -18,25 +18,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
-
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.elastic.job import LEFT, Job
-from megatron_dynapipe.elastic.layout import ElasticLayout, agree_on_layout, announce_end, choose_for_megatron
+from megatron_dynapipe.elastic.layout import agreed_layout
+from megatron_dynapipe.elastic.run import LEFT, SAVE_EVERY
 from megatron_dynapipe.elastic.run_folder import LOCK_SHARE, lock_folder
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.outputs import replace_bytes, unwritten
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.processes import end_with_launcher
+from megatron_dynapipe.runtime.start_store import renew
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tuning import Space
+from megatron_dynapipe.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig
 
+ELASTIC = "--dynapipe-elastic"
 LAYOUT_FLAGS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
     *("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout", "--dynapipe-layers-per-stage"),
@@ -54,36 +54,54 @@ _has_notice = False
 
 
 def prepare(family: ModelFamily) -> None:
-    """Give the command line the layout that fits the ranks that are there. Does nothing without `launch`.
-
-    A rank that the layout has no use for does not return.
+    """Give the command line the layout that fits the ranks that are there. Does nothing without `--dynapipe-elastic`.
 
     Raises:
-        ConfigError: no layout fits, or a flag that `launch` needs is missing.
+        ConfigError: no layout fits, or a flag that elastic runs need is missing.
     """
-    job = Job.current()
-    if job is None:
+    from megatron_dynapipe.integration.flags import command_line
+
+    argv = command_line.expanded(sys.argv[1:])
+    if ELASTIC not in argv:
         return
     end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
     _take_notices()
-    argv = _resumable_flags()
-    argv += _saving_flags(argv, job)
+    argv = _resumable(argv)
+    argv += _saving_flags(argv)
     timeout_s = float(config.value_of(argv, "dynapipe-timeout-s", "300"))
-    choice = agree_on_layout(lambda: _choose(family, argv, job, timeout_s), timeout_s=timeout_s)
-    sys.argv[1:] = argv + choice.flags()
+    renew(timeout_s)
+    layout = agreed_layout(
+        lambda ranks: _choose(family, argv, ranks, timeout_s), timeout_s=timeout_s, describe=_description
+    )
+    sys.argv[1:] = argv + layout_flags(layout)
 
 
 @contextlib.contextmanager
 def status() -> Iterator[None]:
-    """Around a run: a rank that leaves on notice ends with the status that says so; ranks that stand by end with it."""
+    """Around a run: a rank that leaves on notice ends with a status by which torchrun starts it anew where it stays."""
     try:
         yield
     except SystemExit as leaving:
         if leaving.code or not _has_notice:
             raise
         _leave()
-    if Job.current() is not None and os.environ.get("RANK") == "0":
-        announce_end()
+
+
+def layout_flags(layout: TunedLayout) -> list[str]:
+    """A layout as flags of a run."""
+    flags = ["--tensor-model-parallel-size", str(layout.tensor_parallel)]
+    flags += ["--pipeline-model-parallel-size", str(layout.pipeline_parallel)]
+    if layout.pipeline_parallel > 1:
+        flags += ["--dynapipe-layers-per-stage", ",".join(map(str, layout.layers_per_stage or ()))]
+    return flags
+
+
+def _description(layout: TunedLayout) -> str:
+    stages = ",".join(map(str, layout.layers_per_stage or ()))
+    return (
+        f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
+        f" stages ({stages} layers), {layout.predicted_ms:.0f} ms an iteration predicted"
+    )
 
 
 def lock_checkpoints(run: "RunConfig") -> None:
@@ -114,7 +132,7 @@ def _leave() -> NoReturn:
 
 
 def _take_notices() -> None:
-    """Take SIGUSR1 as SIGTERM, which Megatron's handler takes; after every iteration, see what ranks agreed on."""
+    """After every iteration, see what ranks agreed on."""
     from megatron.training import get_args
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
@@ -122,13 +140,12 @@ def _take_notices() -> None:
 
     def signals_received(handler: DistributedSignalHandler) -> Any:
         global _has_notice
-        found = received(handler)
-        _has_notice = _has_notice or any(found)
+        notices = received(handler)
+        _has_notice = _has_notice or any(notices)
         note_save(get_args())
-        return found
+        return notices
 
     DistributedSignalHandler.signals_received = signals_received
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def note_save(args: argparse.Namespace) -> None:
@@ -163,7 +180,7 @@ def delete_unfinished(folder: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _resumable_flags() -> list[str]:
+def _resumable(argv: Sequence[str]) -> list[str]:
     """The command line without a layout, with what makes it resume.
 
     Raises:
@@ -171,22 +188,21 @@ def _resumable_flags() -> list[str]:
     """
     from megatron_dynapipe.integration.flags import command_line
 
-    argv = command_line.expanded(sys.argv[1:])
-    given = [flag for each in sys.argv[1:] if (flag := each.partition("=")[0]) in LAYOUT_FLAGS]
-    if given and os.environ["RANK"] == "0":
-        print(f"without effect under launch, which chooses the layout: {', '.join(given)}", flush=True)
+    given = [flag for argument in argv if (flag := argument.partition("=")[0]) in LAYOUT_FLAGS]
+    if given and os.environ.get("RANK", "0") == "0":
+        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(given)}", flush=True)
     argv = command_line.without(argv, LAYOUT_FLAGS)
     saved = config.value_of(argv, "save", "")
     if not saved:
-        raise ConfigError("expected --save DIR under launch, got none", hint="a folder that all nodes see")
+        raise ConfigError(f"expected --save DIR with {ELASTIC}, got none", hint="a folder that all nodes see")
     if not config.value_of(argv, "save-interval", ""):
         raise ConfigError("expected --save-interval N with --save, got none", hint="iterations between checkpoints")
     if (kind := config.value_of(argv, "ckpt-format", "torch_dist")) != "torch_dist":
         raise ConfigError(
-            f"expected --ckpt-format torch_dist under launch, got {kind}", hint="others load in one layout alone"
+            f"expected --ckpt-format torch_dist with {ELASTIC}, got {kind}", hint="others load in one layout alone"
         )
     if int(config.value_of(argv, "context-parallel-size", "1")) > 1:
-        raise ConfigError("launch knows no layouts with context parallelism", hint="remove --context-parallel-size")
+        raise ConfigError(f"{ELASTIC} knows no layouts with context parallelism", hint="remove --context-parallel-size")
     return [*argv, *resuming(argv, Path(saved))]
 
 
@@ -208,30 +224,29 @@ def _emergency_folder(argv: Sequence[str], saved: Path) -> Path:
     return Path(config.value_of(argv, "non-persistent-global-ckpt-dir", str(saved / "non_persistent")))
 
 
-def _saving_flags(argv: Sequence[str], job: Job) -> list[str]:
+def _saving_flags(argv: Sequence[str]) -> list[str]:
     """Flags by which every checkpoint can be loaded in every layout, on notice and every few iterations."""
     added = [HANDLER]
     if "--use-distributed-optimizer" in argv:
         added += ["--dist-ckpt-optim-fully-reshardable"]
-    if job.emergency_every and not any(each.startswith("--non-persistent-") for each in argv):
-        added += ["--non-persistent-save-interval", str(job.emergency_every), "--non-persistent-ckpt-type", "global"]
+    if not any(argument.startswith("--non-persistent-") for argument in argv):
+        added += ["--non-persistent-save-interval", str(SAVE_EVERY), "--non-persistent-ckpt-type", "global"]
     return added
 
 
-def _choose(family: ModelFamily, argv: Sequence[str], job: Job, timeout_s: float) -> ElasticLayout:
+def _choose(family: ModelFamily, argv: Sequence[str], ranks: int, timeout_s: float) -> TunedLayout:
     saved = config.value_of(argv, "save", "")
     _lock(saved, timeout_s)
     delete_unfinished(_emergency_folder(argv, Path(saved)))
-    ranks = int(os.environ["WORLD_SIZE"])
     with _one_rank(argv):
-        base, space, costs, batches = _choices(family, job)
+        base, space, costs, batches = _choices(family, ranks)
     try:
-        return choose_for_megatron(base, msgspec.structs.replace(space, devices=ranks), job.most_ranks, costs, batches)
+        return tune(base, costs, batches, space, top=1).layouts[0]
     except InfeasibleError as error:
         raise ConfigError(error.message, hint=error.hint) from error
 
 
-def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
+def _choices(family: ModelFamily, ranks: int) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
     """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
     from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.integration.flags.plan_inputs import plan_inputs
@@ -241,8 +256,8 @@ def _choices(family: ModelFamily, job: Job) -> tuple[PlannerSettings, Space, Cos
     inputs = plan_inputs(run)
     sampler = split_sampler(run.data, inputs.splits[0])
     space = Space(
-        devices=1,
-        tensor_sizes=_tensor_sizes(args, job.most_ranks),
+        devices=ranks,
+        tensor_sizes=_tensor_sizes(args, ranks),
         distributed_optimizer=run.parallel.distributed_optimizer,
         global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
     )
@@ -270,7 +285,7 @@ def _one_rank(argv: Sequence[str]) -> Iterator[None]:
     """
     from megatron.training.global_vars import unset_global_variables
 
-    before, world = sys.argv[1:], os.environ["WORLD_SIZE"]
+    before, world = sys.argv[1:], os.environ.get("WORLD_SIZE", "1")
     os.environ["WORLD_SIZE"] = "1"
     sys.argv[1:] = [each for each in argv if each != HANDLER]
     try:

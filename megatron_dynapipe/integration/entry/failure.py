@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import config
-from megatron_dynapipe.elastic.job import says_first
 from megatron_dynapipe.errors import (
     ConfigError,
     CostModelError,
@@ -26,8 +25,9 @@ from megatron_dynapipe.errors import (
     ExecutionError,
     UnsupportedMegatronError,
 )
-from megatron_dynapipe.integration.entry import launch
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.outputs import unwritten
+from megatron_dynapipe.runtime.start_store import says_first
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
@@ -46,14 +46,14 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
-        if not (launch.reports_for_all() or getattr(error, launch.REPORTED_HERE, False)):
-            launch.leave_report_to_another_rank(2)
+        if not (start.reports_for_all() or getattr(error, start.REPORTED_HERE, False)):
+            start.leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        launch.write_error_file(str(error))
+        start.write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
-        launch.write_error_file(str(error))
+        start.write_error_file(str(error))
         sys.exit(1)
 
 
@@ -105,7 +105,7 @@ def _print_error(error: BaseException) -> int:
         return int(leaving.code or 1)
     except BaseException:  # noqa: BLE001  (whatever it is, the error file must be written)
         print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-        launch.write_error_file(_line(error))
+        start.write_error_file(_line(error))
         return 1
 
 

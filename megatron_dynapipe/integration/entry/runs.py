@@ -18,8 +18,7 @@ from megatron_dynapipe import config
 from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
-from megatron_dynapipe.elastic.job import from_rank_0
-from megatron_dynapipe.integration.entry import calibration, elastic_run, launch
+from megatron_dynapipe.integration.entry import calibration, elastic_run, start
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -37,6 +36,7 @@ from megatron_dynapipe.integration.models.providers import (
     t5_provider,
     t5_required_fields,
 )
+from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -128,12 +128,10 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
             run = _plan_layer_split(run)
         _preflight(run)
         if measures and run.rank == 0 and run.cost_model is not None:
-            shutil.copyfile(run.cost_model, run.report_folder / "cost-model-0.json")  # before any correction of it
-            computed = plan_inputs(replace(run, cost_model=None)).costs
-            print(f"cost model: {calibration.gain(plan_inputs(run), computed)}", flush=True)
+            shutil.copyfile(run.cost_model, run.report_folder / "cost-model.json")
         return args, run
 
-    return launch.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))
+    return start.start_together(check, timeout_s=float(config.value_of(flags, "dynapipe-timeout-s", "300")))
 
 
 def _data_checked(run: RunConfig) -> str:
@@ -142,7 +140,7 @@ def _data_checked(run: RunConfig) -> str:
 
 
 def _preflight(run: RunConfig) -> None:
-    if launch.checks_for_all():
+    if start.checks_for_all():
         check_run(run, plan_inputs(run))
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
@@ -172,7 +170,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     `--create-attention-mask-in-dataloader` (the default) asks for one.
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
-    launch.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
+    start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
 
     def required_fields() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0

@@ -26,7 +26,6 @@ from tqdm.contrib import DummyTqdmFile
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.elastic.job import note_training
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
@@ -42,14 +41,12 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
-from megatron_dynapipe.integration.supply.calibration import PassPublisher
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Place, Recorder, Reports
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.memory import memory_counts, reserve, tensor_room_bytes
-from megatron_dynapipe.service.recalibration import Recalibration
+from megatron_dynapipe.runtime.memory import memory_counts, reserve
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
@@ -164,8 +161,6 @@ class Session:
         if forward_only:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-        if self._trained is None:
-            note_training()
         self._trained, self._trace = item, result.trace
         self._recorder.add(item, result.trace, losses)
         self._move_bar()
@@ -247,7 +242,7 @@ class Session:
     def _predicted(self) -> str:
         """What this stage's passes were to take; of computed costs, no prediction of this machine, says so instead."""
         assert self._trained is not None
-        if self._is_computed and self._recorder.cost_version(self._trained.entry.iteration) == 0:
+        if self._is_computed:
             return "not calibrated"
         events = self._trained.entry.stage_plan.predicted
         return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
@@ -314,14 +309,9 @@ class Session:
             ),
             Reports(supply.store, supply.keys, timeout_s=run.timeout_s),
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
-            publisher=None if supply.recalibration is None else self._publisher(supply.recalibration, supply, rank),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
         )
-
-    def _publisher(self, rule: Recalibration, supply: PlanSupply, rank: int) -> PassPublisher:
-        room = functools.partial(tensor_room_bytes, self._device)
-        return PassPublisher(rule, supply.store, supply.keys, rank=rank, republisher=supply.republisher, room=room)
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """A model provider whose modules' memory the plans leave room for."""

@@ -135,7 +135,6 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
         "for later runs (default 20; 0: costs are computed from the model's shape)",
     )
-    add("--dynapipe-recalibrate", action="store_true", help="correct the cost model by what is measured in training")
     add(
         "--dynapipe-cluster",
         default="auto",
@@ -236,6 +235,12 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
         " DYNAPIPE_STORE_URL, else start one)",
     )
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
+    add(
+        "--dynapipe-elastic",
+        action="store_true",
+        help="under torchrun --nnodes MIN:MAX --max-restarts N: every start takes the layout that fits the ranks that"
+        " are there, and resumes --save",
+    )
     add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
 
 

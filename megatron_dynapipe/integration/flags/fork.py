@@ -1,4 +1,4 @@
-"""The published DynaPipe's flags and environment variables that are not taken here: what to give in place of each.
+"""Flags and environment variables that are not taken, the published DynaPipe's and older ones: what to give instead.
 
 Giving one stops the run in one line. Those that the fork has of its Megatron-LM, and today's has no longer, are among
 them. Those of the same name and meaning as here are not in the table:
@@ -56,6 +56,9 @@ FLAGS: Mapping[str, str] = {
     "--dynapipe-enable-packing": "--dynapipe-layout auto, the default, packs samples where that is faster",
     "--dynapipe-custom-allocator": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, the default of planned runs",
     "--dynapipe-zero-stage": _ZERO,
+    "--dynapipe-recalibrate": (
+        "costs are measured before training (--dynapipe-calibrate), or anew by `megatron-dynapipe profile`"
+    ),
     "--dynamic-batchsize": "pass --tokens-per-global-batch alone",
     "--sort-dataset": _ORDERED,
     "--pack-dataset": "--dynapipe-layout packed packs samples; they do not attend to one another",

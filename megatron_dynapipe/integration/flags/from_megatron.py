@@ -25,6 +25,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
 )
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
+from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.flags.run_config import ParallelConfig, RunConfig, TrainingConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
@@ -35,13 +36,6 @@ from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.store import find_address
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
-_WEIGHTS = (
-    "num_layers", "encoder_num_layers", "decoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
-    "kv_channels", "num_query_groups", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
-    "dynapipe_activation",
-    "untie_embeddings_and_output_weights", "relative_attention_num_buckets", "relative_attention_max_distance",
-)  # fmt: skip
-"""Megatron's arguments, by destination, that decide which weights a model has and what they mean."""
 _LAYER_COSTS = (
     *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
     "dynapipe_activation",
@@ -60,15 +54,15 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         ConfigError: the store's URL or the cluster file cannot be read.
         DataError: the dataset is missing or damaged.
     """
-    limit_mb = args.dynapipe_device_memory_limit
+    limit_mb, model = args.dynapipe_device_memory_limit, model_config(args, family)
     # Also before it is current: asking for the current one makes a context on GPU 0.
     device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     return RunConfig(
-        model=model_config(args, family),
+        model=model,
         parallel=parallel_config(args, family),
         training=_training(args, family),
         state=state_bytes(args),
-        checkpoints=_checkpoints(args),
+        checkpoints=_checkpoints(args, model),
         in_checkout=args.use_dynapipe,
         rank=args.rank,
         device=device,
@@ -83,7 +77,6 @@ def run_config(args: argparse.Namespace, family: ModelFamily) -> RunConfig:
         cost_model=args.dynapipe_cost_model,
         calibrate_s=args.dynapipe_calibrate,
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
-        recalibrate=args.dynapipe_recalibrate,
         cluster=machine.cluster_of(args.dynapipe_cluster, device=device),
         memory_limit_bytes=None if limit_mb is None else int(limit_mb * BYTES_PER_MB),
         reserves_all_memory=args.dynapipe_reserve_all_memory,
@@ -243,10 +236,8 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
     )
 
 
-def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
-    weights = {name: str(getattr(args, name)) for name in _WEIGHTS if getattr(args, name, None) is not None}
-    if weights.get("position_embedding_type") == "learned_absolute":
-        weights["max_position_embeddings"] = str(args.max_position_embeddings)
+def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConfig:
+    transformer = model.transformer_config()
     folder = getattr(args, "non_persistent_global_ckpt_dir", None)
     kind = getattr(args, "non_persistent_ckpt_type", None)
     tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
@@ -260,6 +251,8 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointConfig:
         one_layout=tied or kind == "local" or args.ckpt_format != "torch_dist",
         pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
         allows_other_data=args.dynapipe_allow_other_data or args.finetune,
-        weights=weights,
+        finetunes=args.finetune,
+        model=model_fields(transformer, args),
+        training=training_fields(transformer),
         tokenizer=Path(str(args.tokenizer_model)),
     )

@@ -45,7 +45,6 @@ def plan_inputs(run: RunConfig, progress: Progress = START) -> PlanInputs:
         splits=_splits(run, progress),
         planner=_planner(run, run.parallel.layers_per_stage),
         costs=_costs(run),
-        recalibrate=run.recalibrate,
     )
 
 
@@ -171,8 +170,7 @@ def describe_costs(run: RunConfig, costs: MeasuredCosts | AnalyticCosts) -> str:
         return f"{costs.load().name}, from {costs.path}"
     return (
         f"computed from the model's shape for {_assumed_device(run)}; to predict this machine, let it be measured"
-        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model), or add"
-        " --dynapipe-recalibrate"
+        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model)"
     )
 
 

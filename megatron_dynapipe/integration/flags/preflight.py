@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.data.inspect import check_tokenizer
-from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.flags import machine

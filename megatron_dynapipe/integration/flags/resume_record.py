@@ -4,7 +4,8 @@
     CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
     LOCAL/0/dynapipe.json                                       of the type `local`: beside rank 0's, for all of them
 
-another model, vocabulary      refused: the weights would not mean the same
+another vocabulary, weights    refused
+another model                  refused, unless Megatron's --finetune says so: the weights would not mean the same
 other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
 another layout, split          fine, and named in one line; refused by local checkpoints, each rank's own part of it
 another plan                   fine, and named in one line
@@ -12,7 +13,7 @@ another plan                   fine, and named in one line
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
 from megatron_dynapipe.service.settings import PlanInputs
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ class CheckpointConfig:
         one_layout: whether what Megatron saves loads only in the layout that saved it.
         pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
         allows_other_data: whether the data may be other than the checkpoint's.
-        weights: arguments that decide which weights a model has and what they mean.
+        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
+        model: what makes it this model, as `model_record` says.
+        training: how it is trained, as far as its configuration says so.
         tokenizer: the vocabulary's file or folder.
     """
 
@@ -72,7 +76,9 @@ class CheckpointConfig:
     one_layout: bool
     pretrained: Path | None
     allows_other_data: bool
-    weights: Mapping[str, str]
+    finetunes: bool
+    model: Mapping[str, str]
+    training: Mapping[str, str]
     tokenizer: Path
 
     def emergency_folder(self, checkpoints: Path) -> Path | None:
@@ -87,13 +93,13 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: name and version of this form.
-        model: arguments of the model, and its vocabulary's size.
+        model: what makes it this model, and its vocabulary's size.
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
-        settings: what plans are made from, layout included, field by field.
+        settings: what plans are made from, layout included, and how the model is trained, field by field.
     """
 
-    format: Literal["dynapipe-run/1"] = "dynapipe-run/1"
+    format: Literal["dynapipe-run/2"] = "dynapipe-run/2"
     model: dict[str, str]
     tokenizer: str
     dataset: dict[str, str]
@@ -103,7 +109,8 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
 def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
-    model = {**run.checkpoints.weights, "family": run.family.value, "vocabulary size": str(meta.vocabulary_size)}
+    model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
+    training = {**run.checkpoints.training, "truncate": run.truncate.value, "loss": str(run.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     fields = settings_fields(inputs).items()
@@ -111,7 +118,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
         model=model,
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
-        settings={name: value for name, value in fields if not name.endswith(_OF_A_START)},
+        settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
     )
 
 
@@ -119,7 +126,6 @@ def settings_fields(inputs: PlanInputs) -> dict[str, str]:
     """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
     held = {
         "costs": inputs.costs.load().digest,
-        "recalibrate": inputs.recalibrate,
         "planner": msgspec.to_builtins(inputs.planner),
         "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
     }
@@ -300,17 +306,20 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
     saved = _read_record(folder / NAME)
     if saved is None:
         return f"{folder} does not say what it was trained on: its data, model and settings are not compared"
-    vocabulary = {"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer}
-    if found := [*_differences(saved.model, record.model), *_differences(*vocabulary)]:
+    model = _differences(saved.model, record.model, absent="Megatron's default")
+    refused = {name: text for name, text in model.items() if not checkpoints.finetunes or name in OF_WEIGHTS}
+    refused |= _differences({"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer})
+    if refused:
         raise ConfigError(
-            f"expected the model and vocabulary of the checkpoint {folder}, got {named(found)}",
-            hint="resume with the flags and the tokenizer that it was trained with, or leave --load out",
+            f"expected the model and vocabulary of the checkpoint {folder}, got {named(refused.values())}",
+            hint="resume with the flags and the tokenizer that it was trained with, or leave --load out; --finetune"
+            " takes another model of the same weights",
         )
     layouts = ({name: each.settings.get(name, "absent") for name in _LAYOUT} for each in (saved, record))
     if folder == checkpoints.local_folder and (found := _differences(*layouts)):
         raise ConfigError(
             f"expected the layout of the local checkpoint {folder}, which every rank loads its own part of, got"
-            f" {named(found)}",
+            f" {named(found.values())}",
             hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint; those of"
             " --non-persistent-ckpt-type global load in any layout",
         )
@@ -318,11 +327,11 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
     data = _differences(*({name: files[name] for name in shared} for files in (saved.dataset, record.dataset)))
     if data and not checkpoints.allows_other_data:
         raise DataError(
-            f"expected the data that the checkpoint {folder} was trained on, got {named(data)}",
+            f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
-    found = [*data, *_differences(saved.settings, record.settings)]
-    return f"resuming {folder} with other settings: {named(found)}" if found else None
+    found = model | data | _differences(saved.settings, record.settings)
+    return f"resuming {folder} with other settings: {named(found.values())}" if found else None
 
 
 def _read_record(path: Path) -> ResumeRecord | None:
@@ -337,16 +346,17 @@ def _read_record(path: Path) -> ResumeRecord | None:
         ) from error
 
 
-def _differences(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """Fields in which two records differ; one that only one of them has differs, too."""
-    return [
-        f"{name} {given.get(name, 'absent')} (was {saved.get(name, 'absent')})"
-        for name in sorted(saved.keys() | given.keys())
-        if saved.get(name) != given.get(name)
-    ]
+def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent: str = "absent") -> dict[str, str]:
+    """Fields in which two records differ, by name, and how; one that only one of them has differs, too."""
+    return {
+        name: f"{name} {current.get(name, absent)} (was {saved.get(name, absent)})"
+        for name in sorted(saved.keys() | current.keys())
+        if saved.get(name) != current.get(name)
+    }
 
 
-def named(found: list[str]) -> str:
+def named(texts: Iterable[str]) -> str:
     """The first of many, and how many more there are."""
-    more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return ", ".join(found[:_MOST_NAMED]) + more
+    first = list(texts)
+    more = f", and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
+    return ", ".join(first[:_MOST_NAMED]) + more

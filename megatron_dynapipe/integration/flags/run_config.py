@@ -92,7 +92,6 @@ class RunConfig:
         cost_model: cost model file; None plans with the analytic model.
         calibrate_s: for how long layers are measured where there is no file; 0 does not measure.
         layer_costs: arguments that layers' costs depend on.
-        recalibrate: correct the cost model by what is measured while training.
         cluster: what a cluster file says; None without one.
         memory_limit_bytes: memory of a device that plans may use; None takes the cluster's, else the device's, less a
             margin.
@@ -129,7 +128,6 @@ class RunConfig:
     cost_model: Path | None
     calibrate_s: float
     layer_costs: Mapping[str, str]
-    recalibrate: bool
     cluster: Cluster | None
     memory_limit_bytes: int | None
     reserves_all_memory: bool

@@ -118,8 +118,7 @@ def verdict(file: CostFile, path: Path) -> str:
         return f"{said}: good"
     return (
         f"{said}: poor\nhint: end other programs, give each rank a core or a GPU of its own, and measure longer"
-        f" (--budget-minutes); `megatron-dynapipe cost-model check {path}` judges a file, --dynapipe-recalibrate"
-        " corrects it in training"
+        f" (--budget-minutes); `megatron-dynapipe cost-model check {path}` judges a file"
     )
 
 

@@ -29,7 +29,6 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import read_task_ids
 from megatron_dynapipe.service.client import PlanClient, Republisher
 from megatron_dynapipe.service.process import NodePlanners
-from megatron_dynapipe.service.recalibration import Recalibration
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanKeys, PlanStore, StoreAddress, StoreServer, new_job_name, renewed_keys
 from megatron_dynapipe.store.redis_store import RETENTION_S
@@ -68,7 +67,6 @@ class PlanSupply:
     Attributes:
         store: connected, once the block has been entered.
         keys: names of this launch's plans in it.
-        recalibration: when the cost model is corrected, if it is to be.
     """
 
     store: PlanStore
@@ -81,7 +79,6 @@ class PlanSupply:
         self._inputs = inputs
         self._resources = ExitStack()
         self._start_stand_in: Callable[[], None] = lambda: None
-        self.recalibration = self._recalibration()
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -190,7 +187,6 @@ class PlanSupply:
             patience_s=min(self._settings.timeout_s / 2, _PATIENCE_S),
             full_timeout_s=self._settings.timeout_s / 2,
             inputs=self._inputs,
-            recalibration=self.recalibration,
         )
 
     def _start_planners(self, service: ServiceSettings) -> None:
@@ -205,15 +201,6 @@ class PlanSupply:
             log_folder=self._settings.report_folder,
         )
         self._start_stand_in = self._resources.enter_context(planners).start_stand_in
-
-    def _recalibration(self) -> Recalibration | None:
-        if not self._inputs.recalibrate:
-            return None
-        return Recalibration(
-            first_iteration=self._inputs.splits[0].first_iteration,
-            look_ahead=self._settings.ahead,
-            ranks=torch.distributed.get_world_size(),
-        )
 
 
 def _close(iterator: PlannedIterator) -> None:

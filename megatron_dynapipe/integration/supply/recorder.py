@@ -10,7 +10,7 @@ import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
-from megatron_dynapipe.integration.supply.calibration import PassPublisher
+from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
@@ -23,7 +23,7 @@ from megatron_dynapipe.report.records import (
     TimelineRecord,
     decode_records,
 )
-from megatron_dynapipe.report.run import keep_earlier
+from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
@@ -74,7 +74,6 @@ class Recorder:
         run: what all iterations have in common; rank 0 records it.
         reports: takes records to rank 0.
         metrics: takes what Megatron's writers are given.
-        publisher: takes the measured passes, where the cost model is calibrated by them.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
     """
@@ -87,7 +86,6 @@ class Recorder:
         reports: Reports,
         *,
         metrics: MetricsWriter,
-        publisher: PassPublisher | None = None,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
     ) -> None:
@@ -96,7 +94,7 @@ class Recorder:
         self._run = run
         self._reports = reports
         self._metrics = metrics
-        self._publisher = publisher
+        self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
         self._peaks: MemoryCounts | None = None
@@ -123,10 +121,6 @@ class Recorder:
         if self._place.tensor_rank == 0:
             self._evaluations.add(split, losses)
 
-    def cost_version(self, iteration: int) -> int:
-        """The correction of costs that an iteration was planned with; 0 before the first, or without any."""
-        return 0 if self._publisher is None else self._publisher.version(iteration)
-
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
         self.flush()
@@ -137,9 +131,6 @@ class Recorder:
             with self._never_failing("hand in this rank's records"):
                 self._reports.store.put(self._reports.keys.report(self._place.rank), own or b"\n")
             return None
-        if self._publisher is not None and self._last_iteration is not None:
-            with self._never_failing("save the versions of the cost model"):
-                self._publisher.save_versions(self._folder, self._last_iteration)
         summary = None
         with self._never_failing("gather the records of all ranks"):
             records = decode_records(own, origin=str(self._file.path))
@@ -177,18 +168,14 @@ class Recorder:
         (item, trace, losses), self._latest = self._latest, None
         events = trace.events()
         memory = self._memory()  # before metrics reset the peaks
-        version = self.cost_version(item.entry.iteration)
-        if self._publisher is not None:  # no record: planners wait for it
-            self._publisher.add(item.entry, events, None if self._reserves_all else memory)
         with self._never_failing("record an iteration"):
-            self._write(item, events, losses, version, memory, last=last)
+            self._write(item, events, losses, memory, last=last)
 
     def _write(
         self,
         item: PlannedIteration,
         events: Sequence[Event],
         losses: HostLosses,
-        version: int,
         memory: MemoryCounts | None,
         *,
         last: bool,
@@ -199,13 +186,14 @@ class Recorder:
             return
         records: list[IterationRecord | StageRecord] = []
         if self._place.stage == 0:
-            records.append(_iteration_record(item, events, version, memory))
+            records.append(_iteration_record(item, events, memory))
         if not self._has_run and self._place.rank == 0:
             self._file.add(self._run)
             self._has_run = True
         records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
         self._end_ns = events[-1].end_ns if events else None
         self._file.add_iteration(*records)
+        self._say_predictions(item, events)
         if last or self._file.wants_timeline(item.entry.iteration):
             timeline = TimelineRecord(
                 iteration=item.entry.iteration,
@@ -231,6 +219,14 @@ class Recorder:
                 retries=peaks.retries,
             )
             self._file.add(record)
+
+    def _say_predictions(self, item: PlannedIteration, events: Sequence[Event]) -> None:
+        """Warn once, on rank 0, where measured costs have predicted other times for long."""
+        predicted = item.entry.stage_plan.predicted
+        if self._place.rank == 0 and not self._run.computed_costs and events and predicted:
+            predicted_ns, measured_ns = (times[-1].end_ns - times[0].start_ns for times in (predicted, events))
+            if (said := self._predictions.add(predicted_ns, measured_ns, item.entry.family)) is not None:
+                print(said, file=sys.stderr, flush=True)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""
@@ -306,9 +302,7 @@ def _idle_hint(panels: Sequence[Panel]) -> str:
     )
 
 
-def _iteration_record(
-    item: PlannedIteration, events: Sequence[Event], version: int, memory: MemoryCounts | None
-) -> IterationRecord:
+def _iteration_record(item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None) -> IterationRecord:
     return IterationRecord(
         iteration=item.entry.iteration,
         measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
@@ -317,7 +311,6 @@ def _iteration_record(
         totals=item.entry.totals,
         shapes=tuple(batch.shape for batch in item.entry.micro_batches),
         packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
-        cost_model_version=version,
         allocated_bytes=0 if memory is None else memory.allocated_bytes,
         reserved_bytes=0 if memory is None else memory.reserved_bytes,
         allocator_retries=0 if memory is None else memory.retries,

@@ -6,9 +6,8 @@ import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.plan.memory import activation_peak_bytes
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
 from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
-from megatron_dynapipe.report.run import BACKWARD, FORWARD, OTHER, TRANSFER, time_by_kind
 from megatron_dynapipe.runtime.memory import MemoryCounts
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-
 from megatron_dynapipe.elastic.job import VARIABLE, Job
+
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.entry import elastic_run
 from megatron_dynapipe.integration.flags import command_line

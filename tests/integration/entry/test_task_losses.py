@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.report.run import read_run
+from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset

@@ -24,7 +24,7 @@ OURS = """
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
 --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
---dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-recalibrate --dynapipe-report-dir
+--dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
 --dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe

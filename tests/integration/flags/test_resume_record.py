@@ -19,7 +19,7 @@ from megatron_dynapipe.integration.flags.resume_record import (
 )
 
 RECORD = ResumeRecord(
-    model={"hidden_size": "32", "vocabulary size": "4096"},
+    model={"hidden_size": "32", "vocabulary_size": "4096", "rotary_base": "10000"},
     tokenizer="t",
     dataset={"train.bin": "d"},
     settings={"planner.pipeline_parallel": "2", "planner.layers_per_stage": "null"},
@@ -42,8 +42,8 @@ def resume(checkpoints: Path, record: ResumeRecord, **changes: object) -> str | 
 def config(checkpoints: Path, **changes: object) -> CheckpointConfig:
     chosen = {
         "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
-        "allows_other_data": False, "weights": {}, "tokenizer": checkpoints, "local_folder": None, "pretrained": None,
-        "one_layout": False,
+        "allows_other_data": False, "finetunes": False, "model": {}, "training": {}, "tokenizer": checkpoints,
+        "local_folder": None, "pretrained": None, "one_layout": False,
     }  # fmt: skip
     return CheckpointConfig(**(chosen | changes))
 
@@ -75,20 +75,30 @@ def test_checkpoints_of_earlier_runs_are_left_as_they_are(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": {"hidden_size": "64", "vocabulary size": "4096"}},
-        {"model": {"vocabulary size": "2048"}},
+        {"model": RECORD.model | {"hidden_size": "64"}},
+        {"model": RECORD.model | {"vocabulary_size": "2048"}},
         {"tokenizer": "other"},
     ],
 )
-@pytest.mark.parametrize("flags", [{}, {"allows_other_data": True}])
+@pytest.mark.parametrize("flags", [{}, {"allows_other_data": True}, {"finetunes": True}])
 def test_another_model_or_vocabulary_is_refused(checkpoints: Path, changes: dict, flags: dict) -> None:
     with pytest.raises(ConfigError, match="expected the model and vocabulary of the checkpoint"):
         resume(checkpoints, replace(RECORD, **changes), **flags)
 
 
+@pytest.mark.parametrize("model", [{"rotary_base": "500000"}, {"layernorm_epsilon": "0.001"}])
+def test_another_model_of_the_same_weights_is_taken_to_finetune_alone(checkpoints: Path, model: dict) -> None:
+    other = replace(RECORD, model=RECORD.model | model)
+    ((name, value),) = model.items()
+    with pytest.raises(ConfigError, match=rf"got {name} {value} \(was") as caught:
+        resume(checkpoints, other)
+    assert "--finetune" in str(caught.value.hint)
+    assert f"with other settings: {name} {value} (was" in str(resume(checkpoints, other, finetunes=True))
+
+
 def test_the_fields_that_differ_are_named(checkpoints: Path) -> None:
-    with pytest.raises(ConfigError, match=r"got vocabulary size 2048 \(was 4096\)"):
-        resume(checkpoints, replace(RECORD, model=RECORD.model | {"vocabulary size": "2048"}))
+    with pytest.raises(ConfigError, match=r"got vocabulary_size 2048 \(was 4096\)"):
+        resume(checkpoints, replace(RECORD, model=RECORD.model | {"vocabulary_size": "2048"}))
 
 
 def test_other_data_needs_a_flag_that_says_so(checkpoints: Path) -> None:

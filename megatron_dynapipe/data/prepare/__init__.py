@@ -1,4 +1,0 @@
-"""Making a dataset folder: text → tokens on all cores, splits, manifest."""
-
-from megatron_dynapipe.data.prepare.run import prepare_dataset, prepare_mixture
-from megatron_dynapipe.data.prepare.settings import Prepared, PrepareSettings, Skipped, TextSample

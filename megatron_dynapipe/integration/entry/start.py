@@ -1,0 +1,126 @@
+"""Ranks start together or not at all, before any process group exists.
+
+Over a store that ranks share (`runtime.start_store`) one rank with an error reports it for all, and no rank goes on
+into Megatron's initialisation, where it would wait for that rank.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime.start_store import has_store, start_store
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_READY, _VERDICT, _GO, _LEAVING = "ready", "verdict", "go", "leaving"
+REPORTED_HERE = "reported_here"
+"""Attribute of an error that this rank reports, whichever it is."""
+_RANK_0_FIRST_S = 2.0
+_GRACE_S = 5.0
+"""torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
+
+
+def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
+    """Run `check` on every rank; return its value once it has succeeded on all.
+
+    Of the ranks whose check fails one raises its error, rank 0 if it is among them; the others exit with status 2 and
+    leave the report to it. Without a store every rank stands for itself.
+
+    Raises:
+        ConfigError: some rank did not finish its check within `timeout_s`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    store = start_store(timeout_s) if world > 1 else None
+    if store is None:
+        return check()
+    rank = os.environ["RANK"]
+    try:
+        value = check()
+    except Exception as error:
+        if rank != "0":
+            _wait_for_rank_0(store)
+        if store.compare_set(_VERDICT, "", rank) != rank.encode():
+            _leave(store)
+        setattr(error, REPORTED_HERE, True)
+        _wait_for_leaving(store, world - 1)
+        raise
+    if store.add(_READY, 1) == world:
+        store.compare_set(_VERDICT, "", _GO)
+    try:
+        store.wait([_VERDICT], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {rank} waited {timeout_s:.0f} s for all {world} ranks to check their arguments",
+            hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
+        ) from error
+    if store.get(_VERDICT) != _GO.encode():
+        _leave(store)
+    return value
+
+
+def _leave(store: "Store") -> NoReturn:
+    with contextlib.suppress(RuntimeError):
+        store.add(_LEAVING, 1)
+    leave_report_to_another_rank(2)
+
+
+def _wait_for_leaving(store: "Store", ranks: int) -> None:
+    """Give ranks that are still starting a moment to leave by themselves: torchrun lists those that it ends."""
+    deadline = time.monotonic() + _GRACE_S
+    with contextlib.suppress(RuntimeError):
+        while store.add(_LEAVING, 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _wait_for_rank_0(store: "Store") -> None:
+    """Give rank 0 a moment to report the error if it has it too."""
+    with contextlib.suppress(RuntimeError):
+        store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+
+
+def ranks_stand_alone() -> bool:
+    """Whether there are several ranks without a start store: they agree on nothing before Megatron connects them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_store()
+
+
+def checks_for_all() -> bool:
+    """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a start store."""
+    return os.environ.get("RANK", "0") == "0" or not has_store()
+
+
+def reports_for_all() -> bool:
+    """Whether this rank prints an error that all ranks have: the first of each node, in case nodes differ."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def leave_report_to_another_rank(status: int) -> NoReturn:
+    """Exit without a word once the rank that reports the error has had time to do so.
+
+    torchrun ends this rank meanwhile, and lists every rank that a signal ended: this one ends well instead, so that
+    its summary names the rank with the message alone.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(_GRACE_S)
+    sys.exit(status)
+
+
+def write_error_file(message: str) -> None:
+    """Give torchrun the message for its summary, below its own traceback, which no worker can keep away.
+
+    It ends with a ChildFailedError whenever a worker's status is not 0, and says there what error files hold.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")

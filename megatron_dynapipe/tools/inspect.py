@@ -1,0 +1,166 @@
+"""Looking at a dataset folder: whether every file, sample and token is as it was written, and how long samples are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dynapipe.data.identity import changed_file, file_digest, meta_path
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.lengths import read_task_ids
+
+_MOST_NAMED = 5
+
+
+def problems(folder: Path) -> Iterator[str]:
+    """What is wrong with a dataset folder, in words; nothing where it is whole.
+
+    Raises:
+        DataError: there is no dataset, or its manifest is none.
+    """
+    meta = read_meta(folder)
+    for name, expected in sorted(meta.files.items()):
+        try:
+            if (found := file_digest(folder / name)) != expected.quick:
+                yield changed_file(folder / name, expected.quick, found).message
+        except DataError as error:
+            yield error.message
+    try:
+        check_tokenizer(folder, meta)
+    except DataError as error:
+        yield error.message
+    for split in SPLITS:
+        try:
+            yield from _problems_of_split(folder, split, meta)
+        except DataError as error:
+            yield error.message
+
+
+def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[str]:
+    reader = open_split(folder, split)
+    ids = read_task_ids(folder, split, len(reader))
+    if len(ids) and int(ids.max()) >= len(meta.tasks):
+        yield f"{split}: expected task indices below {len(meta.tasks)}, got {ids.max()}"
+    wrong = []
+    for sample in range(len(reader)):
+        try:
+            tokens = reader[sample]
+        except DataError as error:
+            wrong.append(error.message)
+            continue
+        largest = max(int(part.max()) for part in tokens)
+        smallest = min(int(part.min()) for part in tokens)
+        if largest >= meta.vocabulary_size or smallest < 0:
+            found = largest if smallest >= 0 else smallest
+            wrong.append(f"{split}: expected tokens in 0…{meta.vocabulary_size - 1}, sample {sample} has {found}")
+    yield from wrong[:_MOST_NAMED]
+    if len(wrong) > _MOST_NAMED:
+        yield f"{split}: {len(wrong) - _MOST_NAMED} more samples are wrong"
+    for name, lengths, most in (
+        ("input", reader.lengths.input, meta.max_input_length),
+        ("target", reader.lengths.target, meta.max_target_length),
+    ):
+        longest = int(np.max(lengths, initial=0))
+        if longest > most:
+            yield f"{split}: expected {name}s of at most {most} tokens as the manifest says, got {longest}"
+
+
+class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens per sample: the mean, percentiles and the longest."""
+
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int32]) -> "LengthStatistics":
+        """Statistics of at least one length; a percentile is a length that occurs."""
+        p50, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
+        return cls(mean=round(float(lengths.mean()), 2), p50=p50, p90=p90, p99=p99, max=int(lengths.max()))
+
+
+class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One task's samples, or all tasks' together under the name "total".
+
+    Attributes:
+        task: its name.
+        samples: of the split.
+        tokens: of inputs and targets.
+        share: of the samples that training draws, after mixing.
+        input, target: lengths in tokens.
+    """
+
+    task: str
+    samples: int
+    tokens: int
+    share: float
+    input: LengthStatistics
+    target: LengthStatistics
+
+
+class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A split's statistics: `dynapipe-data-stats/1`."""
+
+    format: str
+    split: str
+    tasks: tuple[TaskStatistics, ...]
+    total: TaskStatistics
+
+
+def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
+    """Statistics of a split of a dataset folder; a task without samples in it is left out.
+
+    Raises:
+        DataError: the dataset is missing or damaged, or the split is empty.
+    """
+    meta, lengths = read_meta(folder), open_split(folder, split).lengths
+    if not len(lengths):
+        full = ", ".join(name for name in SPLITS if meta.split_samples[name])
+        raise DataError(f"{folder}: expected samples in the split {split!r}, got 0", hint=f"it has samples in {full}")
+    task_ids = read_task_ids(folder, split, len(lengths))
+    if int(task_ids.max()) >= len(meta.tasks):
+        raise DataError(f"{meta_path(folder)}: expected {task_ids.max() + 1} tasks, got {len(meta.tasks)}")
+
+    rates = meta.rates if split == "train" else {}
+
+    def rows(task: str, chosen: npt.NDArray[np.bool_]) -> TaskStatistics:
+        samples = int(chosen.sum())
+        share = 1.0 if task == "total" else rates.get(task, 0.0) if rates else samples / len(lengths)
+        return TaskStatistics(
+            task=task,
+            samples=samples,
+            tokens=int(lengths.input[chosen].sum(dtype=np.int64) + lengths.target[chosen].sum(dtype=np.int64)),
+            share=round(share, 6),
+            input=LengthStatistics.of(lengths.input[chosen]),
+            target=LengthStatistics.of(lengths.target[chosen]),
+        )
+
+    present = [(index, name) for index, name in enumerate(meta.tasks) if bool((task_ids == index).any())]
+    return DatasetStatistics(
+        format="dynapipe-data-stats/1",
+        split=split,
+        tasks=tuple(rows(name, task_ids == index) for index, name in present),
+        total=rows("total", np.ones(len(lengths), np.bool_)),
+    )
+
+
+def statistics_table(statistics: DatasetStatistics) -> str:
+    """The statistics as text, one line per task."""
+    all_rows = [*statistics.tasks, statistics.total]
+    width = max(len(row.task) for row in all_rows)
+    columns = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99", "max"))
+    lines = [
+        f"{'':<{width}} {'':>9} {'':>12} {'':>7}  {'input tokens':<35}  target tokens",
+        f"{'task':<{width}} {'samples':>9} {'tokens':>12} {'share':>7} {columns} {columns}",
+    ]
+    for row in all_rows:
+        cells = " ".join(
+            f"{part.mean:7.1f}{part.p50:7d}{part.p90:7d}{part.p99:7d}{part.max:7d}" for part in (row.input, row.target)
+        )
+        lines.append(f"{row.task:<{width}} {row.samples:>9} {row.tokens:>12} {row.share:>7.2%} {cells}")
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""The sources of a mixture's entries: files, a HuggingFace dataset, or rows in memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_dynapipe.data.identity import WHOLE_BYTES, file_digest
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.mixture.rows import Block, file_blocks, files_of_source, hub_blocks, rows_as_block
+from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
+
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """One file or table of a source.
+
+    Attributes:
+        blocks: gives its rows in order, the same whenever called.
+        fingerprint: gives a text that differs where the rows may differ.
+        size: bytes, for progress; 0 where that is not known.
+        path: of the file, if it is one.
+    """
+
+    blocks: Callable[[], Iterator[Block]]
+    fingerprint: Callable[[], str]
+    size: int = 0
+    path: Path | None = None
+
+
+Source = Sequence[SourcePart]
+"""The rows of an entry, part after part."""
+
+
+def rows_source(rows: Sequence[Any]) -> Source:
+    """Rows in memory."""
+
+    def blocks() -> Iterator[Block]:
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            yield rows_as_block(rows[first : first + _ROWS_AT_ONCE], "sample", first)
+
+    return [SourcePart(blocks, lambda: msgspec.json.encode(rows).decode())]
+
+
+def open_sources(mixture: Mixture, root: Path, *, hub_root: Path | None = None) -> list[Source]:
+    """The source of each entry, in order.
+
+    Args:
+        mixture: its entries.
+        root: what relative paths are relative to.
+        hub_root: folder with copies of hub datasets, by their names, to read instead of downloading.
+
+    Raises:
+        DataError: files or datasets are not there.
+    """
+    return [_open(spec, root, hub_root) for spec in mixture.tasks]
+
+
+def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
+    if spec.hub is not None:
+        return [_table(spec.hub, load_hub(spec.hub, spec.hub_config, spec.hub_split, hub_root))]
+    assert spec.source is not None
+    given = [spec.source] if isinstance(spec.source, str) else spec.source
+    if len(given) == 1 and _is_saved(root / given[0]):
+        name = str(root / given[0])
+        return [_table(name, load_hub(name, None, spec.hub_split, None))]
+    return [_file(path) for path in files_of_source(given, root)]
+
+
+def _file(path: Path) -> SourcePart:
+    def fingerprint() -> str:
+        """Name, size and contents; of a very large file blocks of it and its time of change."""
+        digest, stat = file_digest(path), path.stat()
+        return f"{path.name} {digest}" + (f"\0{stat.st_mtime_ns}" if stat.st_size > WHOLE_BYTES else "")
+
+    return SourcePart(partial(file_blocks, path), fingerprint, path.stat().st_size, path)
+
+
+def _table(name: str, rows: Any) -> SourcePart:
+    def fingerprint() -> str:
+        files = [file_digest(Path(each["filename"])) for each in rows.cache_files]
+        return "\0".join([f"{name} {len(rows)} {','.join(rows.column_names)}", *(files or [str(rows._fingerprint)])])
+
+    return SourcePart(partial(hub_blocks, name, rows), fingerprint)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a folder was written by `datasets`' save_to_disk."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -> Any:
+    """A `datasets.Dataset` from the hub, from a copy of it, or from a folder written by save_to_disk.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    import datasets
+
+    place = name if hub_root is None else str(hub_root / name)
+    try:
+        if not _is_saved(Path(place)):
+            return datasets.load_dataset(place, config, split=split)
+        loaded = datasets.load_from_disk(place)
+        return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{name}: expected a HuggingFace dataset with a split {split!r}: {error}",
+            hint="without a network, copy it and pass --hub-root FOLDER, or name its files as source",
+        ) from error

@@ -1,0 +1,309 @@
+"""A mixture → a dataset folder: restartable, and in place only when it is whole.
+
+sources ─► blocks ─► workers ─► staging files ─► splits ─► dataset folder ─► renamed into place
+                                └ continued by the next run of the same command
+"""
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
+from megatron_dynapipe.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, sentinel_ids
+from megatron_dynapipe.errors import DataError, DynaPipeError
+from megatron_dynapipe.outputs import delete_folder, replace_folder, restore_folder, strangers
+from megatron_dynapipe.processes import set_parent_death_signal
+from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.sources import Source, rows_source
+from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
+from megatron_dynapipe.tools.prepare import staging as staging_files
+from megatron_dynapipe.tools.prepare.assemble import write_dataset
+from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
+from megatron_dynapipe.tools.prepare.settings import Prepared, PrepareSettings, TextSample
+from megatron_dynapipe.tools.prepare.staging import Checkpoint, Staging, clear, read_checkpoint, staging_folder
+from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
+
+_LITTLE_BYTES = 4_000_000
+"""Text for which no worker is started."""
+_RECIPE = 1
+"""Raised when the same sources and settings give another dataset."""
+_AHEAD = 2
+"""Blocks on their way to or from each worker."""
+_TERMINAL_S, _LOG_S = 0.2, 10.0
+"""Between two states of the progress bar; in a log it begins after as many."""
+
+
+class WorkerEndedError(DataError):
+    """A process that tokenises has ended; what was done before is kept."""
+
+
+def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: PrepareSettings) -> Prepared:
+    """`prepare_mixture` of samples in memory, split as one."""
+    if not samples:
+        raise DataError("expected at least 1 sample, got 0")
+    return prepare_mixture(plain_mixture(("samples",)), [rows_source(samples)], output, settings)
+
+
+def prepare_mixture(
+    mixture: Mixture, sources: Sequence[Source], output: Path, settings: PrepareSettings, *, show_progress: bool = False
+) -> Prepared:
+    """Write a mixture as a dataset folder at `output`, whole or not at all; replaces a dataset that was there.
+
+    The folder is a function of sources, mixture, tokenizer and settings. Killed, the same call continues; done, it
+    does nothing. Several processes are started for much text, as by `multiprocessing`: a script that calls this needs
+    its `if __name__ == "__main__"`.
+
+    Raises:
+        DataError: a row cannot be used, the disk is full, or `output` holds anything but a dataset.
+        ConfigError: a template cannot be parsed.
+    """
+    try:
+        output = output.resolve()
+    except RuntimeError as error:  # links that lead to one another
+        raise DataError(f"cannot write {output}: {error}") from error
+    try:
+        with staging_folder(output) as folder:
+            return _prepare(mixture, sources, output, settings, folder, show_progress)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(f"{error.filename or output}: {error.strerror or error}") from error
+        raise DataError(
+            f"{output}: expected room on the disk, it is full: {error.strerror}",
+            hint="make room and run the same command: it continues",
+        ) from error
+
+
+def _prepare(
+    mixture: Mixture,
+    sources: Sequence[Source],
+    output: Path,
+    settings: PrepareSettings,
+    folder: Path,
+    show_progress: bool,
+) -> Prepared:
+    old = folder / staging_files.OLD
+    restore_folder(output, aside=old)
+    _delete_replaced(old)
+    before = _dataset_at(output)
+    check_first_rows(mixture, sources, settings)
+    recipe = _recipe(mixture, sources, settings)
+    if before is not None and before.recipe == recipe:
+        clear(folder)
+        return Prepared(meta=before, is_new=False)
+    _check_replaceable(output)
+    meta, notes = _made(mixture, sources, settings, folder, recipe, show_progress)
+    _check_replaceable(output)  # that took long
+    replace_folder(folder / staging_files.FINISHED, output, aside=old)
+    _delete_replaced(old)
+    clear(folder)
+    if before is not None and before.content_hash != meta.content_hash:
+        held = sum(before.split_samples.values())
+        notes += (f"replaced another dataset in {output}: {held} samples of {before.source}",)
+    return Prepared(meta=meta, notes=notes)
+
+
+def _delete_replaced(old: Path) -> None:
+    delete_folder(old, FILES)
+    if old.exists():
+        raise DataError(
+            f"expected {old} to hold only the dataset that was replaced, it holds other files", hint="move them away"
+        )
+
+
+def _dataset_at(output: Path) -> DatasetMeta | None:
+    """The dataset that is there, None if nothing is; raises DataError where it is anything else."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    try:
+        return read_meta(output)
+    except DataError as error:
+        raise DataError(
+            f"expected {output} to be absent, empty or a dataset folder, it is something else: {error.message}",
+            hint="choose another folder",
+        ) from error
+
+
+def _check_replaceable(output: Path) -> None:
+    """Raise a DataError where a dataset's folder holds other files, too, or may not be changed."""
+    if others := strangers(output, FILES):
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise DataError(
+            f"expected nothing but a dataset in {output}, which is to be replaced, found {', '.join(others[:5])}{more}",
+            hint="move that away, or choose another folder",
+        )
+    if output.exists() and not os.access(output, os.W_OK):
+        raise DataError(f"cannot replace {output}: it is read-only", hint="choose another folder")
+
+
+def _recipe(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> str:
+    """Digest of all that a dataset follows from."""
+    state = hashlib.blake2b(digest_size=16)
+    chosen = {
+        name: getattr(settings, name)
+        for name in PrepareSettings.__dataclass_fields__
+        if name not in ("tokenizer", "workers")
+    }
+    state.update(msgspec.json.encode([_RECIPE, mixture, chosen], order="sorted"))
+    for part in (part for source in sources for part in source):
+        state.update(part.fingerprint().encode())
+    if settings.tokenizer is not None:
+        state.update(fingerprint(settings.tokenizer).encode())
+    return state.hexdigest()
+
+
+def _made(
+    mixture: Mixture,
+    sources: Sequence[Source],
+    settings: PrepareSettings,
+    folder: Path,
+    recipe: str,
+    show_progress: bool,
+) -> tuple[DatasetMeta, tuple[str, ...]]:
+    """Make the dataset in a staging folder; its manifest, and what the user should know."""
+    notes: list[str] = []
+    checkpoint = read_checkpoint(folder, recipe)
+    if checkpoint is None:
+        if any(folder.iterdir()):
+            notes.append("an earlier run was of other text or settings: what it had done is dropped")
+        clear(folder)
+        checkpoint = Checkpoint(recipe=recipe)
+    elif checkpoint.blocks:
+        notes.append(f"continued after {sum(checkpoint.entries)} samples of an earlier run")
+    try:
+        tokenizer = folder / staging_files.TOKENIZER
+        if not tokenizer.exists():
+            if show_progress and settings.tokenizer is None:
+                print("training a tokenizer on the text", file=sys.stderr)
+            _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
+        loaded = load_tokenizer(tokenizer)
+        staging = Staging(folder, checkpoint)
+        try:
+            encoder = (tokenizer, mixture, settings, len(loaded), sentinel_ids(loaded))
+            _encode_all(encoder, sources, staging, settings.processes, show_progress)
+        finally:
+            staging.close()
+        new = folder / staging_files.FINISHED
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.copytree(tokenizer, tokenizer_folder(new))
+        meta = write_dataset(
+            staging, new, mixture=mixture, settings=settings, tokenizer=loaded, fingerprint=fingerprint(tokenizer)
+        )
+        write_meta(new, meta)
+    except WorkerEndedError:
+        raise
+    except DynaPipeError:  # not a reason to begin where this run ended
+        clear(folder)
+        raise
+    return meta, (*notes, *_notes(mixture, meta))
+
+
+def _save_tokenizer(made: Tokenizer, folder: Path) -> None:
+    part = folder.with_suffix(".part")
+    try:
+        made.save_pretrained(part)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizer library's own
+        raise DataError(f"cannot write the tokenizer {part}: {error}") from error
+    part.rename(folder)
+
+
+def _encode_all(
+    encoder: tuple[Any, ...], sources: Sequence[Source], staging: Staging, workers: int, show_progress: bool
+) -> None:
+    """Stage the samples of every block that is not staged yet."""
+    total = sum(part.size for source in sources for part in source)
+    done: deque[tuple[int, int]] = deque()
+
+    def jobs() -> Iterator[tuple[Block, int]]:
+        before = number = 0
+        for task, source in enumerate(sources):
+            for part in source:
+                for block in part.blocks():
+                    number += 1
+                    if number > staging.continued:
+                        done.append((task, before + block.done))
+                        yield block, task
+                before += part.size
+
+    on_terminal = sys.stderr.isatty()
+    with tqdm(
+        total=total or None,
+        desc="tokenising",
+        unit="B" if total else " samples",
+        unit_scale=bool(total),
+        disable=not show_progress,
+        mininterval=_TERMINAL_S if on_terminal else _LOG_S,
+        delay=0 if on_terminal else _LOG_S,
+    ) as bar:
+        for encoded in _encoded(encoder, jobs(), workers if total > _LITTLE_BYTES else 0):
+            task, read = done.popleft()
+            staging.add(task, encoded)
+            bar.set_postfix_str(f"{staging.samples} samples", refresh=False)
+            bar.update((read if total else staging.samples) - bar.n)
+    staging.save()
+
+
+def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], workers: int) -> Iterator[EncodedBlock]:
+    """The samples of each block, in order, from this many processes; 0 for this one."""
+    if not workers:
+        encode = Encoder(*encoder)
+        yield from (encode(*job) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # the tokenizer library and pyarrow have threads
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=encoder)
+    waiting: deque[Future[EncodedBlock]] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(_encode_in_worker, *job))
+            if len(waiting) >= _AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise WorkerEndedError(
+            "a process that tokenises has ended before its work was done",
+            hint="its output is above; memory may have run out: try --workers 1. What is done is kept",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_encoder: Encoder
+
+
+def _start_worker(*encoder: Any) -> None:
+    global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    set_parent_death_signal(signal.SIGKILL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_encoder = Encoder(*encoder)
+
+
+def _encode_in_worker(block: Block, task: int) -> EncodedBlock:
+    return _worker_encoder(block, task)
+
+
+def _notes(mixture: Mixture, meta: DatasetMeta) -> Iterator[str]:
+    """What became of samples that are not as they were, and tasks with fewer samples than were asked for."""
+    if truncated := sum(meta.truncated.values()):
+        yield f"{truncated} of {sum(meta.read.values())} samples were truncated to the maximum lengths"
+    for reason, count in meta.skipped.items():
+        yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
+    for spec in mixture.tasks:
+        there = meta.read.get(spec.name or "", 0)
+        if spec.name is not None and there < (spec.limit or 0):
+            yield f"task {spec.name}: {spec.limit} samples were asked for, it has {there}"

@@ -1,0 +1,105 @@
+"""The text before it is tokenised: the first rows of every file are checked, and a tokenizer is trained."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dynapipe.data.tokenizer import (
+    NO_CHAT_TEMPLATE,
+    Tokenizer,
+    load_tokenizer,
+    sentinel_ids,
+    train_tokenizer,
+    words,
+)
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.long_samples import LongSamples
+from megatron_dynapipe.tools.mixture.fields import ROLE_OF_MODEL, read_rows, row_reader
+from megatron_dynapipe.tools.mixture.sources import Source
+from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.prepare.encode import Encoder
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, empty, too_long
+
+TRAINING_BYTES = 500_000_000
+"""Text that a tokenizer is trained on at most, an equal part of every entry's."""
+SENTINELS = 100
+"""Of a tokenizer that is trained where spans of text are removed."""
+_BYTES_AND_SPECIAL = 259
+_FIRST_ROWS = 20
+
+
+def check_first_rows(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> None:
+    """Encode the first rows of every file, before anything that takes long; what they lack, all rows may lack.
+
+    Where a tokenizer is still to be trained, one of bytes stands in for it, and lengths are not compared.
+
+    Raises:
+        DataError: a file cannot be read, or one of these rows cannot be used; there is no chat template.
+        ConfigError: a template cannot be parsed.
+    """
+    talks = any(spec.messages for spec in mixture.tasks)
+    if talks and settings.tokenizer is None and mixture.chat_template is None:
+        raise DataError(
+            "expected a chat template for conversations, a tokenizer that is trained on their text has none",
+            hint=NO_CHAT_TEMPLATE,
+        )
+    with tempfile.TemporaryDirectory(prefix="dynapipe-") as stand_in:
+        folder = settings.tokenizer
+        if folder is None:
+            folder = Path(stand_in)
+            train_tokenizer([], _BYTES_AND_SPECIAL + SENTINELS, sentinels=SENTINELS).save_pretrained(folder)
+            settings = replace(settings, max_input_length=None, max_target_length=None)
+        tokenizer = load_tokenizer(folder, pad_token=settings.pad_token)
+        encode = Encoder(folder, mixture, settings, len(tokenizer), sentinel_ids(tokenizer))
+        for task, source in enumerate(sources):
+            for part in source:
+                if (block := next(part.blocks(), None)) is not None:
+                    rows = b"\n".join(block.lines.split(b"\n", _FIRST_ROWS)[:_FIRST_ROWS])
+                    encode(replace(block, lines=rows), task)
+
+
+def make_tokenizer(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> Tokenizer:
+    """The tokenizer of a dataset: the one that was given, or one trained on the mixture's text.
+
+    Raises:
+        DataError: the given one cannot be used, a row cannot be, or there is too little text to train on.
+    """
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer, pad_token=settings.pad_token)
+    corrupted = any(task.text and task.objective is Objective.SPAN_CORRUPTION for task in mixture.tasks)
+    texts = _texts(mixture, sources, settings)
+    return train_tokenizer(texts, settings.vocabulary_size, sentinels=SENTINELS if corrupted else 0)
+
+
+def _texts(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> Iterator[str]:
+    """What a tokenizer is trained on; raises DataError for rows that cannot be used, whatever their tokens are."""
+    allowed = TRAINING_BYTES // len(sources)
+    for spec, source in zip(mixture.tasks, sources, strict=True):
+        read, seen = row_reader(spec), 0
+        for block in (block for part in source for block in part.blocks()):
+            for number, (task, *values) in read_rows(block, read):
+                if (error := _unusable(spec, settings, values)) is not None:
+                    raise error(f"{block.file}, {block.unit} {number} (task {task!r})")
+                yield from [turn.content for turn in values[0]] if spec.messages is not None else values
+            seen += len(block.lines)
+            if seen > allowed:
+                break
+
+
+def _unusable(spec: TaskSpec, settings: PrepareSettings, values: Sequence[Any]) -> Callable[[str], DataError] | None:
+    """From a row's place to the error of a row that is refused by any tokenizer; None for others."""
+    if spec.messages is not None:
+        talks = any(turn.role == ROLE_OF_MODEL for turn in values[0])
+        return None if talks or settings.skip_empty else partial(empty, is_input=True, reason=Skipped.NO_ASSISTANT_TURN)
+    if not all(values):
+        return None if settings.skip_empty else partial(empty, is_input=not values[0], reason=Skipped.EMPTY)
+    if settings.long_samples is LongSamples.FAIL and spec.text is None:
+        for name, text, limit in zip(("an input", "a target"), values, settings.limits, strict=True):
+            # No token of a trained tokenizer goes beyond a word; counting these exactly is slow.
+            if limit is not None and len(text) > limit and len(text.split()) > limit and (count := words(text)) > limit:
+                found = f"{name} of {count} words, each of them a token or more"
+                return partial(too_long, found=found, settings=settings)
+    return None

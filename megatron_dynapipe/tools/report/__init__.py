@@ -1,0 +1,1 @@
+"""The page of a finished run: its records read, charts, text."""

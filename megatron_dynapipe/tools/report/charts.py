@@ -1,0 +1,298 @@
+"""The charts of a run's page as Plotly's own descriptions, without the colours of the page's theme.
+
+Lines of many iterations are thinned out to means over neighbours. Timelines are drawn one iteration at a time:
+
+planned   stage 0  ▐F0▐F1▐░░▐B0▐B1▐
+          stage 1  ░░▐F0▐B0▐F1▐B1▐░░        a box has its instruction, its start and its duration
+measured  stage 0  ▐F0▐F1▐▒▒▒▒▐B0▐B1▐
+          stage 1  ▒▒▐F0▐B0▐▒▐F1▐B1▐        ▒ a transfer's instruction, mostly waiting
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dynapipe.plan.instructions import BackwardWeight
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.timeline import Timeline, kind_of
+from megatron_dynapipe.report.records import RunRecord
+from megatron_dynapipe.tools.report.run import PASSES, RecordedTimeline, Run, stage_medians
+from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, amount
+
+ITERATION = "iteration"
+"""Title of the axes on which starts are marked."""
+MOST_LINES = 8
+"""Of tasks, in one chart."""
+MOST_ROWS = 10
+"""Of a table of tasks, from either end."""
+MOST_POINTS = 1_000
+"""Of a line."""
+MOST_BOXES = 120_000
+"""Of the page: as many iterations as this allows, at least one."""
+MOST_DRAWN = 12_000
+"""Of one panel; the shortest are left out beyond."""
+LEAST_SHARE = 1 / 5_000
+"""Of the iteration: waits that are shorter would be thinner than a pixel until zoomed far in."""
+
+FAR_ABOVE = 4
+"""Times the fullest stage's memory: a limit's line there would flatten the bars."""
+
+FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
+PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart of the page, or a table: `traces` and `layout` are Plotly's, `note` says what is to be seen."""
+
+    name: str
+    title: str
+    note: str = ""
+    traces: list[dict[str, Any]]
+    table: list[list[str]] = field(default_factory=list)
+    """Rows of cells, the first with the columns' names; below the chart."""
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+def run_charts(run: Run) -> list[Chart]:
+    """The charts that the run's records have something for."""
+    made = [
+        _loss(run),
+        *(_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
+        _efficiency(run),
+        _prediction(run),
+        _stages(run),
+        _memory(run),
+    ]
+    charts = [chart for chart in made if chart.traces or chart.table]
+    for chart in charts:
+        if chart.layout.get("xaxis", {}).get("title") != ITERATION:
+            continue
+        chart.layout["xaxis"] |= _whole(run.iterations[-1].iteration - run.iterations[0].iteration)
+        if len(run.starts) > 1:
+            chart.layout.update(_marks(run.starts))
+    return charts
+
+
+def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
+    """A line and the number of ranks where each start but the first began."""
+    places = [(start.first_iteration + 1, amount(start.world_size, "rank")) for start in starts[1:]]
+    upright = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": BUBBLE, "dash": "dot", "width": 1}}
+    text = {"yref": "paper", "y": 0, "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 10}}
+    return {
+        "shapes": [{"type": "line", "x0": x, "x1": x, **upright} for x, _ in places],
+        "annotations": [{"x": x, "text": name, **text} for x, name in places],
+    }
+
+
+def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[float]]:
+    """At most `MOST_POINTS` points: means over equally many neighbours, at the first one's place."""
+    stride = -(-len(xs) // MOST_POINTS) or 1
+    starts = range(0, len(xs), stride)
+    means = [sum(ys[at : at + stride]) / len(ys[at : at + stride]) for at in starts]
+    return [xs[at] for at in starts], [float(f"{mean:.6g}") for mean in means]
+
+
+def _line(name: str, xs: Sequence[int], ys: Sequence[float], **more: Any) -> dict[str, Any]:
+    x, y = thinned(xs, ys)
+    mode = "lines+markers" if len(x) <= 60 else "lines"
+    return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **more}
+
+
+def _numbers(run: Run) -> list[int]:
+    """Iterations as Megatron counts them, from 1."""
+    return [each.iteration + 1 for each in run.iterations]
+
+
+def _by_iteration(y: str) -> dict[str, Any]:
+    return {"xaxis": {"title": ITERATION}, "yaxis": {"title": y}}
+
+
+def _loss(run: Run) -> Chart:
+    traces = [
+        _line(name, [iteration + 1 for iteration in values], list(values.values()))
+        for name, values in run.losses.items()
+    ]
+    return Chart(name="loss", title="Loss", note="Mean over tokens.", traces=traces, layout=_by_iteration("loss"))
+
+
+def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
+    """Of a split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
+    whole = next(iter(losses))
+    times = sorted({iteration for values in losses.values() for iteration in values})
+    tasks = {name.removeprefix(f"{whole} "): each for name, each in losses.items() if name != whole and each}
+    shown = {"all tasks": losses[whole], **(tasks if len(tasks) <= MOST_LINES else {})}
+    lines = [_line(name, list(values), list(values.values())) for name, values in shown.items() if len(times) > 1]
+    ranked = sorted(tasks.items(), key=lambda each: -each[1][max(each[1])])
+    note = "Mean over tokens; tasks by their loss, the highest first."
+    if len(ranked) > 2 * MOST_ROWS:
+        note = f"Mean over tokens; of {len(ranked)} tasks the {MOST_ROWS} of the highest and of the lowest loss."
+        others: tuple[str, Mapping[int, float]] = (f"… {len(ranked) - 2 * MOST_ROWS} others", {})
+        ranked = [*ranked[:MOST_ROWS], others, *ranked[-MOST_ROWS:]]
+    columns = sorted({times[0], times[-1]})
+    rows = [("all tasks", losses[whole]), *ranked]
+    table = [["task", *(f"after iteration {at}" for at in columns)]]
+    table += [[name, *(f"{values[at]:.4f}" if at in values else "" for at in columns)] for name, values in rows]
+    title, layout = f"Evaluation: {split}", _by_iteration("loss")
+    return Chart(name=f"loss-{split}", title=title, note=note, traces=lines, table=table, layout=layout)
+
+
+def _efficiency(run: Run) -> Chart:
+    shares = [100 * each.totals.padding_efficiency for each in run.iterations]
+    layout = _by_iteration("%")
+    layout["yaxis"]["range"] = [0, 102]
+    note = "Real tokens among all positions: 100% is no padding."
+    traces = [_line("padding efficiency", _numbers(run), shares, line={"color": FORWARD})]
+    return Chart(name="padding", title="Padding efficiency", note=note, traces=traces, layout=layout)
+
+
+def _prediction(run: Run) -> Chart:
+    measured = [each.measured_ns / NS_PER_MS for each in run.iterations]
+    predicted = [each.predicted_ns / NS_PER_MS for each in run.iterations]
+    layout, note = _by_iteration("ms"), "Of an iteration's list, on the slowest replica."
+    first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
+    others = [max(pair) for each, *pair in zip(run.iterations, measured, predicted, strict=True)
+              if each.iteration not in first]  # fmt: skip
+    if others and max(measured) > (top := 1.08 * max(others)):
+        layout["yaxis"]["range"] = [0, round(top, 3)]
+        note += f" A start's first iteration, here up to {max(measured):,.0f} ms, pays for starting up, and is cut off."
+    return Chart(
+        name="prediction",
+        title="Predicted and measured time",
+        note=note,
+        traces=[
+            _line("measured", _numbers(run), measured, line={"color": BACKWARD}),
+            _line("predicted", _numbers(run), predicted, line={"color": FORWARD, "dash": "dot"}),
+        ],
+        layout=layout,
+    )
+
+
+def _stages(run: Run) -> Chart:
+    medians = stage_medians(run)
+    parts = (
+        ("forward", FORWARD), ("backward", BACKWARD), ("bubble", BUBBLE), ("transfer", TRANSFER), ("other", OTHER),
+        ("plan_wait", PLAN_WAIT), ("between", BETWEEN),
+    )  # fmt: skip
+    labels = {
+        "bubble": "bubble: peer not ready", "transfer": "transfer wait", "other": "loads and frees",
+        "plan_wait": "plan wait", "between": "optimizer, reduction, log",
+    }  # fmt: skip
+    traces = [
+        {"type": "bar", "name": labels.get(part, part), "x": [each.stage for each in medians],
+         "y": [round(getattr(each, part) / NS_PER_MS, 4) for each in medians], "marker": {"color": colour},
+         "hovertemplate": "stage %{x}: %{y:.3g} ms"}
+        for part, colour in parts
+    ] if medians else []  # fmt: skip
+    layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(medians))}, "yaxis": {"title": "ms"}}
+    note = "Medians per iteration. Bubble and transfer come from the recorded timelines."
+    return Chart(name="stages", title="Where time went", note=note, traces=traces, layout=layout)
+
+
+def _memory(run: Run) -> Chart:
+    if not run.stages:
+        return Chart(name="memory", title="", traces=[])
+    at = list(run.stages)
+    records = list(run.stages.values())
+    state = list(run.run.model_state_bytes) if run.run else []
+    counted = len(state) == len(at)
+    planned = [max(each.planned_activation_bytes for each in stage) for stage in records]
+    bars = [("planned activations", planned, FORWARD)]
+    if counted:
+        bars.insert(0, ("model state", state, BETWEEN))
+    traces = [
+        {"type": "bar", "name": name, "x": at, "y": _mb(values), "marker": {"color": colour},
+         "hovertemplate": "stage %{x}: %{y:,.0f} MB"}
+        for name, values, colour in bars
+    ]  # fmt: skip
+    for name, field_name, symbol in (
+        ("held by the allocator", "reserved_bytes", "diamond"),
+        ("tensors at their peak", "allocated_bytes", "circle"),
+    ):
+        most = [max(getattr(each, field_name) for each in stage) for stage in records]
+        if any(most):
+            marker = {"symbol": symbol, "size": 9, "color": BACKWARD}
+            traces.append(
+                {"type": "scatter", "mode": "markers", "name": name, "x": at, "y": _mb(most), "marker": marker}
+            )
+    note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
+    limit = run.run.memory_limit_bytes if run.run else 0
+    if limit > FAR_ABOVE * max(sum(values) for values in zip(*(values for _, values, _ in bars), strict=True)):
+        note += f" The limit, {limit / BYTES_PER_MB:,.0f} MB, is far above."
+    elif limit:
+        ends = [min(at) - 0.5, max(at) + 0.5]
+        traces.append(
+            {"type": "scatter", "mode": "lines", "name": f"limit: {limit / BYTES_PER_MB:,.0f} MB", "x": ends,
+             "y": _mb([limit, limit]), "line": {"color": LIMIT, "dash": "dash"}, "hoverinfo": "name"}
+        )  # fmt: skip
+    layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(at))}, "yaxis": {"title": "MB"}}
+    return Chart(name="memory", title="Memory by stage", note=note, traces=traces, layout=layout)
+
+
+def _whole(count: int) -> dict[str, Any]:
+    """Ticks at whole numbers."""
+    return {"dtick": 1} if count <= 16 else {}
+
+
+def _mb(values: Sequence[int]) -> list[float]:
+    return [round(value / BYTES_PER_MB, 2) for value in values]
+
+
+def timeline_panels(timelines: Sequence[RecordedTimeline]) -> list[dict[str, Any]]:
+    """The timelines of a page, in order: the last one, and others spread over the run as far as there is room."""
+    chosen: dict[int, dict[str, Any]] = {}
+    boxes = 0
+    for at in _spread(len(timelines)):
+        panel = _panel(timelines[at])
+        boxes += sum(panel[side]["boxes"] for side in ("planned", "measured"))
+        if chosen and boxes > MOST_BOXES:
+            break
+        chosen[at] = panel
+    return [panel for _, panel in sorted(chosen.items())]
+
+
+def _spread(count: int) -> list[int]:
+    """All indices, the last first, then halves, quarters, … of what is left."""
+    order = dict.fromkeys([count - 1, 0] if count else [])
+    stride = count
+    while stride > 1:
+        stride = -(-stride // 2)
+        order |= dict.fromkeys(range(0, count, stride))
+    return list(order)
+
+
+def _panel(timeline: RecordedTimeline) -> dict[str, Any]:
+    replica = f", replica {timeline.replica}" if timeline.replica else ""
+    return {
+        "name": f"iteration {timeline.iteration + 1}{replica}",
+        "planned": _boxes(timeline.planned),
+        "measured": _boxes(timeline.measured),
+    }
+
+
+def _boxes(timeline: Timeline) -> dict[str, Any]:
+    """Boxes by kind, in milliseconds, with how many were too small to show."""
+    span = max((event.end_ns for events in timeline for event in events), default=0)
+    events = [(event, stage) for stage, events in enumerate(timeline) for event in events]
+    shown = [
+        (event, stage)
+        for event, stage in events
+        if kind_of(event.instruction) in PASSES or event.end_ns - event.start_ns >= span * LEAST_SHARE
+    ]
+    if len(shown) > MOST_DRAWN:
+        shown = sorted(shown, key=lambda each: each[0].start_ns - each[0].end_ns)[:MOST_DRAWN]
+    kinds: dict[str, dict[str, list[Any]]] = {}
+    for event, stage in shown:
+        name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)
+        kind = kinds.setdefault(name, {"stage": [], "start": [], "length": [], "text": []})
+        kind["stage"].append(stage)
+        kind["start"].append(round(event.start_ns / NS_PER_MS, 4))
+        kind["length"].append(round((event.end_ns - event.start_ns) / NS_PER_MS, 4))
+        kind["text"].append(format_instruction(event.instruction))
+    return {
+        "stages": len(timeline),
+        "span": round(span / NS_PER_MS, 4),
+        "boxes": len(shown),
+        "left_out": len(events) - len(shown),
+        "kinds": kinds,
+    }

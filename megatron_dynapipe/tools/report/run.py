@@ -1,0 +1,254 @@
+"""A run read from its folder of records: iterations over all replicas, where stages' time went, some timelines."""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.plan.instructions import Payload, RecvWait, SendStart
+from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, TRANSFER, Event, Timeline, time_by_kind
+from megatron_dynapipe.report.records import (
+    EvaluationRecord,
+    IterationRecord,
+    MemoryRecord,
+    Record,
+    RunRecord,
+    StageRecord,
+    TimelineRecord,
+    read_records,
+)
+from megatron_dynapipe.report.starts import RANK_FILE, earlier_starts
+from megatron_dynapipe.report.summary import joined
+from megatron_dynapipe.units import Shape
+
+PASSES = (FORWARD, BACKWARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTimeline:
+    """One replica's iteration: planned and measured events of every stage, from the iteration's first instruction."""
+
+    iteration: int
+    replica: int
+    planned: Timeline
+    measured: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's records.
+
+    Attributes:
+        starts: what the iterations of each start have in common, in order.
+        iterations: one record each, in order, of all starts.
+        losses: sum over tokens ÷ tokens, by the loss's name and iteration.
+        evaluations: the same of evaluations, by split; iterations are those trained before them.
+        stages: records of every stage of the last start, all its replicas and iterations.
+        timelines: in the order of iterations and replicas; those of which every stage has handed one in.
+    """
+
+    starts: tuple[RunRecord, ...]
+    iterations: tuple[IterationRecord, ...]
+    losses: Mapping[str, Mapping[int, float]]
+    stages: Mapping[int, Sequence[StageRecord]]
+    timelines: tuple[RecordedTimeline, ...]
+    evaluations: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+
+    @property
+    def run(self) -> RunRecord | None:
+        """The last start; None in folders of a run that has not recorded one."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def last_timelines(self) -> list[RecordedTimeline]:
+        """Those of the last start: earlier ones may have had other stages."""
+        return [each for each in self.timelines if self.run is None or each.iteration >= self.run.first_iteration]
+
+    @property
+    def maximum(self) -> Shape:
+        """Lengths that a run without planning would pad every sample to; by default the longest that occur."""
+        if self.run is not None:
+            return self.run.maximum
+        shapes = [shape for each in self.iterations for shape in each.shapes]
+        lengths = [(shape.input_length, shape.target_length) for shape in shapes] or [(1, 0)]
+        return Shape(1, max(each[0] for each in lengths), max(each[1] for each in lengths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMedians:
+    """Where a stage's time went in an iteration: medians over iterations and replicas, in nanoseconds."""
+
+    stage: int
+    forward: float
+    backward: float
+    bubble: float
+    """Waiting for a peer that had not begun to send; 0 where no timeline was recorded."""
+    transfer: float
+    other: float
+    plan_wait: float
+    between: float
+
+
+def read_run(folder: Path) -> Run:
+    """Read every rank's records of every start; what a later start trained again counts as it trained it.
+
+    Raises:
+        DataError: there are no records of iterations, or a line is not a record.
+    """
+    starts = [_read_start(each) for each in (*earlier_starts(folder), folder)]
+    begun = [start.run.first_iteration if start.run else 0 for start in starts]
+    ends = [min(begun[at + 1 :], default=None) for at in range(len(starts))]
+    iterations: list[IterationRecord] = []
+    trained: list[StageRecord] = []
+    evaluated: list[EvaluationRecord] = []
+    timelines: list[RecordedTimeline] = []
+    for start, end in zip(starts, ends, strict=True):
+        kept = [each for each in start.records if _is_before(each, end)]
+        iterations += joined([each for each in kept if isinstance(each, IterationRecord)])
+        trained += [each for each in kept if isinstance(each, StageRecord)]
+        evaluated += [each for each in kept if isinstance(each, EvaluationRecord)]
+        timelines += _timelines([each for each in kept if isinstance(each, TimelineRecord)], start.run)
+    if not iterations:
+        raise DataError(f"expected records of at least one iteration, found none in {folder}")
+    stages: dict[int, list[StageRecord]] = defaultdict(list)
+    for each in starts[-1].records:
+        if isinstance(each, StageRecord):
+            stages[each.stage].append(each)
+    return Run(
+        starts=tuple(start.run for start in starts if start.run is not None),
+        iterations=tuple(iterations),
+        losses=_losses(trained),
+        stages=dict(sorted(stages.items())),
+        timelines=tuple(timelines),
+        evaluations=_evaluations(evaluated),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    run: RunRecord | None
+    records: list[Record]
+
+
+def _read_start(folder: Path) -> _Start:
+    """One start's records; ranks that a run of fewer ranks does not have are an earlier run's."""
+    found = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := RANK_FILE.fullmatch(path.name)))
+    if not found:
+        raise DataError(
+            f"expected records of a run, rank-0.jsonl and others, found none in {folder}",
+            hint="name the folder that --dynapipe-report-dir gave the run",
+        )
+    records: list[Record] = []
+    run: RunRecord | None = None
+    for rank, path in found:
+        if run is not None and rank >= run.world_size:
+            continue
+        read = read_records(path)
+        run = next((each for each in read if isinstance(each, RunRecord)), run)
+        records += read
+    return _Start(run, records)
+
+
+def _is_before(record: Record, end: int | None) -> bool:
+    """Whether a record is of what was done before iteration `end`, at which a later start began."""
+    if end is None or isinstance(record, RunRecord | MemoryRecord):
+        return True
+    return record.iteration <= end if isinstance(record, EvaluationRecord) else record.iteration < end
+
+
+def stage_medians(run: Run) -> list[StageMedians]:
+    """Where every stage's time went; the first iteration, which pays for starting up, is left out if there are more."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for timeline in run.last_timelines:
+        for stage, share in enumerate(bubble_shares(timeline.measured)):
+            shares[stage].append(share)
+    medians = []
+    for stage, records in run.stages.items():
+        begin = min(each.iteration for each in records)
+        timed = [each for each in records if each.iteration > begin] or records
+        transfer = median(each.transfer_ns for each in timed)
+        bubble = transfer * (median(shares[stage]) if shares[stage] else 0.0)
+        medians.append(
+            StageMedians(
+                stage=stage,
+                forward=median(each.forward_ns for each in timed),
+                backward=median(each.backward_ns for each in timed),
+                bubble=bubble,
+                transfer=transfer - bubble,
+                other=median(each.other_ns for each in timed),
+                plan_wait=median(each.plan_wait_ns for each in timed),
+                between=median(each.between_ns for each in timed),
+            )
+        )
+    return medians
+
+
+def bubble_shares(timeline: Timeline) -> list[float]:
+    """Per stage, how much of its transfer time it waited for a peer that had not begun to send: the bubble.
+
+    What is left is the transfer itself. Times of all stages are on one clock. A message is found by its micro-batch:
+    those of one micro-batch between two stages, of several chunks, come in the order in which they were sent.
+    """
+    sent: dict[tuple[int, int, Payload, int], deque[int]] = defaultdict(deque)
+    for stage, events in enumerate(timeline):
+        for event in events:
+            if isinstance(each := event.instruction, SendStart):
+                sent[stage, each.peer, each.payload, each.micro_batch].append(event.start_ns)
+    return [_bubble_share(stage, events, sent) for stage, events in enumerate(timeline)]
+
+
+def _bubble_share(stage: int, events: Sequence[Event], sent: dict[tuple[int, int, Payload, int], deque[int]]) -> float:
+    waited = 0
+    for event in events:
+        if isinstance(each := event.instruction, RecvWait):
+            starts = sent[each.peer, stage, each.payload, each.micro_batch]
+            if starts:
+                waited += max(min(starts.popleft(), event.end_ns) - event.start_ns, 0)
+    whole = time_by_kind(events)[TRANSFER]
+    return waited / whole if whole else 0.0
+
+
+def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dict[int, float]]]:
+    splits = dict.fromkeys(each.split for each in records)
+    return {split: _losses([each for each in records if each.split == split]) for split in splits}
+
+
+def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict[int, float]]:
+    """Means over the tokens of all replicas, in the order of iterations."""
+    sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for record in sorted(records, key=lambda each: each.iteration):
+        for name, (total, tokens) in record.losses.items():
+            sums[name][record.iteration][0] += total
+            sums[name][record.iteration][1] += tokens
+    return {
+        name: {iteration: total / tokens for iteration, (total, tokens) in by_iteration.items() if tokens}
+        for name, by_iteration in sums.items()
+    }
+
+
+def _timelines(records: Sequence[TimelineRecord], run: RunRecord | None) -> tuple[RecordedTimeline, ...]:
+    """Those of which every stage is there: ranks are read while they write."""
+    groups: dict[tuple[int, int], dict[int, TimelineRecord]] = defaultdict(dict)
+    for record in records:
+        groups[record.iteration, record.replica][record.stage] = record
+    stages = run.stages if run else max((len(each) for each in groups.values()), default=0)
+    return tuple(
+        _timeline([group[stage] for stage in range(stages)])
+        for _, group in sorted(groups.items())
+        if set(group) == set(range(stages))
+    )
+
+
+def _timeline(records: Sequence[TimelineRecord]) -> RecordedTimeline:
+    start = min((event.start_ns for record in records for event in record.measured), default=0)
+    return RecordedTimeline(
+        iteration=records[0].iteration,
+        replica=records[0].replica,
+        planned=tuple(record.planned for record in records),
+        measured=tuple(
+            tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured)
+            for record in records
+        ),
+    )

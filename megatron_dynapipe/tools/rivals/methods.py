@@ -1,0 +1,183 @@
+"""Ways to make micro-batches, compared by their predictions.
+
+    dynapipe            the planner: padded or packed micro-batches, as the settings allow
+    packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
+    dp_balanced         rows as Megatron-LM's own scheduler packs them (`tools.rivals.rules`)
+    default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`tools.rivals.dynamic_cp`)
+    verl, slime         rows as these trainers pack them
+    token_based         sorted, a fixed number of padded positions to a micro-batch
+    uniform             sorted, a fixed number of samples to a micro-batch
+    packing             rows of the maximum length in which samples attend to one another, as in 2023: every row costs
+                        what one sample of the maximum length costs (https://arxiv.org/abs/2311.10418 compares with it)
+    padding             every sample padded to the maximum length
+
+All but the first take one recompute mode, and of several sizes of micro-batches the one of least predicted time.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
+from megatron_dynapipe.tools.rivals.packed import pack
+from megatron_dynapipe.tools.rivals.rules import RIVALS, row_sizes
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.units import (
+    BYTES_PER_MB,
+    BatchLayout,
+    ModelFamily,
+    input_positions,
+    round_up,
+    target_positions,
+)
+
+PACKED_METHODS = ("packed_rows", *RIVALS)
+DYNAMIC_CP = "default_dynamic_cp"
+METHODS = ("dynapipe", *PACKED_METHODS, DYNAMIC_CP, "token_based", "uniform", "packing", "padding")
+
+
+class Longest(NamedTuple):
+    """Positions that padding pads to and rows are packed into, multiples of 8; targets 0 for decoder-only models."""
+
+    inputs: int
+    targets: int
+
+    @classmethod
+    def of_tokens(cls, family: ModelFamily, tokens: int, target_tokens: int) -> "Longest":
+        """Of maximum lengths in tokens."""
+        return cls(round_up(input_positions(family, tokens)), round_up(target_positions(family, target_tokens)))
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """The prediction of one method on one batch.
+
+    Attributes:
+        ms: predicted time of the iteration: forward, backward and transfers.
+        tokens_per_second: real tokens, without padding, over that time.
+        peak_memory_mb: of the stage that needs most.
+        padding_efficiency: real tokens over positions, from 0 to 1.
+        micro_batches: of all replicas.
+        shapes: different shapes of micro-batches.
+    """
+
+    ms: float
+    tokens_per_second: float
+    peak_memory_mb: float
+    padding_efficiency: float
+    micro_batches: int
+    shapes: int
+
+
+def predict(
+    method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+) -> Prediction:
+    """One method's prediction of a batch.
+
+    Args:
+        method: a name of `METHODS`.
+        batch: the samples' lengths.
+        longest: what padding pads to and rows are packed into.
+        settings: model, layout, memory and links; what the method itself decides is replaced.
+        cost_model: what layers cost.
+
+    Raises:
+        PlanningError: the method has no plan.
+        DataError: a sample is longer than what it is to be padded to.
+        ConfigError: a sample is longer than a row.
+    """
+    if method == DYNAMIC_CP:
+        return _predict_dynamic_cp(batch, longest, settings, cost_model)
+    planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
+    plan = Planner(method_settings(method, longest, settings), cost_model).plan(planned, 0)
+    return prediction_of(plan, tokens=batch.tokens)
+
+
+def _predict_dynamic_cp(
+    batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+) -> Prediction:
+    """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
+    planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
+    samples = planner.samples(batch)
+    lengths = (samples.input_positions + samples.target_positions).tolist()
+    ranks = 1 << (settings.data_parallel.bit_length() - 1)
+    run = fastest_run(planner, samples, row_sizes(lengths, max(longest.inputs, *lengths), ranks))
+    return Prediction(
+        ms=run.makespan_ns / 1e6,
+        tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
+        peak_memory_mb=max(max(each.peak_bytes) for each in run.schedules) / BYTES_PER_MB,
+        padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
+        micro_batches=len(run.shapes),
+        shapes=len(set(run.shapes)),
+    )
+
+
+def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
+    """The prediction of a plan for a batch of so many real tokens."""
+    totals = plan.totals
+    micro_batches = [each for replica in plan.replicas for each in replica.micro_batches]
+    peaks = [peak_bytes(plan, replica, stage.stage) for replica in plan.replicas for stage in replica.stages]
+    return Prediction(
+        ms=totals.predicted_ns / 1e6,
+        tokens_per_second=tokens / totals.predicted_ns * 1e9,
+        peak_memory_mb=max(peaks) / BYTES_PER_MB,
+        padding_efficiency=min(tokens / totals.padded_positions, 1.0),
+        micro_batches=len(micro_batches),
+        shapes=len({each.shape for each in micro_batches}),
+    )
+
+
+def method_settings(method: str, longest: Longest, settings: PlannerSettings) -> PlannerSettings:
+    """The settings with which a method is predicted.
+
+    Packed rows of others run as they are trained: 1F1B, and an equal number of layers on every stage where it divides.
+    """
+    replace = msgspec.structs.replace
+    if method == "dynapipe":
+        return replace(settings, partition=None)
+    settings = replace(settings, slices="off")
+    if method in PACKED_METHODS:
+        equal = (settings.encoder_layers + settings.decoder_layers) % settings.pipeline_parallel == 0
+        return replace(
+            settings,
+            layers_per_stage=None if equal else settings.layers_per_stage,
+            micro_batch_layouts=(BatchLayout.PACKED,),
+            partition=_with_longest(PartitionAlgorithm(method), longest),
+            schedule=ScheduleSettings(method="1f1b"),
+        )
+    algorithm = PartitionAlgorithm.UNIFORM if method == "packing" else PartitionAlgorithm(method)
+    partition = _with_longest(algorithm, longest) if method == "padding" else PartitionSettings(algorithm=algorithm)
+    return replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), partition=partition)
+
+
+def _with_longest(algorithm: PartitionAlgorithm, longest: Longest) -> PartitionSettings:
+    return PartitionSettings(
+        algorithm=algorithm, padded_input_length=longest.inputs, padded_target_length=longest.targets or None
+    )
+
+
+def rows_of_longest(batch: GlobalBatch, longest: Longest, family: ModelFamily) -> GlobalBatch:
+    """The batch as rows of the longest length, each a sample for the planner: packing without masks.
+
+    Raises:
+        ConfigError: a sample is longer than a row.
+    """
+    if not len(batch):
+        return batch
+    inputs = np.array([input_positions(family, n) for n in batch.input_lengths.tolist()], np.int64)
+    targets = np.array([target_positions(family, n) for n in batch.target_lengths.tolist()], np.int64)
+    rows = len(pack(inputs, targets, *longest))
+    gpt = family is ModelFamily.GPT
+    return GlobalBatch(
+        iteration=batch.iteration,
+        sample_ids=np.arange(rows),
+        input_lengths=np.full(rows, longest.inputs + gpt, np.int32),
+        target_lengths=np.full(rows, 0 if gpt else longest.targets - 2, np.int32),
+    )

@@ -1,0 +1,159 @@
+"""Rows of samples as other trainers pack them today, by their own rules, to compare with.
+
+dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
+             d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
+             is a multiple of the replicas (and of the stages, with virtual ones)
+verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
+             divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
+             micro-batches at both ends
+slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
+             divided by FLOPs, the largest micro-batches split to a multiple of the replicas
+
+A sample's length is its input and target positions together. Each function returns indices of the samples of every
+micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `tools.rivals.dynamic_cp`.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+Rows = list[list[int]]
+
+_VERL_LINEAR = 24576
+"""Work of a position beside attention in verl, in squared positions: of a model of hidden size 4,096."""
+
+
+class Room(NamedTuple):
+    """What a rival packs into.
+
+    Attributes:
+        positions: most of a row.
+        replicas: data-parallel replicas.
+        group: micro-batches come in multiples of this on each replica: the stages with virtual ones, else 1.
+        hidden_size: of the model, for the rules that count FLOPs.
+    """
+
+    positions: int
+    replicas: int
+    group: int
+    hidden_size: int
+
+
+def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
+    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own."""
+    rows: Rows = [[]]
+    used = 0
+    for sample, length in enumerate(lengths):
+        if rows[-1] and used + length > room.positions:
+            rows.append([])
+            used = 0
+        rows[-1].append(sample)
+        used += length
+    multiple = room.replicas * room.group
+    giver = len(rows) - 1
+    while len(rows) % multiple:
+        while giver >= 0 and len(rows[giver]) == 1:
+            giver -= 1
+        if giver < 0:
+            return []
+        rows.append([rows[giver].pop()])
+    return rows
+
+
+def verl(lengths: Sequence[int], room: Room) -> Rows:
+    """Samples by work over replicas, each replica's over equally many micro-batches, the light ones first and last."""
+    work = [_VERL_LINEAR * length + length**2 for length in lengths]
+    equal = len(lengths) % room.replicas == 0
+    replicas = differencing(work, room.replicas, equal_counts=equal)
+    counts = [min(len(each), -(-sum(lengths[i] for i in each) // room.positions)) for each in replicas]
+    count = min(-(-max(counts) // room.group) * room.group, min(map(len, replicas)))
+    columns = []
+    for members in replicas:
+        parts = differencing([work[i] for i in members], count)
+        parts.sort(key=lambda part: (-sum(work[members[i]] for i in part), -part[0]))
+        columns.append([[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]])
+    return [row for each in zip(*columns, strict=True) for row in each]
+
+
+def slime(lengths: Sequence[int], room: Room) -> Rows:
+    """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
+
+    Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
+    """
+    hidden, count = room.hidden_size, -(-sum(lengths) // room.positions)
+    work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
+    rows = differencing(work, count) if count < len(lengths) else [[sample] for sample in range(len(lengths))]
+    multiple = room.replicas * room.group
+    while len(rows) % multiple:
+        longest = max(range(len(rows)), key=lambda row: (len(rows[row]) > 1, sum(lengths[i] for i in rows[row]), row))
+        if len(rows[longest]) == 1:
+            return []
+        halves: tuple[list[int], list[int]] = ([], [])
+        sums = [0, 0]
+        for sample in sorted(rows[longest], key=lambda i: -lengths[i]):
+            half = int(sums[1] < sums[0])
+            halves[half].append(sample)
+            sums[half] += lengths[sample]
+        rows[longest], added = halves
+        rows.append(added)
+    replicas = differencing([sum(work[i] for i in row) for row in rows], room.replicas, equal_counts=True)
+    return [rows[index] for each in zip(*replicas, strict=True) for index in each]
+
+
+Rival = Callable[[Sequence[int], Room], Rows]
+RIVALS: dict[str, Rival] = {
+    "dp_balanced": dp_balanced,
+    "verl": verl,
+    "slime": slime,
+}
+"""By the names under which `compare` and training know them."""
+
+
+def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:
+    """Most positions of a row, to choose from: an eighth of the longest sample apart, later a sixteenth of themselves.
+
+    Args:
+        lengths: of the samples, which the last size holds together.
+        longest: positions of the longest sample.
+        parts: the first size is such a part of it.
+    """
+    size, step = -(-longest // parts), -(-longest // max(parts, 8))
+    yield size
+    while size < sum(lengths):
+        size += max(step, size // 16)
+        yield size
+
+
+def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False) -> Rows:
+    """Divide items into parts of alike sums by the largest differencing method of Karmarkar and Karp (1982).
+
+    Args:
+        work: of each item.
+        parts: at least 1, at most as many as there are items.
+        equal_counts: every part has as many items; `parts` divides their number.
+
+    Returns:
+        Indices of each part's items, ascending.
+    """
+    ascending = sorted(range(len(work)), key=lambda item: (work[item], item))
+    step = parts if equal_counts else 1
+    heap = []
+    for number, first in enumerate(range(0, len(ascending), step)):
+        sums = [(work[item], [item]) for item in ascending[first : first + step]]
+        heap.append(_entry(sums + [(0, [])] * (parts - len(sums)), number))
+    heapq.heapify(heap)
+    for number in range(len(heap), 2 * len(heap) - 1):
+        one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
+        joined = [(a + b, mine + theirs) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        heapq.heappush(heap, _entry(joined, number))
+    return [sorted(items) for _, items in heap[0][-1]]
+
+
+_Sums = list[tuple[int, list[int]]]
+
+
+def _entry(sums: _Sums, number: int) -> tuple[int, int, int, _Sums]:
+    """A heap's entry: the largest spread first, of equal ones that of the largest part, then the first made."""
+    descending = sorted(sums, key=lambda part: (-part[0], -len(part[1])))
+    return descending[-1][0] - descending[0][0], -descending[0][0], number, descending

@@ -1,0 +1,49 @@
+"""Weights of HuggingFace's models in Megatron's: equal logits there, and the same tensors back."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import run_ranks
+from tests.tools.conversion import models
+
+NAMES = tuple(models.configs())
+REFUSED = {
+    "missing": "missing: model.layers.1.mlp.up_proj.weight",
+    "no head": "missing: lm_head.weight",
+    "no head of a T5": "missing: lm_head.weight",
+    "unexpected": "unexpected: score",
+    "shape": "of another shape: model.layers.1.mlp.up_proj.weight (3, 64), expected (96, 64)",
+    "theta": "expected a whole number of rope_theta, as Megatron's flag has, got 10000.5",
+    "biases": "qwen3: expected attention_bias False or None, got True\nhint: Megatron has biases of queries, keys",
+    "biases of the MLP": "llama: expected mlp_bias False or None, got True",
+    "mistral": "mistral: expected a model without sliding windows, got sliding_window 32 of 64 positions",
+    "qwen2": "qwen2: expected a model without sliding windows, got sliding_window 32 of 32768 positions",
+    "gemma": "gemma is not supported: Megatron scales embeddings only for muP",
+    "gemma2": "gemma2 is not supported: Megatron scales embeddings only for muP",
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    (told,) = run_ranks(models.in_memory, 1, deadline_s=280)
+    return told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_source(found: dict[str, dict[str, Any]], name: str) -> None:
+    told = found[name]
+    assert told["size"] > 0.1, "logits that would show a difference"
+    assert told["distance"] < 1e-4
+    assert not told["changed"] and not told["left"]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    (said,) = run_ranks(models.refused, 1, {"folder": str(tmp_path_factory.mktemp("refused"))}, deadline_s=280)
+    return said
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_and_models_that_cannot_be_converted_are_refused_by_name(refused: dict[str, str], case: str) -> None:
+    assert REFUSED[case] in refused[case]

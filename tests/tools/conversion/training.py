@@ -1,0 +1,73 @@
+"""Training from a converted model: the steps of the test, each for processes of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.tools.conversion import models
+
+CONVERTED = "converted #1"
+"""A folder whose name a shell would not take as it is."""
+SAMPLES = 16
+"""Of the dataset, and of an iteration: each holds all of them, so that losses do not depend on their order."""
+
+
+def convert_in(*, rank: int, world_size: int, folder: str, name: str, vocabulary: int) -> str:
+    """A random model in `folder`/hf, converted into `folder`/CONVERTED; the text of its run file."""
+    models._without_cuda()
+    from megatron_dynapipe.tools.conversion.command import from_hugging_face
+
+    config = models.configs()[name]
+    config.vocab_size = vocabulary
+    models.write(models.make(config), Path(folder) / "hf")
+    return from_hugging_face(Path(folder) / "hf", Path(folder) / CONVERTED).read_text()
+
+
+def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:
+    """The last checkpoint of the run of CONVERTED in `folder`/back; the error, if it is refused."""
+    models._without_cuda()
+    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.tools.conversion.command import to_hugging_face
+
+    try:
+        to_hugging_face(Path(folder) / f"{CONVERTED}-run", Path(folder) / "back", Path(folder) / "hf")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def their_loss(*, rank: int, world_size: int, folder: str, data: str) -> float:
+    """Mean loss over all target tokens of a dataset's training samples, of a HuggingFace folder's model."""
+    from megatron_dynapipe.data.indexed import IndexedReader
+    from megatron_dynapipe.data.meta import read_meta
+
+    model, meta, reader = _read(Path(folder)), read_meta(Path(data)), IndexedReader(Path(data) / "train")
+    losses, tokens = 0.0, 0
+    for sample in range(SAMPLES):
+        given, wanted = (torch.from_numpy(part.astype("int64")) for part in reader[sample])
+        with torch.no_grad():
+            if model.config.model_type == "t5":
+                shifted = torch.cat([torch.tensor([meta.bos_id]), wanted])
+                labels = torch.cat([wanted, torch.tensor([meta.eos_id])])
+                logits = model(input_ids=given[None], decoder_input_ids=shifted[None]).logits[0]
+            else:
+                labels = torch.cat([given, wanted])[1:]
+                logits = model(torch.cat([given, wanted])[None]).logits[0, :-1]
+        losses += cross_entropy(logits, labels, reduction="sum").item()
+        tokens += len(labels)
+    return losses / tokens
+
+
+def _read(folder: Path) -> Any:
+    """The model, every tensor of which `from_pretrained` has found; rotations are unset where CUDA is stubs."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForCausalLM
+    found, told = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(told[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    model = models.make(config)
+    model.load_state_dict(found.state_dict())
+    return model

@@ -1,0 +1,152 @@
+"""Every form of a source gives the same rows, in blocks that know their place."""
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.mixture import rows as rows_module
+from megatron_dynapipe.tools.mixture.rows import file_blocks, files_of_source
+from megatron_dynapipe.tools.mixture.sources import open_sources
+from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
+
+ROWS = [{"task": "a", "input": 'one, two\n"three"', "target": str(at)} for at in range(50)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(content, asbytes=True))
+
+
+def as_csv() -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["task", "input", "target"])
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return text.getvalue().encode()
+
+
+def parquet() -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), buffer, row_group_size=7)
+    return buffer.getvalue()
+
+
+def arrow(make: object) -> bytes:
+    buffer, table = io.BytesIO(), pa.Table.from_pylist(ROWS)
+    with make(buffer, table.schema) as writer:  # type: ignore[operator]
+        writer.write_table(table, max_chunksize=7)
+    return buffer.getvalue()
+
+
+FORMS = {
+    "rows.jsonl": LINES,
+    "rows.json": b"\xef\xbb\xbf" + LINES.rstrip(),
+    "rows.jsonl.gz": gzip.compress(LINES),
+    "rows.jsonl.zst": zstd(LINES),
+    "rows.csv": as_csv(),
+    "rows.csv.gz": gzip.compress(b"\xef\xbb\xbf" + as_csv()),
+    "rows.parquet": parquet(),
+    "rows.arrow": arrow(pa.ipc.new_stream),
+    "file.arrow": arrow(pa.ipc.new_file),
+}
+
+
+def read(path: Path) -> list[object]:
+    return [json.loads(line) for block in file_blocks(path) for line in block.lines.split(b"\n")]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("block_bytes", [100, 500, 1_000_000])
+def test_every_form_gives_the_rows(tmp_path: Path, monkeypatch, name: str, block_bytes: int) -> None:
+    monkeypatch.setattr(rows_module, "BLOCK_BYTES", block_bytes)
+    (tmp_path / name).write_bytes(FORMS[name])
+    assert read(tmp_path / name) == ROWS
+    blocks = list(file_blocks(tmp_path / name))
+    assert len(blocks) > 1 or block_bytes == 1_000_000
+    done = [block.done for block in blocks]
+    assert done == sorted(done) and (done[-1] == (tmp_path / name).stat().st_size or name.endswith(".arrow"))
+    start = blocks[0].first
+    for block in blocks:
+        assert block.first == start
+        start += block.lines.count(b"\n") + 1
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b/two.jsonl", "a/one.parquet", "a/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(LINES)
+    names = [path.name for path in files_of_source(".", tmp_path)]
+    assert names == ["one.parquet", "two.jsonl"]
+    assert [path.name for path in files_of_source(["b", "*/*.parquet"], tmp_path)] == ["two.jsonl", "one.parquet"]
+    for missing in ("c", "*.csv"):
+        with pytest.raises(DataError, match="expected a file, a folder of files or a pattern, found none"):
+            files_of_source(missing, tmp_path)
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "org" / "dict")
+    for task, hub_root in (
+        (TaskSpec(name="a", source="one"), None),
+        (TaskSpec(name="a", hub=str(tmp_path / "one")), None),
+        (TaskSpec(name="a", hub="org/dict", hub_split="dev"), tmp_path),
+    ):
+        (source,) = open_sources(Mixture(tasks=(task,)), tmp_path, hub_root=hub_root)
+        (part,) = source
+        assert [json.loads(line) for block in part.blocks() for line in block.lines.split(b"\n")] == ROWS
+        assert part.fingerprint() == part.fingerprint()
+    with pytest.raises(DataError, match="expected a HuggingFace dataset with a split 'train'"):
+        open_sources(Mixture(tasks=(TaskSpec(name="a", hub="org/dict"),)), tmp_path, hub_root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "cannot read it"),
+        ("rows.jsonl.gz", gzip.compress(b"x" * 1000)[:-9], "cannot read it"),
+        ("rows.jsonl.gz", gzip.compress(LINES)[:30] + bytes(20) + gzip.compress(LINES)[50:], "cannot read it"),
+        ("rows.jsonl.zst", zstd(LINES)[:-5], "cannot read it"),
+        ("rows.parquet", parquet()[:-9], "cannot read it"),
+        ("rows.arrow", b"x" * 100, "cannot read it"),
+        ("rows.jsonl", b"\xff\xfe{", "the byte order mark (BOM) of UTF-16"),
+        ("rows.csv", b"task,input\na,b\nc\n", "row 1: expected 2 fields, found another number"),
+        ("rows.csv", b"task,input\na,b\nc,\xff\n", "expected UTF-8"),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(file_blocks(tmp_path / name))
+    assert message in caught.value.message
+    assert name in caught.value.message
+
+
+def test_a_large_row_is_one_row(tmp_path: Path) -> None:
+    """Ten megabytes, in pieces of one."""
+    row = json.dumps({"task": "a", "input": "word " * 2_000_000, "target": "y"}).encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES + row + b"\n{}")
+    blocks = list(file_blocks(path))
+    lines = {block.first + at: line for block in blocks for at, line in enumerate(block.lines.split(b"\n"))}
+    rows = LINES.count(b"\n")
+    assert sorted(lines) == list(range(1, rows + 3))
+    assert lines[rows + 1] == row and lines[rows + 2] == b"{}"
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 600)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n" + bytes(100_000)))
+    with pytest.raises(DataError, match="line 2: expected at most 1000 bytes"):
+        list(file_blocks(path))

@@ -1,0 +1,74 @@
+"""Length statistics, checked by eye, and the `data` command from end to end."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.lengths import task_ids_path
+from megatron_dynapipe.tools.inspect import LengthStatistics, dataset_statistics, statistics_table
+from tests.data.dataset import write_dataset
+from tests.tools.prepare.test_run import text_samples
+
+
+def test_percentiles_are_lengths_that_occur() -> None:
+    lengths = np.arange(1, 101, dtype=np.int32)
+    assert LengthStatistics.of(lengths) == LengthStatistics(mean=50.5, p50=50, p90=90, p99=99, max=100)
+    one = LengthStatistics.of(np.array([7], np.int32))
+    assert one == LengthStatistics(mean=7.0, p50=7, p90=7, p99=7, max=7)
+
+
+def test_statistics_by_task(tmp_path: Path) -> None:
+    statistics = dataset_statistics(write_dataset(tmp_path), "train")
+    even, odd = statistics.tasks
+    assert (even.task, even.samples, even.input.mean, even.input.max, even.target.max) == ("even", 2, 3.5, 4, 3)
+    assert (odd.task, odd.samples, odd.input.mean, odd.input.max, odd.target.max) == ("odd", 2, 1.5, 2, 1)
+    assert (statistics.total.samples, statistics.total.input.mean, statistics.total.target.mean) == (4, 2.5, 1.75)
+    table = statistics_table(statistics).splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["task", "even", "odd", "total"]
+    assert (even.tokens, even.share, odd.tokens, odd.share) == (12, 0.5, 5, 0.5)
+    assert table[-1].split() == ["total", "4", "17", "100.00%", "2.5", "2", "4", "4", "4", "1.8", "1", "3", "3", "3"]
+    assert len({len(line) for line in table[1:]}) == 1
+
+
+def test_splits_without_statistics(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"samples in the split 'valid', got 0[\s\S]*hint: it has samples in train"):
+        dataset_statistics(write_dataset(tmp_path), "valid")
+    np.save(task_ids_path(tmp_path, "train"), np.array([0, 1, 2, 0], np.int16))
+    with pytest.raises(DataError, match=r"manifest\.json: expected 3 tasks, got 2"):
+        dataset_statistics(tmp_path, "train")
+
+
+def test_command_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path)
+    assert main(["data", "stats", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["format"] == "dynapipe-data-stats/1"
+    assert printed["total"]["input"] == {"mean": 2.5, "p50": 2, "p90": 4, "p99": 4, "max": 4}
+    assert main(["data", "stats", str(tmp_path)]) == 0
+    assert "input tokens" in capsys.readouterr().out
+    assert main(["data", "stats", str(tmp_path / "nowhere")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "expected a dataset folder" in captured.err
+    assert "hint:" in captured.err
+
+
+def test_command_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task": one.task, "input": one.input, "target": one.target} for one in text_samples()]
+    text = tmp_path / "rows.jsonl"
+    text.write_text("\n".join(json.dumps(row) for row in [*rows, rows[0] | {"target": ""}]))
+    command = ["data", "prepare", str(text), "--output", str(tmp_path / "data"), "--vocabulary-size", "300"]
+    assert main(command) == 2
+    assert "use --skip-empty" in capsys.readouterr().err
+    assert main([*command, "--skip-empty"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("data: 2 tasks, 36 train, 2 valid, 2 test, vocabulary 300\n")
+    assert "1 sample was left out: empty" in captured.err
+    assert main(["data", "prepare", "--output", str(tmp_path / "data")]) == 2
+    assert "expected either files or --mixture, got neither" in capsys.readouterr().err
+    assert main([*command, "--mixture", "mixture.yaml"]) == 2
+    assert "expected either files or --mixture, got both" in capsys.readouterr().err
