@@ -59,7 +59,7 @@ ROOMS = {
     # torch's elastic agent; nothing of Megatron.
     "elastic": room(5, "torch"),
     "config": room(6, "yaml"),
-    "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
+    "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
     "checkout_hooks": room(8),
     "on_cpu": room(8),
     "tools": room(

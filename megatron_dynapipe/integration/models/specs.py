@@ -46,8 +46,12 @@ class CoreAttention(enum.StrEnum):
     @property
     def module(self) -> type:
         """The class that computes it."""
-        ours = {CoreAttention.SDPA: SdpaCoreAttention, CoreAttention.ENGINE: EngineCoreAttention}
-        return ours.get(self, DotProductAttention)
+        ours: dict[CoreAttention, type] = {
+            CoreAttention.SDPA: SdpaCoreAttention,
+            CoreAttention.ENGINE: EngineCoreAttention,
+        }
+        module: type = ours.get(self, DotProductAttention)
+        return module
 
 
 def t5_layer(
