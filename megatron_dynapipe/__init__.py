@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 _LAZY = {
     name: f"megatron_dynapipe.{module}"
     for module, names in {
-        "elastic.layout": "layout_for",
-        "elastic.run": "ElasticRun",
+        "tools.elastic.layout": "layout_for",
+        "tools.elastic.run": "ElasticRun",
         "integration.entry.megatron_pipeline": "MegatronPipeline",
         "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
         "planning.batch": "PlannedBatch plan_batch",
         "runtime": "PipelineExecutor",
-        "tuning": "orchestrate tune",
+        "tools.tuning": "orchestrate tune",
     }.items()
     for name in names.split()
 }

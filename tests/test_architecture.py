@@ -56,7 +56,7 @@ ROOMS = {
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
     "config": room(6, "yaml"),
-    "integration": room(7, "numpy", "torch", "megatron", "transformers", "tqdm", "yaml"),
+    "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
     "checkout_hooks": room(8),
     "on_cpu": room(8),
     "tools": room(

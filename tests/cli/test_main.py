@@ -71,7 +71,7 @@ def test_bad_arguments_are_one_line_and_a_hint(echo, capsys, argv, error, hint):
 
 def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.main(["launch", "--nnodes", "1:4", "pretrain_gpt_multitask.py"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *_ = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "error: the command launch is gone; in its place: torchrun --nnodes MIN:MAX --max-restarts 100"
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_dynapipe import config, tuning
+from megatron_dynapipe import config
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.tools import tuning
 from tests.helpers.planning_commands import arguments as of_commands
 from tests.helpers.planning_commands import report
 

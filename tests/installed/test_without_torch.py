@@ -101,7 +101,7 @@ def test_the_planner_process_needs_no_extra() -> None:
     ("argv", "package", "extra"),
     [
         (["compare", *PLANNING, "--output", "methods.png"], "matplotlib", "plots"),
-        (["data", "demo", "--output", "demo"], "pyarrow", "data"),
+        (["data", "demo", "--output", "demo"], "tokenizers", "data"),
         (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -54,7 +54,7 @@ def test_pairs_may_be_those_of_json() -> None:
 
 
 def test_settings_are_those_of_the_planner_that_are_not_set_for_it() -> None:
-    chosen = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices"}
+    chosen = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
     assert {*BatchSettings.__annotations__} == {*PlannerSettings.__struct_fields__} - chosen
 
 

@@ -76,6 +76,8 @@ def core_attention(args: argparse.Namespace) -> CoreAttention:
     )
     if args.transformer_impl != "local" and any(special):
         return CoreAttention.MEGATRON
+    if args.dynapipe_attention == "auto":
+        return CoreAttention.ENGINE if HAVE_TRANSFORMER_ENGINE else CoreAttention.SDPA
     return CoreAttention(args.dynapipe_attention)
 
 
@@ -137,8 +139,8 @@ def undivided_because(args: argparse.Namespace) -> str:
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
             (
                 args.transformer_impl != "local" and not args.gradient_accumulation_fusion,
-                "layers of Transformer Engine return garbage as gradients that they leave to later, unless "
-                "--no-gradient-accumulation-fusion is left out",
+                "with --no-gradient-accumulation-fusion layers of Transformer Engine return gradients before they are "
+                "computed",
             ),
             (
                 args.transformer_impl != "local" and HAVE_TRANSFORMER_ENGINE and not is_te_min_version("2.3.0"),

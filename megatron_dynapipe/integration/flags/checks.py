@@ -61,7 +61,7 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
     """Whether each is given, what, and why it is refused."""
     positions, layers, attention = args.position_embedding_type, args.transformer_impl, args.dynapipe_attention
     is_t5, local = family is ModelFamily.T5, layers == "local"
-    sdpa = local and attention == "sdpa" and not args.use_dynapipe
+    sdpa = local and attention != "megatron" and not args.use_dynapipe
     yield positions == "mrope", f"--position-embedding-type {positions}", "samples have one position per token"
     yield not local and layers != "transformer_engine", f"--transformer-impl {layers}", "its layers do not train"
     yield (

@@ -215,10 +215,11 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
     """What Megatron has no flag for in a model."""
     add(
         "--dynapipe-attention",
-        choices=("megatron", "sdpa"),
-        default="sdpa",
-        help="core attention of the layers: Megatron's (unfused in local layers, Transformer Engine's in its own), or"
-        " one over PyTorch's scaled_dot_product_attention, which takes packed rows (default)",
+        choices=("auto", "megatron", "sdpa"),
+        default="auto",
+        help="core attention of the layers: Megatron's (unfused in local layers, Transformer Engine's in its own); one"
+        " over PyTorch's scaled_dot_product_attention, which takes packed rows (sdpa); or that with Transformer"
+        " Engine's kernels for packed rows where it is installed (auto, the default)",
     )
     add(
         "--dynapipe-activation",

@@ -160,9 +160,9 @@ class SdpaCoreAttention(MegatronModule):
         takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=has_kernel(query.device))
         if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
             if cut is not None and cut.has_prefix:  # without one keys would be copied as they are
-                attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, scale=self.softmax_scale)
+                attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, self.attend_in_kernel)
             else:
-                attended = attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
+                attended = self.attend_in_kernel(query, key, value, row, causal=causal)
         elif bias is not None and cut is None and self._biases_take_kernel(query, row):
             assert isinstance(row, PackedRow), "just looked at"
             attended = attend_with_biases(query, key, value, row, bias, causal=causal, scale=self.softmax_scale)
@@ -175,6 +175,12 @@ class SdpaCoreAttention(MegatronModule):
                 query, key, value, row, attend, bias, causal=causal, kept=self.kept_keys, scale=scale
             )
         return attended.flatten(1)[:, None]
+
+    def attend_in_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, *, causal: bool
+    ) -> Tensor:
+        """One kernel over all segments of a packed row: [t, heads, head size] of such."""
+        return attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
 
     def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:
         own = isinstance(row, PackedRow) and row.positions is not None

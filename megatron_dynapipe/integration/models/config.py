@@ -96,7 +96,7 @@ class ModelConfig:
     @property
     def cuts_samples(self) -> bool:
         """Whether a GPT's attention takes pieces of samples."""
-        return not self.transformer_engine and self.attention is CoreAttention.SDPA
+        return self.attention is not CoreAttention.MEGATRON
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -9,16 +9,17 @@ product, which takes a copy, and again in the backward pass rather than kept.
 """
 
 import copy
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product
+from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product, WeightHalves
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 """What makes autograd run a product's backward whose tokens need no gradient; it never gets one."""
@@ -49,30 +50,36 @@ class GroupedExperts(DividedModule, SequentialMLP):
             Like the tokens; and no bias.
         """
         hidden = permuted_local_hidden_states
-        if self.num_local_experts == 1 or not len(hidden) or not takes_grouped(hidden.device, hidden.dtype):
+        if self.num_local_experts == 1 or not takes_grouped(hidden.device, hidden.dtype):
             one_by_one: tuple[Tensor, Tensor | None] = super().forward(hidden, tokens_per_expert, permuted_probs)
             return one_by_one
         offsets = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        together = self._together
+        together = copy.copy(self.local_experts[0])  # Megatron's activation and switches around our products
         for name in ("linear_fc1", "linear_fc2"):
-            vars(together)[name] = partial(self._linear, name, offsets)
+            linears = [getattr(expert, name) for expert in self.local_experts]
+            vars(together)[name] = _Grouped(linears, offsets, self.halves)
         output: tuple[Tensor, Tensor | None] = MLP.forward(together, hidden, permuted_probs)
         return output
 
-    @cached_property
-    def _together(self) -> MLP:
-        """The first expert with other linears: Megatron's activation and switches around our products."""
-        return copy.copy(self.local_experts[0])
 
-    def _linear(self, name: str, offsets: Tensor, hidden: Tensor) -> tuple[Tensor, None]:
-        weights = [getattr(expert, name).weight for expert in self.local_experts]
-        key = None if self.halves is None else self.halves.key
-        if key is None or self.halves is None:
-            whole: Tensor = _GroupedLinear.apply(None, weights, offsets, _ANCHOR, hidden, *weights)  # type: ignore[no-untyped-call]
-            return whole, None
-        leave = partial(self.halves.leave, key)
-        divided: Tensor = _GroupedLinear.apply(leave, weights, offsets, _ANCHOR, hidden)  # type: ignore[no-untyped-call]
-        return divided, None
+class _Grouped(nn.Module):
+    """One linear of all experts, called as Megatron's; it has no parameters of its own."""
+
+    def __init__(self, linears: Sequence[nn.Module], offsets: Tensor, halves: WeightHalves | None) -> None:
+        super().__init__()
+        self._linears, self._offsets, self._halves = linears, offsets, halves
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """The products, and no bias. Hooks on the experts' linears wait for gathers of their parameters."""
+        for linear in self._linears:
+            for hook in linear._forward_pre_hooks.values():
+                hook(linear, (hidden,))
+        weights = [linear.weight for linear in self._linears]
+        leave, visible = None, weights
+        if self._halves is not None and self._halves.key is not None:
+            leave, visible = partial(self._halves.leave, self._halves.key), []
+        output: Tensor = _GroupedLinear.apply(leave, weights, self._offsets, _ANCHOR, hidden, *visible)  # type: ignore[no-untyped-call]
+        return output, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -84,13 +91,13 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.leave, ctx.weights = leave, weights
         ctx.save_for_backward(hidden, offsets)
-        return grouped_mm(hidden, torch.stack(weights).transpose(1, 2), offs=offsets)
+        return _product(hidden, torch.stack(weights).transpose(1, 2), offsets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, offsets = ctx.saved_tensors
         of_output = gradients[0].contiguous()
-        of_hidden = grouped_mm(of_output, torch.stack(ctx.weights), offs=offsets)
+        of_hidden = _product(of_output, torch.stack(ctx.weights), offsets)
         of_weights = partial(_weight_gradients, offsets)
         if ctx.leave is not None:
             ctx.leave(Product(ctx.weights, (Operand(hidden), Operand(of_output)), of_weights))
@@ -98,6 +105,15 @@ class _GroupedLinear(torch.autograd.Function):
         return None, None, None, None, of_hidden, *of_weights(hidden, of_output)
 
 
+def _product(tokens: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Tokens [t, n] times weights [groups, n, m]; a rank that got no tokens goes the way of the others, whose gradients
+    are reduced in the order in which this one's must become ready.
+    """
+    return grouped_mm(tokens, weights, offs=offsets) if len(tokens) else tokens.new_zeros(0, weights.size(2))
+
+
 def _weight_gradients(offsets: Tensor, hidden: Tensor, of_output: Tensor) -> tuple[Tensor, ...]:
     """[o, i] of each group."""
+    if not len(hidden):
+        return hidden.new_zeros(len(offsets), of_output.size(1), hidden.size(1)).unbind()
     return grouped_mm(of_output.t(), hidden, offs=offsets).unbind()

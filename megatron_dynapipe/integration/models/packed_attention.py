@@ -49,7 +49,11 @@ def activate_flash_3(device: torch.device) -> bool:
         return False
     if importlib.util.find_spec("flash_attn_interface") is None:
         return False
-    activate_flash_attention_impl("FA3")
+    try:
+        activate_flash_attention_impl("FA3")
+    except ImportError as error:
+        print(f"FlashAttention 3 is installed, but not for this PyTorch: {error}; version 2 runs", flush=True)
+        return False
     return True
 
 
@@ -206,9 +210,9 @@ def _by_head(tensor: Tensor, times: int = 1) -> Tensor:
 
 
 def attend_pieces_in_kernel(
-    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, kept: KeptKeys, *, scale: float
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, kept: KeptKeys, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """One causal kernel over all segments of a row with pieces; arguments and result as of `attend_by_sample`."""
+    """One causal kernel (`attend`) over all segments of a row with pieces; the rest as of `attend_by_sample`."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
     starts, done = row.starts(), 0
@@ -222,7 +226,7 @@ def attend_pieces_in_kernel(
     values.append(value[done:])
     joined_keys, joined_values = torch.cat(keys), torch.cat(values)
     with joined_again((joined_keys, keys), (joined_values, values)):
-        return attend_in_kernel(query, joined_keys, joined_values, row, causal=True, scale=scale)
+        return attend(query, joined_keys, joined_values, row, causal=True)
 
 
 def _picked(tensor: Tensor, places: Tensor, count: int) -> Tensor:

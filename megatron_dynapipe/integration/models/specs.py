@@ -17,6 +17,7 @@ from torch import nn
 from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.norms import local_norm
 
 HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
@@ -39,11 +40,18 @@ class CoreAttention(enum.StrEnum):
     which has no relative positions."""
     SDPA = "sdpa"
     """Ours, over PyTorch's `scaled_dot_product_attention`."""
+    ENGINE = "transformer_engine"
+    """Ours, with Transformer Engine's kernels for packed rows."""
 
     @property
     def module(self) -> type:
         """The class that computes it."""
-        return SdpaCoreAttention if self is CoreAttention.SDPA else DotProductAttention
+        ours: dict[CoreAttention, type] = {
+            CoreAttention.SDPA: SdpaCoreAttention,
+            CoreAttention.ENGINE: EngineCoreAttention,
+        }
+        module: type = ours.get(self, DotProductAttention)
+        return module
 
 
 def t5_layer(

@@ -339,7 +339,7 @@ def _name_of_words(chunk: T5Stage) -> str:
 
 
 def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
-    biased = options.transformer_engine or options.attention is CoreAttention.SDPA
+    biased = options.transformer_engine or options.attention is not CoreAttention.MEGATRON
     if options.positions.kind == RELATIVE and not biased:
         raise ConfigError(
             "expected relative positions with an attention that adds biases, got Megatron's local one",

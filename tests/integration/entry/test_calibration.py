@@ -26,8 +26,10 @@ def run_of(hidden: int) -> Any:
     from megatron_dynapipe.units import ModelFamily, Recompute
 
     return SimpleNamespace(
-        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, parallel=SimpleNamespace(tensor=1, experts=1),
-        layer_costs={"hidden_size": str(hidden)}, recompute=(Recompute.NONE, Recompute.FULL), on_cpu=True,
+        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, layer_costs={"hidden_size": str(hidden)}, on_cpu=True,
+        planner=SimpleNamespace(
+            tensor_parallel=1, expert_parallel=1, recompute=(Recompute.NONE, Recompute.FULL)
+        ),
     )  # fmt: skip
 
 

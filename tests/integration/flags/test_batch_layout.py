@@ -3,9 +3,16 @@
 from argparse import Namespace
 
 import pytest
+from packaging.version import Version
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags import batch_layout
+from megatron_dynapipe.integration.flags.batch_layout import (
+    batch_layouts,
+    core_attention,
+    split_backward,
+    undivided_because,
+)
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 PADDED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PADDED, BatchLayout.PACKED)
@@ -116,3 +123,50 @@ def test_small_heads_with_relative_positions_pad() -> None:
     small = args(position_embedding_type="relative", hidden_size=128)
     found = batch_layouts(small, ModelFamily.T5, on_cpu=False)
     assert found.allowed == PADDED and "wants heads of 16 channels" in found.reason
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "with_engine", "without"),
+    [
+        ({"dynapipe_attention": "auto"}, "transformer_engine", "sdpa"),
+        (OURS | {"dynapipe_attention": "auto"}, "transformer_engine", "sdpa"),
+        (OURS | {"dynapipe_attention": "auto", "window_size": (8, 0)}, "megatron", "megatron"),
+        ({}, "sdpa", "sdpa"),
+        (ENGINE, "megatron", "megatron"),
+    ],
+    ids=str,
+)
+def test_the_core_attention_is_transformer_engines_where_it_is_installed(
+    changes: dict[str, object], with_engine: str, without: str, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_layout, "HAVE_TRANSFORMER_ENGINE", installed)
+    assert core_attention(args(**changes)) == (with_engine if installed else without)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "reason"),
+    [
+        ({}, "", ""),
+        (OURS, "2.20", ""),
+        (OURS, "2.2", "Transformer Engine below 2.3"),
+        (OURS | {"gradient_accumulation_fusion": False}, "2.20", "--no-gradient-accumulation-fusion"),
+        ({"gradient_accumulation_fusion": False}, "2.20", ""),
+        ({"recompute_modules": ["mlp"]}, "", "--recompute-modules mlp"),
+        ({"use_dynapipe": True}, "", "a patched checkout"),
+    ],
+    ids=str,
+)
+def test_backward_passes_are_divided_where_layers_can(
+    changes: dict[str, object], version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_layout, "HAVE_TRANSFORMER_ENGINE", bool(version))
+    monkeypatch.setattr(batch_layout, "is_te_min_version", lambda least: Version(version) >= Version(least))
+    defaults = {"gradient_accumulation_fusion": True, "recompute_modules": None, "dynapipe_split_backward": "on"}
+    given = args(**(defaults | changes))
+    assert reason in undivided_because(given) and bool(reason) == bool(undivided_because(given))
+    if not reason:
+        assert split_backward(given) == "on"
+        return
+    with pytest.raises(ConfigError, match=f"on cannot be honoured: .*{reason}"):
+        split_backward(given)

@@ -15,10 +15,11 @@ from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.integration.models import attention as attention_module
 from megatron_dynapipe.integration.models import packed_attention
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, self_row
 from tests.integration.models.attention_ranks import config, start
-from tests.integration.models.packed_ranks import by_kernel, inputs
+from tests.integration.models.packed_ranks import by_kernel, engine_on_path, inputs
 
 ENDS = (0, 7, 12, 20)
 """Where sample 5 is cut."""
@@ -38,8 +39,9 @@ def row_of(piece: int) -> PackedRow:
     return self_row(made, RowFormat.LOCAL)
 
 
-def attention_of(groups: int) -> SdpaCoreAttention:
-    return SdpaCoreAttention(config(num_query_groups=groups), 1, AttnMaskType.causal, "self")
+def attention_of(groups: int, *, engine: bool = False) -> SdpaCoreAttention:
+    of = EngineCoreAttention if engine else SdpaCoreAttention
+    return of(config(num_query_groups=groups), 1, AttnMaskType.causal, "self")
 
 
 def in_pieces(attention: SdpaCoreAttention, whole: Heads, rest: list[Heads], *, recompute: bool) -> Heads:
@@ -58,23 +60,24 @@ def compare_all(rank: int, world_size: int, cases: list[tuple[int, bool, str]]) 
     start()
     found = []
     for groups, recompute, how in cases:
-        if how == "kernel":
+        if how in ("kernel", "engine"):
             joined = attention_module.attend_pieces_in_kernel
             with (
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
-                patch.object(packed_attention, "varlen_attn", by_kernel),
+                patch.object(packed_attention, "varlen_attn", by_kernel if how == "kernel" else None),
+                engine_on_path(),
                 patch.object(attention_module, "attend_pieces_in_kernel", side_effect=joined) as calls,
             ):
-                found.append(compare(groups, recompute=recompute))
+                found.append(compare(groups, recompute=recompute, engine=how == "engine"))
             assert calls.call_count == (len(ENDS) - 2) * (1 + recompute), "the first piece's keys are not copied"
         else:
             found.append(compare(groups, recompute=recompute, dropout=1e-12 if how == "masks" else 0.0))
     return found
 
 
-def compare(groups: int, *, recompute: bool, dropout: float = 0.0) -> list[float]:
+def compare(groups: int, *, recompute: bool, dropout: float = 0.0, engine: bool = False) -> list[float]:
     """Largest differences of results and gradients from the whole samples'."""
-    attention = attention_of(groups)
+    attention = attention_of(groups, engine=engine)
     attention.dropout = dropout
     *tensors, gradient = inputs([ENDS[-1]], [ENDS[-1]], groups)
     leaves = [tensor.requires_grad_() for tensor in tensors]

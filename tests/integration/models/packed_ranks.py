@@ -1,6 +1,9 @@
 """What the rank of the packed attention tests runs: packed rows beside the same samples one by one."""
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -13,6 +16,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.integration.models import attention as attention_module
 from megatron_dynapipe.integration.models import packed_attention
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, attention_row
 from tests.integration.models.attention_ranks import CHANNELS, HEADS, config, start
 
@@ -62,6 +66,37 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **o
     return result
 
 
+class EngineAttention:
+    """`DotProductAttention` of Transformer Engine 2.20 in format "thd", by plain formulas."""
+
+    def __init__(self, heads: int, channels: int, **given: object) -> None:
+        self.heads, self.groups, self.channels = heads, given.pop("num_gqa_groups"), channels
+        self.scale = given.pop("softmax_scale")
+        assert given == {"attention_dropout": 0.0, "qkv_format": "thd"}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: object) -> Tensor:
+        assert query.shape[1:] == (self.heads, self.channels) and key.shape[1:] == (self.groups, self.channels)
+        assert given["qkv_format"] == "thd" and given["pad_between_seqs"] is False
+        offsets = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+        mask = given["attn_mask_type"]
+        assert mask in ("padding", "padding_causal", "padding_causal_bottom_right")
+        if mask == "padding_causal":  # from the top left
+            assert torch.equal(*offsets)
+        window = (-1, -1) if mask == "padding" else (-1, 0)
+        longest = given["max_seqlen_q"], given["max_seqlen_kv"]
+        attended = by_kernel(query, key, value, *offsets, *longest, scale=self.scale, window_size=window)
+        return attended.flatten(1)
+
+
+@contextlib.contextmanager
+def engine_on_path() -> Iterator[None]:
+    """Transformer Engine's package, of its attention alone."""
+    package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    inner.DotProductAttention = EngineAttention  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {"transformer_engine": package, "transformer_engine.pytorch": inner}):
+        yield
+
+
 def compare_all(rank: int, world_size: int, cases: list[Case]) -> list[list[float]]:
     start()
     return [compare(*case) for case in cases]
@@ -70,7 +105,8 @@ def compare_all(rank: int, world_size: int, cases: list[Case]) -> list[list[floa
 def compare(queries: list[int], keys: list[int], causal: bool, groups: int, biased: bool, how: str) -> list[float]:
     """Largest difference of result and gradients from the samples one by one; `how` the row is attended to."""
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
-    attention = SdpaCoreAttention(config(num_query_groups=groups), 1, kind, "self")
+    of = EngineCoreAttention if how == "engine" else SdpaCoreAttention
+    attention = of(config(num_query_groups=groups), 1, kind, "self")
     row, tensors = row_of(queries, keys), inputs(queries, keys, groups)
     longest = max(queries)
     table = torch.randn(HEADS, 2 * longest - 1) if biased else None
@@ -86,6 +122,9 @@ def compare(queries: list[int], keys: list[int], causal: bool, groups: int, bias
                 patch.object(attention_module, "kernel_takes", lambda *_, **__: True),
                 patch.object(packed_attention, "varlen_attn", by_kernel),
             ):
+                return attention(query, key, value, None, packed_seq_params=row)
+        if how == "engine":
+            with patch.object(attention_module, "kernel_takes", lambda *_, **__: True), engine_on_path():
                 return attention(query, key, value, None, packed_seq_params=row)
         return attention(query, key, value, None, packed_seq_params=row, attention_bias=bias)
 

@@ -34,4 +34,7 @@ def test_its_layers_keep_their_modules_around_our_attention():
         "sdpa False": ["EngineLinear", "SdpaCoreAttention", "padding"],
         "sdpa True": ["EngineLinear", "SdpaCoreAttention", "causal"],
         "sdpa hides": [True, False],
+        "transformer_engine False": ["EngineLinear", "EngineCoreAttention", "padding"],
+        "transformer_engine True": ["EngineLinear", "EngineCoreAttention", "causal"],
+        "transformer_engine hides": [True, False],
     }

@@ -1,5 +1,6 @@
 """Routers: terms that no partition changes, and that are Megatron's where all samples are of one length."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,3 +85,78 @@ def test_terms_are_megatrons_and_no_partition_changes_them():
     assert expected.abs().max() > 1e-3
     for name, gradient in found.items():
         assert torch.allclose(torch.tensor(gradient), expected, rtol=1e-4, atol=1e-6), name
+
+
+def experts(rank: int, world_size: int, dtype: str, counts: list[int]) -> list[list[float]]:
+    """Largest differences of results and gradients from Megatron's experts: in whole passes, and in divided ones."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_dynapipe.integration.models.divided_linears import WeightHalves
+    from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
+    from tests.integration.models.attention_ranks import config, start
+
+    start()
+    kind = getattr(torch, dtype)
+    made = config(
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=len(counts),
+        moe_ffn_hidden_size=24,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        params_dtype=kind,
+    )
+    parts = LocalSpecProvider().grouped_mlp_modules(False).keywords
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    theirs, ours = (cls(len(counts), made, pg_collection=groups, **parts) for cls in (SequentialMLP, GroupedExperts))
+    ours.load_state_dict(theirs.state_dict())
+    tokens, probs = torch.randn(sum(counts), 16, dtype=kind), torch.rand(sum(counts))
+    halves = ours.halves = WeightHalves()
+
+    def run(module: SequentialMLP) -> list[Tensor]:
+        leaves = [tokens.clone().requires_grad_(), probs.clone().requires_grad_()]
+        output, bias = module(leaves[0], torch.tensor(counts), leaves[1])
+        assert bias is None
+        (output * torch.arange(16.0).cos()).sum().backward()
+        weights = [weight for _, weight in sorted(module.named_parameters())]
+        if halves.key is not None:
+            assert all(weight.grad is None for weight in weights)
+            halves.add_weight_gradients(halves.key)
+        gradients = [weight.grad for weight in weights]
+        module.zero_grad()
+        return [output, *(leaf.grad for leaf in leaves), *gradients]
+
+    expected, found, waited = run(theirs), [], []
+    for expert in ours.local_experts:  # as hooks that gather parameters
+        expert.linear_fc2.register_forward_pre_hook(lambda linear, _: waited.append(linear))
+    for key in (None, (3, 0)):
+        halves.key = key
+        differences = [a if b is None else a - b for a, b in zip(run(ours), expected, strict=True)]
+        found.append([difference.abs().max().item() for difference in differences if difference.numel()])
+    assert len(waited) == 2 * len(counts)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 3], [0, 0]], ids=str)
+def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound):
+    given = {"dtype": dtype, "counts": counts}
+    for differences in run_ranks("tests.integration.models.test_experts:experts", 1, given)[0]:
+        assert max(differences) < bound
+
+
+def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
+    from megatron_dynapipe.integration.models.grouped_experts import takes_grouped
+
+    cuda = torch.device("cuda")
+    for capability, dtype, takes in (
+        ((9, 0), torch.bfloat16, True),
+        ((9, 0), torch.float16, False),
+        ((8, 0), torch.bfloat16, False),
+    ):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, found=capability: found)
+        assert takes_grouped(cuda, dtype) is takes
+    assert takes_grouped(torch.device("cpu"), torch.float32)

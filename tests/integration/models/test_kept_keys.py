@@ -19,6 +19,8 @@ CASES = {
     "masks, recomputed": (4, True, "masks"),
     "the kernel's arguments": (2, False, "kernel"),
     "the kernel's arguments, recomputed": (4, True, "kernel"),
+    "Transformer Engine's arguments": (2, False, "engine"),
+    "Transformer Engine's arguments, recomputed": (4, True, "engine"),
 }
 
 

@@ -24,6 +24,8 @@ CASES = {
     "Megatron's format thd": (ROW, ROW, True, 4, False, "thd"),
     "the kernel's arguments": (ROW, ROW, True, 2, False, "kernel"),
     "the kernel's arguments, to an encoder": ([3, 2, 3], [4, 4, 0], False, 4, False, "kernel"),
+    "Transformer Engine's arguments": (ROW, ROW, True, 2, False, "engine"),
+    "Transformer Engine's arguments, to an encoder": ([3, 2, 3], [4, 4, 0], False, 4, False, "engine"),
 }
 
 
@@ -208,3 +210,21 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name):
         found.append([result.detach(), *(leaf.grad for leaf in leaves)])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("error", "runs"), [(None, True), (ImportError("undefined symbol"), False)])
+def test_flash_attention_3_that_cannot_be_imported_is_said_and_left(error, runs, monkeypatch, capsys):
+    import torch
+
+    from megatron_dynapipe.integration.models import packed_attention
+
+    def activate(name):
+        assert name == "FA3"
+        if error:
+            raise error
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn_interface" or None)
+    monkeypatch.setattr(packed_attention, "activate_flash_attention_impl", activate)
+    assert packed_attention.activate_flash_3.__wrapped__(torch.device("cuda")) is runs
+    assert ("not for this PyTorch: undefined symbol; version 2 runs" in capsys.readouterr().out) is not runs

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.outputs import LOCK, lock_folder
 from megatron_dynapipe.tools.elastic import run_folder
@@ -197,6 +198,6 @@ def test_a_file_system_without_locks_is_named(
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(outputs.fcntl, "flock", refuse)
     lock_folder(tmp_path, wait_s=0)
     assert "cannot be locked (Operation not supported)" in capsys.readouterr().out
