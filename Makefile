@@ -20,7 +20,7 @@ help:
 	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
-	@echo "make check      lint, types, import order, documents"
+	@echo "make check      lint, types, import order, size, documents"
 	@echo "make docs       the documents as a site, in build/docs"
 	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
 
@@ -49,6 +49,7 @@ check: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTEST) tests/test_architecture.py -q
+	$(PYTHON) -W ignore scripts/count_code.py
 	$(DOCS)
 
 docs: setup

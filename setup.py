@@ -23,7 +23,7 @@ from build_backend import ZIGLANG, machine_has_compiler  # noqa: E402
 
 CORE = "megatron_dynapipe.planning._native"
 # No -ffast-math, no -march=native: a plan is the same on every machine.
-COMPILE_ARGS = ["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
+COMPILE_ARGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
 
 
 def use_zig() -> None:
@@ -43,7 +43,7 @@ class BuildCore(build_ext):
     def run(self) -> None:
         if not machine_has_compiler():
             if importlib.util.find_spec("ziglang") is None:
-                raise SystemExit(failure("no C++17 compiler works here"))
+                raise SystemExit(failure("no C++20 compiler works here"))
             use_zig()
         self.is_into_source = bool(self.inplace)  # which setuptools takes back while it compiles
         super().run()
@@ -85,7 +85,7 @@ def compile_side_by_side(compiler: Any) -> None:
 def failure(reason: str) -> str:
     return (
         f"error: the planner's native core could not be built: {reason}\n"
-        "hint: install a C++17 compiler and the headers of this Python (on Debian: apt install g++ python3-dev), or"
+        "hint: install a C++20 compiler and the headers of this Python (on Debian: apt install g++ python3-dev), or"
         f" pip install {ZIGLANG}, which brings a compiler; then install this package again"
     )
 

@@ -39,7 +39,7 @@ const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, size_t mode, bo
         made_.pop_back();
         return nullptr;
     }
-    for (size_t v = 0; v < problem_.layers.size(); ++v) batch.work += batch.costs->forward[v] + batch.costs->backward[v];
+    for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += batch.costs->forward[v] + batch.costs->backward[v];
     batch.samples = std::move(samples);
     return &batch;
 }

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "arguments.h"
 #include "arrays.h"
 #include "checks.h"
 #include "chosen.h"
@@ -23,16 +24,15 @@ namespace dynapipe {
 using namespace nb::literals;
 namespace {
 
-using Values = Array<int64_t, 4>;
-using Mode = std::tuple<Ints, Ints, Ints, Values, Values>;  // sizes, inputs, targets, values, separate values
-using StageValues = Array<int64_t, 5>;                      // a mode's values by virtual stage
-// Positions of a row: inputs, targets, linear part; of a sample: inputs, targets, attention. Empty where not measured.
-using PackedMode = std::tuple<Ints, Ints, Array<int64_t, 3>, Ints, Ints, Array<int64_t, 3>>;
-
 PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
                              bool peak_covers_backward, int64_t receive_ahead = -1, bool ordered_starts = false) {
-    PipelineShape shape{static_cast<int64_t>(model_state.size()), chunks, forward_only, copy(model_state), memory_limit,
-                        peak_covers_backward, {receive_ahead, ordered_starts}};
+    PipelineShape shape{.stages = static_cast<int64_t>(model_state.size()),
+                        .chunks = chunks,
+                        .forward_only = forward_only,
+                        .model_state = copy(model_state),
+                        .memory_limit = memory_limit,
+                        .peak_covers_backward = peak_covers_backward,
+                        .transfers = {receive_ahead, ordered_starts}};
     shape.check();
     return shape;
 }
@@ -40,60 +40,7 @@ PipelineShape pipeline_shape(int64_t chunks, const Ints& model_state, int64_t me
 // One batch: its problem and the cache of its costs, which all steps of planning share.
 class BatchProblem {
 public:
-    BatchProblem(const Ints& inputs, const Ints& targets, const Ints& input_positions, const Ints& target_positions,
-                 bool may_pad, bool may_pack, std::vector<Mode> modes, std::vector<PackedMode> packed,
-                 const Matrix& encoder_layers, const Matrix& decoder_layers, int64_t chunks, const Ints& model_state,
-                 int64_t memory_limit, const Matrix& in_flight, int64_t replicas, bool forward_only, bool peak_covers_backward,
-                 int64_t bytes_per_position, const Array<bool, 1>& decoder_forward,
-                 const Array<bool, 1>& decoder_backward, const Array<double, 1>& latency_ns,
-                 const Array<double, 1>& gbps, int64_t receive_ahead, bool ordered_starts,
-                 std::vector<StageValues> of_stages, const Array<int32_t, 1>& chains, const Ints& extras,
-                 const Ints& part_rates, int64_t division)
-        : tables_(std::move(modes)), packed_tables_(std::move(packed)), stage_tables_(std::move(of_stages)),
-          problem_{copy(inputs), copy(targets), copy(input_positions), copy(target_positions), may_pad, may_pack,
-                   {}, {}, {},
-                   pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward, receive_ahead,
-                                  ordered_starts),
-                   {bytes_per_position, copy_flags(decoder_forward), copy_flags(decoder_backward), copy(latency_ns),
-                    copy(gbps)},
-                   {in_flight.data(), in_flight.data() + in_flight.size()}, replicas, static_cast<Division>(division),
-                   copy(chains), copy(extras), copy(part_rates)} {
-        require(division >= 0 && division < static_cast<int64_t>(Division::kDivisions), "a division that there is");
-        require(in_flight.shape(1) == model_state.size(), "micro-batches in flight for every stage");
-        require(encoder_layers.shape(0) == decoder_layers.shape(0), "encoder and decoder layers of the same stages");
-        require(encoder_layers.shape(1) == 3 && decoder_layers.shape(1) == 3, "MLPs, layers and attentions");
-        const size_t stages = encoder_layers.shape(0);
-        const bool differ = !stage_tables_.empty();
-        require(!differ || (stage_tables_.size() == tables_.size() && !may_pack),
-                "stages' own costs under every recompute mode, and no packed rows with them");
-        const auto layers = [](const Matrix& of, size_t v) {
-            const int64_t* parts = of.data() + 3 * v;
-            return Layers{parts[0], parts[1], parts[2]};
-        };
-        for (size_t v = 0; v < stages; ++v) {
-            problem_.layers.push_back({layers(encoder_layers, v), layers(decoder_layers, v), v + 1 == stages,
-                                       differ ? static_cast<int64_t>(v) : -1});
-            const StageLayers& stage = problem_.layers.back();
-            for (const Layers& kind : {stage.encoder, stage.decoder})
-                if (kind.mlp != 0 || kind.attention != 0) problem_.rows = kRows;
-        }
-        for (const auto& [sizes, lengths, target_lengths, values, separate] : tables_) {
-            problem_.modes.push_back(
-                {{copy(sizes)}, {copy(lengths)}, {copy(target_lengths)}, values.data(), separate.data()});
-            problem_.modes.back().rows = problem_.rows;
-            problem_.modes.back().check(values.size(), separate.size());
-        }
-        for (size_t mode = 0; mode < stage_tables_.size(); ++mode) {
-            problem_.modes[mode].of_stages = stage_tables_[mode].data();
-            problem_.modes[mode].check_stages(stage_tables_[mode].size(), stages);
-        }
-        for (const auto& [row_inputs, row_targets, linear, lengths, target_lengths, attention] : packed_tables_) {
-            problem_.packed.push_back({{copy(row_inputs)}, {copy(row_targets)}, linear.data(), {copy(lengths)},
-                                       {copy(target_lengths)}, attention.data()});
-            problem_.packed.back().rows = problem_.rows;
-            problem_.packed.back().check(linear.size(), attention.size());
-        }
-        problem_.check();
+    explicit BatchProblem(const nb::kwargs& given) : problem_(problem_of(Keywords(given))) {
         costs_ = std::make_unique<CostCache>(problem_);
     }
 
@@ -136,7 +83,7 @@ public:
 
     // As `costs`, of packed rows: samples of all rows one after another, and how many each has.
     std::tuple<Out, std::vector<bool>> packed_costs(const Ints& samples, const Ints& sizes, const Ints& modes) {
-        const size_t count = sizes.size(), stages = problem_.layers.size();
+        const size_t count = sizes.size(), stages = problem_.modules.size();
         require(modes.size() == count, "a mode for every row");
         Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
@@ -166,19 +113,15 @@ public:
     // [kCosts * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
     std::tuple<Out, std::vector<bool>> costs(const Ints& sizes, const Ints& inputs, const Ints& targets,
                                              const Ints& modes) {
-        const size_t count = sizes.size(), stages = problem_.layers.size();
+        const size_t count = sizes.size(), stages = problem_.modules.size();
         require(inputs.size() == count && targets.size() == count && modes.size() == count,
                 "a size, lengths and a mode for every micro-batch");
         Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
         const std::lock_guard<std::mutex> guard(mutex_);
         for (size_t i = 0; i < count; ++i) {
-            const Shape shape{sizes.data()[i], inputs.data()[i], targets.data()[i]};
             const int64_t mode = modes.data()[i];
-            require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
-            require(shape.size >= 1 && shape.size <= kLargestCoordinate, "sizes from 1 to 2^20");
-            for (int64_t length : {shape.input, shape.target})
-                require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+            const Shape shape = checked_shape(sizes.data()[i], inputs.data()[i], targets.data()[i], mode);
             const CostRow& row = costs_->row(mode, shape);
             covered[i] = row.covered;
             for (size_t kind = 0; kind < kCosts; ++kind)
@@ -187,7 +130,22 @@ public:
         return {to_numpy(std::move(rows), kCosts * count), std::move(covered)};
     }
 
+    // The first virtual stage on which a padded micro-batch has no costs, or -1.
+    int64_t uncovered_stage(int64_t size, int64_t input, int64_t target, int64_t mode) {
+        const Shape shape = checked_shape(size, input, target, mode);
+        const std::lock_guard<std::mutex> guard(mutex_);
+        return costs_->uncovered_stage(mode, shape);
+    }
+
 private:
+    Shape checked_shape(int64_t size, int64_t input, int64_t target, int64_t mode) const {
+        require(mode >= 0 && mode < static_cast<int64_t>(problem_.modes.size()), "modes that there are");
+        require(size >= 1 && size <= kLargestCoordinate, "sizes from 1 to 2^20");
+        for (int64_t length : {input, target})
+            require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
+        return {size, input, target};
+    }
+
     Integers checked_order(const Ints& order) const {
         std::vector<bool> seen(problem_.samples());
         const Integers places = copy(order);
@@ -216,16 +174,13 @@ private:
         return partition;
     }
 
-    const std::vector<Mode> tables_;  // keep the values alive
-    const std::vector<PackedMode> packed_tables_;
-    const std::vector<StageValues> stage_tables_;
     Problem problem_;
     std::unique_ptr<CostCache> costs_;
     std::unique_ptr<Begun> begun_;
     std::mutex mutex_;  // of the cache and of what was begun
 };
 
-// Rows of a ScheduleProblem: forward, backward, stored, peak, forward transfer, backward transfer, second half.
+// Rows of a ScheduleProblem, as kCostNames names them.
 std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virtual_stages) {
     require(arrays.size() == kCosts, "seven arrays of costs");
     std::vector<PassCosts> costs;
@@ -245,7 +200,7 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
     return costs;
 }
 
-std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
+std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
                                                            const Ints& model_state, bool forward_only,
                                                            const Matrix& order, bool queue_links,
                                                            bool peak_covers_backward, int64_t receive_ahead,
@@ -265,7 +220,7 @@ std::tuple<Out, Out, Integers, int64_t, bool> run_simulate(const std::vector<Mat
         run = simulate(shape, costs, passes, queue_links);
     }
     return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
-            std::move(run.peak), run.makespan, run.stalled};
+            std::move(run.peak), run.makespan, run.stalled ? std::move(run.position) : Integers()};
 }
 
 std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(
@@ -356,21 +311,10 @@ std::tuple<std::vector<std::tuple<int64_t, Integers, Integers>>, int64_t> run_or
 
 NB_MODULE(_native, module) {
     module.doc() = "The planner's core.";
+    module.attr("CONSTANTS") = constants();
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
-        .def(nb::init<const Ints&, const Ints&, const Ints&, const Ints&, bool, bool, std::vector<Mode>,
-                      std::vector<PackedMode>, const Matrix&, const Matrix&, int64_t, const Ints&,
-                      int64_t, const Matrix&, int64_t, bool, bool, int64_t, const Array<bool, 1>&,
-                      const Array<bool, 1>&, const Array<double, 1>&, const Array<double, 1>&, int64_t, bool,
-                      std::vector<StageValues>, const Array<int32_t, 1>&, const Ints&, const Ints&, int64_t>(),
-             "inputs"_a.noconvert(), "targets"_a.noconvert(), "input_positions"_a.noconvert(),
-             "target_positions"_a.noconvert(), "may_pad"_a, "may_pack"_a, "modes"_a.noconvert(),
-             "packed"_a.noconvert(), "encoder_layers"_a.noconvert(), "decoder_layers"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(), "memory_limit"_a,
-             "in_flight"_a.noconvert(), "replicas"_a, "forward_only"_a, "peak_covers_backward"_a,
-             "bytes_per_position"_a, "decoder_forward"_a.noconvert(), "decoder_backward"_a.noconvert(),
-             "latency_ns"_a.noconvert(), "gbps"_a.noconvert(), "receive_ahead"_a = -1, "ordered_starts"_a = false,
-             "of_stages"_a = std::vector<StageValues>(), "chains"_a.noconvert(), "extras"_a.noconvert(),
-             "part_rates"_a.noconvert(), "division"_a = 0)
+        .def(nb::init<const nb::kwargs&>())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
@@ -379,10 +323,12 @@ NB_MODULE(_native, module) {
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
-             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.");
+             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.")
+        .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input_length"_a, "target_length"_a, "mode"_a,
+             "The first virtual stage on which a padded micro-batch has no costs, or -1.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false, "receive_ahead"_a = -1, "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, whether it stalled).");
+               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(),

@@ -46,7 +46,7 @@ public:
     private:
         friend class CostCache;
         const Axis* sizes_;
-        std::vector<int64_t> stage_costs_;  // [kinds][kStageRows][sizes of the grid]
+        std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;
     };
@@ -69,38 +69,43 @@ public:
     // Of a padded micro-batch. What is returned lives as long as this object.
     const CostRow& row(size_t mode, const Shape& shape);
 
+    // The first virtual stage on which a padded micro-batch has no costs, or -1.
+    int64_t uncovered_stage(size_t mode, const Shape& shape);
+
     // Of samples packed into one row, as places in the problem; every set is computed anew.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
 
-    // Of one sample in a row of so many positions like it, on the distinct kinds of stages.
+    // Of one sample in a row of so many positions like it, on every type of stage.
     struct Share {
         int64_t forward, backward, stored;
     };
-    bool shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_kind);
-    const std::vector<size_t>& kind_of() const { return kind_of_; }
-    size_t kinds() const { return kinds_.size(); }
+    bool shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_type);
+    // Stages of one type hold as many modules of every kind, in the same order: [virtual stages].
+    const std::vector<size_t>& type_of() const { return type_of_; }
+    size_t types() const { return types_.size(); }
 
 private:
-    // Costs of one kind of stage at a size: [kStageRows].
-    using StageCosts = int64_t[kStageRows];
+    // Costs of one type of stage at a size: [kStageQuantities].
+    using StageCosts = int64_t[kStageQuantities];
 
     std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
     Summary summarize(const BySize& by_size, int64_t size);
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
-    void stage_costs(const int64_t (&costs)[kRows]);
+    void stage_costs();
     void fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const;
-    bool interpolate_kind(const BySize& by_size, size_t kind, const Axis::Cell& cell, StageCosts& at) const;
+    bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
 
     const Problem& problem_;
-    std::vector<StageLayers> kinds_;  // the distinct stages
-    std::vector<size_t> kind_of_;     // [virtual stages]
+    std::vector<StageModules> types_;  // the distinct stages
+    std::vector<size_t> type_of_;      // [virtual stages]
     std::vector<std::unordered_map<int64_t, std::unique_ptr<BySize>>> by_lengths_;  // [modes]
-    struct KindSummary {
+    struct TypeSummary {
         int64_t time, stored, above;
     };
-    std::vector<KindSummary> kind_summaries_;  // [kinds], of the micro-batch being summarized
+    std::vector<TypeSummary> type_summaries_;  // [types], of the micro-batch being summarized
+    size_t ends_ = 0;  // that a type has at most
     PackedCosts packed_;
-    std::vector<int64_t> layer_costs_, by_kind_;  // buffers; `by_kind_` is [kinds][kStageRows]
+    std::vector<int64_t> module_costs_, one_size_, by_type_;  // buffers: [rows], [rows of a type], [types][kStageQuantities]
 };
 
 }  // namespace dynapipe

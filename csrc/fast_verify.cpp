@@ -337,4 +337,13 @@ Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape) {
     return verified;
 }
 
+Numbers instruction_numbers() {
+    return {{"Instruction", {{"Load", kLoad}, {"Forward", kForward}, {"Backward", kBackward}, {"SendStart", kSendStart},
+                             {"SendWait", kSendWait}, {"RecvStart", kRecvStart}, {"RecvWait", kRecvWait}, {"Free", kFree},
+                             {"BackwardInput", kBackwardInput}, {"BackwardWeight", kBackwardWeight}}},
+            {"Buffer", {{"DATA", kData}, {"INPUT", kInput}, {"OUTPUT", kOutput}, {"OUTPUT_GRAD", kOutputGrad},
+                        {"INPUT_GRAD", kInputGrad}}},
+            {"Payload", {{"ACTIVATION", kActivation}, {"GRADIENT", kGradient}}}};
+}
+
 }  // namespace dynapipe

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace dynapipe {
@@ -23,5 +24,9 @@ struct Verified {
 // `data` is one list per pipeline rank in MessagePack, as msgspec writes plan/instructions.py. Trusts nothing of it.
 // What does not hold here is left to plan/verify.py, which says what is wrong.
 Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape);
+
+// The numbers by which instructions, buffers and payloads are written: {name: {member: number}}.
+using Numbers = std::vector<std::pair<const char*, std::vector<std::pair<const char*, int64_t>>>>;
+Numbers instruction_numbers();
 
 }  // namespace dynapipe

@@ -5,6 +5,7 @@
 namespace dynapipe {
 namespace {
 
+constexpr int64_t kUnit = 1024;   // of factors of times
 constexpr int64_t kSpread = 307;  // passes take up to 30% more or less
 
 }  // namespace
@@ -20,7 +21,7 @@ int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const 
     int64_t sum = 0;
     for (Draw& draw : draws_) {
         while (draw.factors.size() < 2 * shape_.stages * costs.size())
-            draw.factors.push_back(static_cast<int32_t>(1024 - kSpread + draw.random.below(2 * kSpread + 1)));
+            draw.factors.push_back(static_cast<int32_t>(kUnit - kSpread + draw.random.below(2 * kSpread + 1)));
         sum += makespan(costs, kinds, turned, draw.factors);
     }
     return sum;
@@ -41,7 +42,7 @@ int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, con
                 const auto at = [&](int64_t place) { return turned.empty() ? place : int64_t{turned[place]}; };
                 const auto run = [&](int64_t k, int64_t ready) {
                     const int64_t factor = factors[2 * (k * stages + s) + (kind != kForwardPass)];
-                    stage.free = std::max(stage.free, ready) + costs[k]->time(kind, s) * factor / 1024;
+                    stage.free = std::max(stage.free, ready) + costs[k]->time(kind, s) * factor / kUnit;
                 };
                 if (kind == kForwardPass) {
                     const int64_t k = stage.forwards;

@@ -8,6 +8,14 @@ namespace {
 
 constexpr size_t kNowhere = ~size_t{0};
 
+// Odds, one in so many. None of them was found to matter much: what counts is that every change is drawn often enough.
+constexpr uint64_t kLayoutChanges = 4, kDivisionChanges = 4, kRuleChanges = 4;  // else a depth of the policy changes
+constexpr uint64_t kOtherReplicas = 3;                                          // of exchanges between micro-batches
+
+constexpr int64_t kFarthest = 3;      // places of an order that a short move goes
+constexpr int64_t kMostShifted = 4;   // samples that a border between padded micro-batches moves over at once
+constexpr int64_t kMostGaps = 5;      // values of `Policy::least_gap`: quarters of a second half's time, from 0
+
 // Where the padded micro-batch is that begins with a sample: (replica, place in its order).
 std::pair<size_t, size_t> owner(const std::vector<ReplicaState>& replicas, int32_t first) {
     for (size_t r = 0; r < replicas.size(); ++r)
@@ -40,53 +48,43 @@ bool Mutations::random(std::vector<ReplicaState>& replicas, std::vector<size_t>&
 
 bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     if (problem_.is_cut()) {  // links move whole, besides what single micro-batches and samples do
-        const size_t kind = random_.below(replicas.size() > 1 ? 12 : 11);
-        if (kind < 2) return reorder_link(replicas[touched[0]]);
-        if (kind == 11) return reassign_link(replicas, touched);
+        const Move move = draw(kLinkMoves, replicas.size());
+        if (move != Move::kSingle) return apply(move, replicas, touched);
     }
-    return problem_.may_pack ? mutate_packed(replicas, touched) : mutate_padded(replicas, touched);
+    return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()), replicas,
+                 touched);
 }
 
-bool Mutations::mutate_padded(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
-    ReplicaState& replica = replicas[touched[0]];
-    switch (random_.below(replicas.size() > 1 ? 10 : 8)) {
-        case 0:
-        case 1:
-        case 2: return reorder(replica);
-        case 3: return shift(replicas, touched, any(replica));
-        case 4: return split(replica);
-        case 5: return merge(replicas, touched);
-        case 6: return recompute(replica);
-        case 7: return change_policy(replica);
-        default: return reassign(replicas, touched);
-    }
+template <size_t kCount>
+Mutations::Move Mutations::draw(const std::array<Weighted, kCount>& moves, size_t replicas) {
+    int64_t weights = 0;
+    for (const Weighted& each : moves) weights += each.weight;
+    if (replicas == 1) weights -= moves.back().weight;
+    int64_t left = random_.below(weights);
+    for (const Weighted& each : moves)
+        if ((left -= each.weight) < 0) return each.move;
+    return moves.back().move;
 }
 
-bool Mutations::mutate_packed(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+bool Mutations::apply(Move move, std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     ReplicaState& replica = replicas[touched[0]];
-    switch (random_.below(replicas.size() > 1 ? 24 : 20)) {
-        case 0:
-        case 1:
-        case 2:
-        case 3: return reorder(replica);
-        case 4:
-        case 5:
-        case 6:
-        case 7:
-        case 8:
-        case 9: return move_sample(replicas, touched, false);
-        case 10:
-        case 11:
-        case 12:
-        case 13:
-        case 14: return move_sample(replicas, touched, true);
-        case 15: return split(replica);
-        case 16: return merge(replicas, touched);
-        case 17:
-        case 18: return recompute(replica);
-        case 19: return problem_.may_pad && random_.below(4) == 0 ? change_layout(replica) : change_policy(replica);
-        default: return reassign(replicas, touched);
+    switch (move) {
+        case Move::kReorder: return reorder(replica);
+        case Move::kShift: return shift(replicas, touched, any(replica));
+        case Move::kMoveSample: return move_sample(replicas, touched, false);
+        case Move::kExchangeSamples: return move_sample(replicas, touched, true);
+        case Move::kSplit: return split(replica);
+        case Move::kMerge: return merge(replicas, touched);
+        case Move::kRecompute: return recompute(replica);
+        case Move::kChangePolicy: return change_policy(replica);
+        case Move::kChangeLayoutOrPolicy:
+            return problem_.may_pad && one_in(kLayoutChanges) ? change_layout(replica) : change_policy(replica);
+        case Move::kReassign: return reassign(replicas, touched);
+        case Move::kReorderLink: return reorder_link(replica);
+        case Move::kReassignLink: return reassign_link(replicas, touched);
+        case Move::kSingle: break;
     }
+    return false;
 }
 
 bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, size_t mode, bool packed) {
@@ -97,7 +95,7 @@ bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, size_
 
 // A micro-batch other than the given one: a third of the time of another replica. The given one where there is none.
 Mutations::Place Mutations::another(const std::vector<ReplicaState>& replicas, Place one) {
-    if (replicas.size() > 1 && random_.below(3) == 0) {
+    if (replicas.size() > 1 && one_in(kOtherReplicas)) {
         const size_t r = (one.replica + 1 + random_.below(replicas.size() - 1)) % replicas.size();
         if (!replicas[r].micro_batches.empty()) return {r, any(replicas[r])};
     }
@@ -114,7 +112,7 @@ bool Mutations::reorder(ReplicaState& replica) {
     if (random_.below(2)) {
         to = random_.below(count);
     } else {
-        const int64_t distance = 1 + random_.below(3);
+        const int64_t distance = 1 + random_.below(kFarthest);
         to = random_.below(2) ? from + distance : from - distance;
     }
     if (from == to || to < 0 || to >= count) return false;
@@ -167,7 +165,7 @@ bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
     const bool grow = random_.below(2);
     const int64_t room = (grow ? other : batch)->samples.size() - 1;
     if (room < 1) return false;
-    const int64_t by = 1 + random_.below(std::min<int64_t>(room, 4));
+    const int64_t by = 1 + random_.below(std::min(room, kMostShifted));
     std::vector<int32_t> mine = batch->samples, theirs = other->samples;
     if (grow) {
         mine.insert(mine.end(), theirs.begin(), theirs.begin() + by);
@@ -288,11 +286,11 @@ bool Mutations::reassign(std::vector<ReplicaState>& replicas, std::vector<size_t
 bool Mutations::change_policy(ReplicaState& replica) {
     const int64_t stages = problem_.pipeline.stages;
     if (stages < 2 || problem_.pipeline.forward_only) return false;
-    if (may_divide_ && random_.below(4) == 0) {
-        replica.policy.least_gap = (replica.policy.least_gap + 1 + random_.below(4)) % 5;
+    if (may_divide_ && one_in(kDivisionChanges)) {
+        replica.policy.least_gap = (replica.policy.least_gap + 1 + random_.below(kMostGaps - 1)) % kMostGaps;
         return true;
     }
-    if (random_.below(4) == 0) {
+    if (one_in(kRuleChanges)) {
         const int64_t rules = static_cast<int64_t>(Rule::kRules), rule = static_cast<int64_t>(replica.policy.rule);
         replica.policy.rule = static_cast<Rule>((rule + 1 + random_.below(rules - 1)) % rules);
         return true;

@@ -1,6 +1,7 @@
 // Random changes to a solution; planning/search.py says what each does.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -30,9 +31,28 @@ private:
         size_t replica, index;
     };
 
+    enum class Move { kReorder, kShift, kMoveSample, kExchangeSamples, kSplit, kMerge, kRecompute, kChangePolicy,
+                      kChangeLayoutOrPolicy, kReassign, kReorderLink, kReassignLink, kSingle };
+
+    // A change, and how many of all draws take it. The last one of a table needs several replicas.
+    struct Weighted {
+        Move move;
+        int64_t weight;
+    };
+    static constexpr std::array<Weighted, 7> kPaddedMoves{{
+        {Move::kReorder, 3}, {Move::kShift, 1}, {Move::kSplit, 1}, {Move::kMerge, 1}, {Move::kRecompute, 1},
+        {Move::kChangePolicy, 1}, {Move::kReassign, 2}}};
+    static constexpr std::array<Weighted, 8> kPackedMoves{{
+        {Move::kReorder, 4}, {Move::kMoveSample, 6}, {Move::kExchangeSamples, 5}, {Move::kSplit, 1}, {Move::kMerge, 1},
+        {Move::kRecompute, 2}, {Move::kChangeLayoutOrPolicy, 1}, {Move::kReassign, 4}}};
+    static constexpr std::array<Weighted, 3> kLinkMoves{{
+        {Move::kReorderLink, 2}, {Move::kSingle, 9}, {Move::kReassignLink, 1}}};
+
+    template <size_t kCount>
+    Move draw(const std::array<Weighted, kCount>& moves, size_t replicas);
+    bool apply(Move move, std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool one_in(uint64_t odds) { return random_.below(odds) == 0; }
     bool mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
-    bool mutate_padded(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
-    bool mutate_packed(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool reorder(ReplicaState& replica);
     bool reorder_link(ReplicaState& replica);
     bool reassign_link(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);

@@ -10,8 +10,11 @@ namespace dynapipe {
 namespace {
 
 constexpr int64_t kNothingDropped = int64_t{1} << 61;
+constexpr int64_t kSpare = 16;       // plans beyond those asked for before the best are kept
 constexpr int64_t kAlike = 3;        // labels with the same layers done and devices left that a beam holds at most
 constexpr size_t kChildren = 400000;  // of one level, before they are thinned
+constexpr size_t kThinned = 4;        // to the 4th of them
+constexpr size_t kSorted = 8;         // times as many as are kept, since few that are alike are
 
 struct Label {
     int64_t parent, layer, state, placement;
@@ -118,7 +121,7 @@ private:
             complete(label);
         } else {
             children_.push_back(label);
-            if (children_.size() > kChildren) thin(kChildren / 4);
+            if (children_.size() > kChildren) thin(kChildren / kThinned);
         }
         return true;
     }
@@ -145,7 +148,7 @@ private:
         plan.bound = label.bound;
         plan.estimate = std::max(label.bound, label.estimate);
         found_.plans.push_back(std::move(plan));
-        if (found_.plans.size() >= static_cast<size_t>(4 * most_ + 16)) finish();
+        if (found_.plans.size() >= static_cast<size_t>(kThinned * most_ + kSpare)) finish();
     }
 
     // Keep the best plans.
@@ -162,7 +165,7 @@ private:
     // Keep the best children, and few that are alike.
     void thin(size_t keep) {
         if (children_.size() <= keep) return;
-        const size_t sorted = std::min(children_.size(), 8 * keep);
+        const size_t sorted = std::min(children_.size(), kSorted * keep);
         if (sorted < children_.size())
             std::nth_element(children_.begin(), children_.begin() + sorted, children_.end());
         std::sort(children_.begin(), children_.begin() + sorted);

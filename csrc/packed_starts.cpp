@@ -16,7 +16,8 @@ using Share = CostCache::Share;
 constexpr int64_t kScale = 1024;
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
 constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
-constexpr int64_t kSmallestRow = 64;
+constexpr int64_t kSmallestRow = 64, kLeastRows = 4;  // of a replica; smaller rows than these only where batches are small
+constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
 constexpr size_t kRowSizes = 3;       // powers of two that are built, and the sizes half-way above them
 constexpr size_t kRowsCompared = 16;  // where a sample may go
 
@@ -38,7 +39,7 @@ public:
     Starts(const Problem& problem, CostCache& costs, BatchMaker& maker)
         : problem_(problem), costs_(costs), maker_(maker), in_flight_(problem.stages()) {
         const int64_t chunks = problem.chunks();
-        for (size_t v = 0; v < problem.layers.size(); ++v) {
+        for (size_t v = 0; v < problem.modules.size(); ++v) {
             const size_t stage = v % problem.stages();
             in_flight_[stage] = (static_cast<int64_t>(problem.stages() - stage)) * chunks;
         }
@@ -86,7 +87,7 @@ private:
     CostCache& costs_;
     BatchMaker& maker_;
     std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
-    std::vector<std::vector<Share>> shares_;      // [modes × samples][kinds of stages]; none where not covered
+    std::vector<std::vector<Share>> shares_;      // [modes × samples][types of stages]; none where not covered
     std::vector<size_t> mode_of_;                 // [samples]
     std::vector<int64_t> pressure_;               // [stages] memory that rows in flight take, in 2^-20 of what there is
     std::vector<MicroBatches> found_;
@@ -114,8 +115,8 @@ int64_t Starts::estimate(int64_t size, int64_t rows) {
         size_t mode = 0;
         while (mode < problem_.modes.size() && !costs_.shares(mode, maker_.sample(i), size, its)) ++mode;
         if (mode == problem_.modes.size()) return kUnreachable;
-        for (size_t v = 0; v < problem_.layers.size(); ++v)
-            work[v % problem_.stages()] += time(its[costs_.kind_of()[v]]);
+        for (size_t v = 0; v < problem_.modules.size(); ++v)
+            work[v % problem_.stages()] += time(its[costs_.type_of()[v]]);
     }
     const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
     return *std::max_element(work.begin(), work.end()) / problem_.replicas + sum / (problem_.replicas * rows);
@@ -128,7 +129,7 @@ std::vector<int64_t> Starts::row_sizes() {
     const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
     std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
     int64_t power = kSmallestRow;
-    while (power > 1 && power * problem_.replicas * 4 > total) power /= 2;
+    while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
     for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
         const int64_t rows = rows_of(every, power) / problem_.replicas;
         if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
@@ -136,7 +137,7 @@ std::vector<int64_t> Starts::row_sizes() {
     std::sort(estimated.begin(), estimated.end());
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
-        for (int64_t size : {estimated[i].second, estimated[i].second * 181 / 128}) sizes.push_back(size);
+        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]}) sizes.push_back(size);
     return sizes;
 }
 
@@ -148,9 +149,9 @@ std::vector<Option> Starts::options(int32_t sample) const {
         if (its.empty()) continue;
         Option option{mode, 0, 0};
         std::vector<int64_t> stored(problem_.stages(), 0);
-        for (size_t v = 0; v < problem_.layers.size(); ++v) {
-            option.time += time(its[costs_.kind_of()[v]]);
-            stored[v % problem_.stages()] += its[costs_.kind_of()[v]].stored;
+        for (size_t v = 0; v < problem_.modules.size(); ++v) {
+            option.time += time(its[costs_.type_of()[v]]);
+            stored[v % problem_.stages()] += its[costs_.type_of()[v]].stored;
         }
         for (size_t s = 0; s < problem_.stages() && !problem_.pipeline.forward_only; ++s)
             option.pressure = std::max(option.pressure, stored[s] / kScale * in_flight_[s] * kScale / room(s));
@@ -177,9 +178,9 @@ std::vector<Option> Starts::options(int32_t sample) const {
 void Starts::pressure_of(int32_t sample, size_t mode, int64_t rows, int64_t sign) {
     if (problem_.pipeline.forward_only) return;
     const std::vector<Share>& its = share(mode, sample);
-    for (size_t v = 0; v < problem_.layers.size(); ++v) {
+    for (size_t v = 0; v < problem_.modules.size(); ++v) {
         const size_t s = v % problem_.stages();
-        const int64_t kept = its[costs_.kind_of()[v]].stored / kScale * std::min(in_flight_[s], rows);
+        const int64_t kept = its[costs_.type_of()[v]].stored / kScale * std::min(in_flight_[s], rows);
         pressure_[s] += sign * (kept / (rows * problem_.replicas) * (kScale * kScale) / room(s));
     }
 }
@@ -248,7 +249,7 @@ void Starts::sort_chains(MicroBatches& rows) const {
 
 // Spreads samples over rows of one mode; false where one of them cannot run.
 bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out) {
-    const size_t kinds = costs_.kinds();
+    const size_t kinds = costs_.types();
     std::vector<int64_t> total(kinds, 1), load(kinds * samples.size()), heaviest(samples.size(), 0);
     for (int32_t sample : samples)
         for (size_t kind = 0; kind < kinds; ++kind) total[kind] += time(share(mode, sample)[kind]);

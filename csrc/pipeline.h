@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 namespace dynapipe {
@@ -52,6 +53,9 @@ struct PassCosts {
         }
     }
 };
-constexpr size_t kCosts = 7;  // arrays of PassCosts
+// Fields of ScheduleProblem, in the order of PassCosts.
+constexpr const char* kCostNames[] = {"forward_ns", "backward_ns", "stored_bytes", "peak_bytes",
+                                      "forward_transfer_ns", "backward_transfer_ns", "weight_ns"};
+constexpr size_t kCosts = std::size(kCostNames);
 
 }  // namespace dynapipe

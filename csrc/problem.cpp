@@ -52,20 +52,16 @@ void Problem::check() const {
         for (int64_t length : *lengths)
             require(length >= 0 && length <= kLargestCoordinate, "lengths from 0 to 2^20");
     pipeline.check();
-    require(layers.size() == stages() * chunks(), "layers of every virtual stage");
-    for (const StageLayers& stage : layers)
-        for (const Layers& kind : {stage.encoder, stage.decoder}) {  // each by itself: their sum could overflow
-            require(kind.whole >= 0 && kind.whole <= kMostLayers, "0 to 65536 layers of a kind on a stage");
-            for (int64_t half : {kind.mlp, kind.attention})
-                require(half == 0 || half == 1, "at most one MLP and one attention of a divided layer of a kind");
-        }
-    links.check(layers.size());
+    require(modules.size() == stages() * chunks(), "modules of every virtual stage");
+    links.check(modules.size());
     require(!in_flight.empty() && in_flight.size() % stages() == 0 && options() <= 26,
             "between 1 and 26 options of micro-batches in flight, for every stage");
     for (int64_t held : in_flight) require(held >= 1 && held <= 16384, "1 to 16384 micro-batches in flight");
     require(replicas >= 1 && replicas <= 65536, "1 to 65536 replicas");
     require(!modes.empty() && modes.size() <= 16, "between 1 and 16 recompute modes");
     require(packed.size() == modes.size(), "packed costs of every recompute mode");
+    for (const Grid& grid : modes) grid.check(rows.count());
+    for (const PackedGrid& grid : packed) grid.check(rows.count());
     check_chains();
 }
 
@@ -73,10 +69,8 @@ void Problem::check_chains() const {
     if (!is_cut()) return;
     require(may_pack, "packed rows, where samples are cut");
     require(chains.size() == samples(), "a chain or -1 for every sample");
-    require(extras.size() == modes.size() * samples() * kEncoderRows, "what pieces cost besides, under every mode");
-    require(part_rates.size() == modes.size() * kPartRates, "rates of a layer's parts under every mode");
-    for (int64_t rate : part_rates) require(rate >= 0 && rate <= kLargestCost, "rates from 0 to 2^42");
-    for (int64_t extra : extras) require(extra >= 0 && extra <= kLargestCost, "costs from 0 to 2^42");
+    require(extras.size() == modes.size() * samples() * kPieceRows, "what pieces cost besides, under every mode");
+    for (int64_t extra : extras) require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
     int32_t next = 0;
     for (size_t i = 0; i < samples(); ++i) {
         if (chains[i] < 0) continue;
@@ -84,6 +78,33 @@ void Problem::check_chains() const {
         require(goes_on || chains[i] == next, "chains in order, the pieces of each one after another");
         next += !goes_on;
     }
+}
+
+void Problem::choose_rows() {
+    const auto holds_more_than_zeros = [](const View& view, size_t row, size_t count) {
+        const auto values = view.values.subspan(row * (view.values.size() / count), view.values.size() / count);
+        return std::any_of(values.begin(), values.end(), [](int64_t value) { return value > 0; });
+    };
+    for (size_t row = 0; row < rows.count(); ++row) {
+        const size_t kind = row / kQuantities;
+        const int quantity = row % kQuantities;
+        const auto needs = [&](const StageModules& stage) {
+            return quantity >= kEntryStored ? stage.begins_with(kind) : stage.holds(kind);
+        };
+        if (std::none_of(modules.begin(), modules.end(), needs)) continue;
+        if (quantity == kWeight && division == Division::kOff) continue;
+        // Whether a shape is covered at all is read from times.
+        bool is_read = quantity == kForward || (is_cut() && row < kPieceRows);
+        for (const Grid& grid : modes)
+            is_read = is_read || holds_more_than_zeros(grid.values, row, rows.count()) ||
+                      holds_more_than_zeros(grid.separate, row, rows.count());
+        for (const PackedGrid& grid : packed)
+            is_read = is_read || (grid.measured() && (holds_more_than_zeros(grid.linear, row, rows.count()) ||
+                                                      holds_more_than_zeros(grid.attention, row, rows.count())));
+        if (is_read) rows.read.push_back(row);
+    }
+    require(!rows.read.empty(), "a module on some stage");
+    for (StageModules& stage : modules) stage.keep_peaks(rows);
 }
 
 }  // namespace dynapipe

@@ -21,24 +21,16 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
-// Of a layer's parts (cost/division.py): by position attention's linears and the MLP, by position and key attention's inside,
-// of forward times, backward times, and stored bytes of attention and of the MLP, each against the rest of the layer's; peaks
-// of both in bytes / kPeakUnit and, once, in bytes (all 0: the layer's); thousandths of the linears' forward that weight
-// gradients take.
-enum PartRate { kLinear, kInner, kMlp, kAttentionPeak = 12, kAttentionPeakInner, kAttentionPeakOnce, kMlpPeak, kMlpPeakOnce,
-                kWeightPerMille, kPartRates };
-constexpr int kOfForward = 0, kOfBackward = 3, kOfAttentionStored = 6, kOfMlpStored = 9;
-constexpr int64_t kPeakUnit = 64;
-
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 
 struct Problem {
     std::vector<int64_t> inputs, targets;                    // [samples] padded lengths
     std::vector<int64_t> input_positions, target_positions;  // [samples] without padding
     bool may_pad, may_pack;                                  // layouts of micro-batches that may be made
-    std::vector<Grid> modes;                                 // one layer's costs under each recompute mode
+    std::vector<Grid> modes;                                 // modules' costs under each recompute mode
     std::vector<PackedGrid> packed;                          // [modes] those of packed rows, where measured
-    std::vector<StageLayers> layers;       // [virtual stages]
+    std::vector<StageModules> modules;                       // [virtual stages]
+    bool even_two;  // whether stages have to be even in two kinds of layers, as in an encoder and in a decoder
     PipelineShape pipeline;
     Links links;
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
@@ -47,9 +39,8 @@ struct Problem {
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
-    std::vector<int64_t> extras;  // [modes][samples][kEncoderRows] what a piece costs one layer besides its share
-    std::vector<int64_t> part_rates;  // [modes][kPartRates] how the costs of a row with pieces are divided
-    int rows = kWholeRows;        // of a layer's costs that are read: kRows where a layer is divided
+    std::vector<int64_t> extras;  // [modes][samples][kPieceRows] what a piece costs modules besides its share
+    Rows rows = {};
 
     bool is_cut() const { return !chains.empty(); }
     bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }
@@ -62,6 +53,7 @@ struct Problem {
     // Whether whatever fits with `other` in flight fits with `option`.
     bool allows(size_t option, size_t other) const;
     void check() const;
+    void choose_rows();  // those that the stages need
 
 private:
     void check_chains() const;

@@ -18,16 +18,26 @@
 namespace dynapipe {
 namespace {
 
+struct Share { int64_t parts, of; };
+
 // Packed rows of a replica, on chunks, that a default search schedules on all stages, and evaluations at most.
 constexpr struct Budget {
     int64_t rows, most;
-} kBudget{230'000, 9000}, kBudgetOfBoth{190'000, 7500};  // the latter, and half more, with encoder and decoder stages
+} kBudget{230'000, 9000}, kBudgetOfTwo{190'000, 7500};  // the latter, and half more, where stages must be even in two kinds of layers
 constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500;
+constexpr Share kMoreOfTwo{3, 2};  // evaluations where stages must be even in two kinds of layers
 constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kGivenPart = 4;  // a search from a given solution takes the 4th of the evaluations
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
+constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
+constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
+
+// Forwards that stages hold beyond what fills the pipeline; of many starts each is tried with those alone that win most.
+constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kFewExtras{1, 8}, kManyExtras{0, 1, 2, 3, 4, 5, 8};
+constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict},
+    kFewRules{Rule::kBackwardFirst, Rule::kForwardFirst};
 
 class Search {
 public:
@@ -110,7 +120,7 @@ void Search::begin_padded(ReplicaState& replica) {
     std::sort(orders[3].begin(), orders[3].end(),
               [](const MicroBatch* a, const MicroBatch* b) { return a->samples[0] < b->samples[0]; });
     for (const MicroBatches& order : orders)
-        try_policies(order, {0, 1, 3, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}, replica);
+        try_policies(order, kExtras, kEveryRule, replica);
 }
 
 // Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
@@ -118,14 +128,14 @@ void Search::begin_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
     if (replica.makespan < kUnreachable) {  // One try tells which are far from the best.
-        const ReplicaState first{joined(hill(large_first)), policy(8, Rule::kForwardFirst), 0};
+        const ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), 0};
         if (evaluate(first, replica.makespan + replica.makespan / kStartMargin) >= kUnreachable) return;
     }
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
                      [](const MicroBatches& a, const MicroBatches& b) { return a[0]->mode > b[0]->mode; });
     for (const Blocks& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
-        try_policies(joined(order), {1, 8}, {Rule::kBackwardFirst, Rule::kForwardFirst}, replica);
+        try_policies(joined(order), kFewExtras, kFewRules, replica);
 }
 
 // Blocks assigned to the replicas, the longest first, each to the replica with the least work; in each small to large.
@@ -183,32 +193,27 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     return solutions;
 }
 
-// Fewer where each has more rows to schedule; more where encoder and decoder stages must both be even.
+// Fewer where each has more rows to schedule; more where stages must be even in two kinds of layers.
 int64_t Search::default_evaluations(const Solution& start) const {
     size_t most = 1;
     for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
     const int64_t rows = most * problem_.chunks();
-    const bool both = std::any_of(problem_.layers.begin(), problem_.layers.end(),
-                                  [](const StageLayers& stage) { return stage.decoder.any(); });
-    const Budget& budget = both ? kBudgetOfBoth : kBudget;
+    const Budget& budget = problem_.even_two ? kBudgetOfTwo : kBudget;
     const int64_t evaluations = std::min(std::clamp(budget.rows / rows, kLeast, budget.most), kLargeBudget / rows);
-    return both ? evaluations * 3 / 2 : evaluations;
+    return problem_.even_two ? evaluations * kMoreOfTwo.parts / kMoreOfTwo.of : evaluations;
 }
 
 // Improves the best starts in rounds, each with a part of the evaluations, until one is left.
 void Search::compete(std::vector<Solution>& solutions) {
-    struct Round {
-        size_t solutions;
-        int64_t parts, of;  // evaluations of all of them together
-    };
-    static constexpr Round kPaddedRounds[] = {{2, 2, 3}}, kPackedRounds[] = {{6, 1, 5}, {3, 1, 5}};
+    struct Round { size_t solutions; Share evaluations; };
+    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
     const auto rounds = problem_.may_pack ? std::pair(std::begin(kPackedRounds), std::end(kPackedRounds))
                                           : std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds));
     for (auto round = rounds.first; round != rounds.second; ++round) {
         solutions.resize(std::min(solutions.size(), round->solutions));
-        const int64_t share = evaluations * round->parts / round->of / static_cast<int64_t>(round->solutions);
+        const int64_t share = evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
         for (Solution& solution : solutions)
             if (share > 0) improve(solution, share);
         std::stable_sort(solutions.begin(), solutions.end(),
@@ -243,7 +248,7 @@ Found Search::improved(std::vector<Solution> solutions) {
     Found found;
     found.begun = solutions[0].slowest();
     // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
-    const int64_t part = problem_.may_pack ? 8 : 5;
+    const int64_t part = problem_.may_pack ? kJitterPartPacked : kJitterPartPadded;
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
     left_ -= robustifying;
     compete(solutions);
@@ -295,9 +300,9 @@ void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
     int64_t current_objective = current.objective(), best_objective = current_objective;
-    const int64_t margin = best_objective / 2000;
+    const int64_t margin = best_objective / kAccepted;
     evaluator_.keep(current);
-    for (int64_t idle = 0; left_ > until && idle < 1000; ++idle) {
+    for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
         Solution candidate = current;
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
@@ -327,8 +332,8 @@ void Search::robustify_policy(ReplicaState& replica) {
     if (replica.micro_batches.empty()) return;
     const int64_t makespan = replica.makespan;
     int64_t least = jittered_total(replica);
-    for (int64_t extra : {0, 1, 2, 3, 4, 5, 8}) {
-        for (Rule rule : {Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict}) {
+    for (int64_t extra : kManyExtras) {
+        for (Rule rule : kEveryRule) {
             ReplicaState candidate{replica.micro_batches, policy(extra, rule), 0};
             candidate.makespan = evaluate(candidate, makespan + 1);
             if (candidate.makespan > makespan) continue;
@@ -350,7 +355,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
     const int64_t limit = best.objective();
     evaluator_.keep(best);
     left_ = evaluations;
-    for (int64_t idle = 0; left_ > 0 && idle < 1000; ++idle) {
+    for (int64_t idle = 0; left_ > 0 && idle < kMostIdle; ++idle) {
         Solution candidate = best;
         const int64_t before = left_;
         const bool fits = change(candidate, limit);

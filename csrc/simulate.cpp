@@ -18,7 +18,9 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     run.start.assign(order.size(), 0);
     run.end.assign(order.size(), 0);
     run.peak = shape.model_state;
-    std::vector<int64_t> held = shape.model_state, free(stages, 0), idle(stages, 0), position(stages, 0), link_free(2 * stages, 0);
+    std::vector<int64_t> held = shape.model_state, free(stages, 0), idle(stages, 0), link_free(2 * stages, 0);
+    std::vector<int64_t>& position = run.position;
+    position.assign(stages, 0);
     // When a forward's input is there, a backward's gradient, and what a first half leaves to the second.
     std::vector<int64_t> input_ready(costs.size() * (last + 1), kUnknown), gradient_ready = input_ready,
         weight_ready = input_ready;

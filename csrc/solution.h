@@ -10,6 +10,9 @@
 
 namespace dynapipe {
 
+// Against the mean of all replicas: enough that no gain of the others makes up for a slower iteration of note.
+constexpr int64_t kSlowestCounts = 16;
+
 // One replica's micro-batches in the order in which they enter the pipeline, and how its passes are chosen.
 struct ReplicaState {
     MicroBatches micro_batches;
@@ -30,11 +33,11 @@ struct Solution {
     int64_t objective() const {
         int64_t sum = 0;
         for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        return slowest() + sum / static_cast<int64_t>(16 * replicas.size());
+        return slowest() + sum / static_cast<int64_t>(kSlowestCounts * replicas.size());
     }
     // The most that a replica whose makespan is 0 may take for an objective within the limit.
     int64_t most(int64_t limit) const {
-        const int64_t others = slowest(), parts = 16 * replicas.size();
+        const int64_t others = slowest(), parts = kSlowestCounts * replicas.size();
         int64_t sum = 0, low = 0, high = std::max<int64_t>(limit, 0);
         for (const ReplicaState& replica : replicas) sum += replica.makespan;
         while (low < high) {

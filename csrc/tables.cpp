@@ -16,17 +16,19 @@ Axis::Cell Axis::cell(int64_t x) const {
     return {low, high, part, part > 0 ? points[high] - points[low] : 1};
 }
 
-std::vector<int64_t> Grid::at(const int64_t* from, int64_t input, int64_t target) const {
+std::vector<int64_t> Grid::at(const Rows& rows, const View& from, int64_t input, int64_t target) const {
     const size_t n = sizes.points.size(), ni = inputs.points.size(), nt = targets.points.size();
-    std::vector<int64_t> out(kRows * n, kAbsent);
-    if (!inputs.covers(input) || !targets.covers(target)) return out;
+    if (!inputs.covers(input) || !targets.covers(target)) return std::vector<int64_t>(rows.count() * n, kAbsent);
+    std::vector<int64_t> out(rows.count() * n, 0);
     const Axis::Cell i = inputs.cell(input), t = targets.cell(target);
-    for (size_t k = 0; k < rows * n; ++k) {
-        const int64_t* low = from + (k * ni + i.low) * nt;
-        const int64_t* high = from + (k * ni + i.high) * nt;
-        const int64_t at_low = interpolate(low[t.low], high[t.low], i.part, i.width);
-        const int64_t at_high = interpolate(low[t.high], high[t.high], i.part, i.width);
-        out[k] = interpolate(at_low, at_high, t.part, t.width);
+    for (const int32_t row : rows.read) {
+        for (size_t k = row * n; k < (row + 1) * n; ++k) {
+            const int64_t* low = &from.values[(k * ni + i.low) * nt];
+            const int64_t* high = &from.values[(k * ni + i.high) * nt];
+            const int64_t at_low = interpolate(low[t.low], high[t.low], i.part, i.width);
+            const int64_t at_high = interpolate(low[t.high], high[t.high], i.part, i.width);
+            out[k] = interpolate(at_low, at_high, t.part, t.width);
+        }
     }
     return out;
 }
@@ -53,124 +55,99 @@ void check_axes(std::initializer_list<const Axis*> axes) {
     }
 }
 
-void check_costs(const int64_t* values, size_t count) {
-    for (size_t i = 0; i < count; ++i)
-        require(values[i] >= kAbsent && values[i] <= kLargestCost, "costs of a layer from 0 to 2^42");
+void check_costs(const View& view) {
+    for (const int64_t value : view.values)
+        require(value >= kAbsent && value <= kLargestCost, "costs of a module from 0 to 2^42");
 }
 
 }  // namespace
 
-bool PackedGrid::add_linear(int64_t row_input, int64_t row_target, int64_t (&out)[kRows]) const {
-    for (int row = 0; row < rows; ++row) {
-        const int64_t* plane = linear + row * row_inputs.points.size() * row_targets.points.size();
-        const int64_t value = at_point(row_inputs, row_targets, plane, row_input, row_target);
+bool PackedGrid::add_linear(const Rows& rows, int64_t row_input, int64_t row_target, std::vector<int64_t>& out) const {
+    const size_t points = row_inputs.points.size() * row_targets.points.size();
+    for (size_t i = 0; i < rows.read.size(); ++i) {
+        const int64_t value =
+            at_point(row_inputs, row_targets, &linear.values[rows.read[i] * points], row_input, row_target);
         if (value == kAbsent) return false;
-        out[row] += value;
+        out[i] += value;
     }
     return true;
 }
 
-bool PackedGrid::attention_of(int64_t input, int64_t target, int64_t (&out)[kRows]) const {
-    for (int row = 0; row < rows; ++row) {
-        const int64_t* plane = attention + row * inputs.points.size() * targets.points.size();
-        out[row] = at_point(inputs, targets, plane, input, target);
-        if (out[row] == kAbsent) return false;
+bool PackedGrid::attention_of(const Rows& rows, int64_t input, int64_t target, int64_t* out) const {
+    const size_t points = inputs.points.size() * targets.points.size();
+    for (size_t i = 0; i < rows.read.size(); ++i) {
+        out[i] = at_point(inputs, targets, &attention.values[rows.read[i] * points], input, target);
+        if (out[i] == kAbsent) return false;
     }
     return true;
 }
 
-void PackedGrid::check(size_t linear_count, size_t attention_count) const {
+void PackedGrid::check(size_t rows) const {
     if (!measured()) return;
     check_axes({&row_inputs, &row_targets, &inputs, &targets});
-    require(linear_count == kRows * row_inputs.points.size() * row_targets.points.size() &&
-                attention_count == kRows * inputs.points.size() * targets.points.size(),
+    require(linear.values.size() == rows * row_inputs.points.size() * row_targets.points.size() &&
+                attention.values.size() == rows * inputs.points.size() * targets.points.size(),
             "as many grid values as rows and axes have points");
-    check_costs(linear, linear_count);
-    check_costs(attention, attention_count);
+    check_costs(linear);
+    check_costs(attention);
 }
 
-void Grid::check(size_t value_count, size_t separate_count) const {
+void Grid::check(size_t rows) const {
     check_axes({&sizes, &inputs, &targets});
     require(sizes.points.front() >= 1, "micro-batch sizes of at least 1");
-    require(value_count == kRows * points() && separate_count == value_count,
+    require(values.values.size() == rows * points() && separate.values.size() == values.values.size(),
             "as many grid values as rows and axes have points");
-    check_costs(values, value_count);
-    check_costs(separate, separate_count);
-    require(absent_alike(values, kRows), "grid points absent from all rows or from none");
+    check_costs(values);
+    check_costs(separate);
+    for (size_t i = 0; i < values.values.size(); ++i)
+        require((values.values[i] == kAbsent) == (values.values[i % points()] == kAbsent),
+                "grid points absent from all rows or from none");
 }
 
-// Whether `planes` times the grid's points are absent where the first row of the values is.
-bool Grid::absent_alike(const int64_t* from, size_t planes) const {
-    const size_t count = points();
-    for (size_t plane = 0; plane < planes; ++plane, from += count)
-        for (size_t p = 0; p < count; ++p)
-            if ((from[p] == kAbsent) != (values[p] == kAbsent)) return false;
-    return true;
-}
-
-void Grid::check_stages(size_t count, size_t virtual_stages) const {
-    require(count == virtual_stages * kRows * points(), "grid values of every virtual stage, or of none");
-    check_costs(of_stages, count);
-    require(absent_alike(of_stages, virtual_stages * kRows), "grid points absent from all stages or from none");
-}
-
-namespace {
-
-// What layers of one kind cost together, from one layer's costs: its rows begin at `costs`, `step` apart; those of its
-// halves at `halves`.
-struct LayersCosts {
-    int64_t forward, backward, stored, weight;
-    int64_t end;  // the highest peak, above what is stored before the first of them
-};
-
-LayersCosts costs_of(const Layers& layers, const int64_t* costs, int64_t weight, const int64_t* halves, size_t step) {
-    if (!layers.any()) return {0, 0, 0, 0, 0};
-    const int64_t forward = costs[0], backward = costs[step], stored = costs[2 * step], peak = costs[3 * step];
-    LayersCosts out{layers.whole * forward, layers.whole * backward, layers.whole * stored, layers.whole * weight, 0};
-    int64_t halves_end = 0;
-    if (layers.mlp + layers.attention > 0) {
-        const int64_t attention_stored = halves[2 * step], attention_peak = halves[3 * step];
-        const int64_t mlp_stored = halves[4 * step], mlp_peak = halves[5 * step], its_weight = halves[6 * step];
-        out.forward += layers.attention * halves[0] + layers.mlp * (forward - halves[0]);
-        out.backward += layers.attention * halves[step] + layers.mlp * (backward - halves[step]);
-        out.stored += layers.attention * attention_stored + layers.mlp * mlp_stored;
-        out.weight += layers.attention * its_weight + layers.mlp * (weight - its_weight);
-        // What attention stored may still be held when what is before it peaks: recomputed in full, it is the output.
-        halves_end = std::max(layers.mlp * (mlp_peak + layers.attention * attention_stored),
-                              layers.attention * (out.stored - attention_stored + attention_peak));
+StageModules::StageModules(std::span<const int64_t> modules, size_t kinds)
+    : modules_(modules.begin(), modules.end()), counts_(kinds, 0) {
+    require(modules.size() <= kMostModules, "at most 131072 modules on a stage");
+    std::vector<std::vector<int64_t>> before(kinds);
+    for (const int64_t kind : modules_) {
+        require(kind >= 0 && kind < static_cast<int64_t>(kinds), "kinds of modules that there are");
+        before[kind] = counts_;
+        ++counts_[kind];
     }
-    out.end = std::max(halves_end, layers.whole > 0 ? out.stored - stored + peak : 0);
-    return out;
+    for (size_t kind = 0; kind < kinds; ++kind) {
+        if (!holds(kind)) continue;
+        held_.push_back(kind);
+        last_.push_back({kind, std::move(before[kind])});
+    }
 }
 
-}  // namespace
+void StageModules::keep_peaks(const Rows& rows) {
+    std::erase_if(last_, [&](const Last& last) {
+        return std::find(rows.read.begin(), rows.read.end(), last.kind * kQuantities + kPeak) == rows.read.end();
+    });
+}
 
-void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,
-                        std::vector<int64_t>& out) {
-    const int64_t h = layers.head ? 1 : 0;
+void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends,
+                                std::vector<int64_t>& out) const {
     const size_t base = out.size();
-    out.resize(base + kStageRows * sizes, kAbsent);
+    out.resize(base + (kStageQuantities + ends) * sizes, modules_.empty() ? 0 : kAbsent);
+    if (modules_.empty()) return;
     for (size_t k = 0; k < sizes; ++k) {
-        const auto at = [&](Row row) { return layer_costs[row * sizes + k]; };
-        if (at(kEncoderForward) == kAbsent) continue;
-        const auto of = [&](const Layers& kind, Row first, Row weight, Row halves) {
-            const int64_t* costs = layer_costs.data() + k;
-            return costs_of(kind, costs + first * sizes, at(weight), costs + halves * sizes, sizes);
-        };
-        const LayersCosts e = of(layers.encoder, kEncoderForward, kEncoderWeight, kEncoderAttentionForward);
-        const LayersCosts d = of(layers.decoder, kDecoderForward, kDecoderWeight, kDecoderAttentionForward);
-        const int64_t given = !layers.encoder.any() && layers.decoder.any() ? at(kEncodedStored) : 0;
-        const int64_t layers_stored = given + e.stored + d.stored;
-        int64_t stage[kStageRows] = {};
-        stage[kForward] = e.forward + d.forward + h * at(kHeadForward);
-        stage[kBackward] = e.backward + d.backward + h * at(kHeadBackward);
-        stage[kStored] = layers_stored + h * at(kHeadStored);
-        stage[kEncoderEnd] = e.end;
-        if (layers.decoder.any()) stage[kDecoderEnd] = given + e.stored + d.end;
-        stage[kHeadEnd] = h * (layers_stored + at(kHeadPeak));
-        stage[kWeight] = e.weight + d.weight;
-        if (*std::max_element(stage, stage + kStageRows) > kLargestCost) continue;
-        for (int row = 0; row < kStageRows; ++row) out[base + row * sizes + k] = stage[row];
+        const auto at = [&](size_t kind, Quantity quantity) { return costs[(kind * kQuantities + quantity) * sizes + k]; };
+        if (at(held_[0], kForward) == kAbsent) continue;
+        const int64_t entry = at(modules_[0], kEntryStored);
+        std::vector<int64_t> stage(kStageQuantities + ends, 0);
+        stage[kStored] = entry;
+        for (const size_t kind : held_)
+            for (const Quantity quantity : {kForward, kBackward, kStored, kWeight})
+                stage[quantity] += counts_[kind] * at(kind, quantity);
+        stage[kPeak] = at(modules_[0], kEntryPeak);
+        for (size_t end = 0; end < last_.size(); ++end) {
+            int64_t& peak = stage[kStageQuantities + end];
+            peak = entry + at(last_[end].kind, kPeak);
+            for (const size_t kind : held_) peak += last_[end].before[kind] * at(kind, kStored);
+        }
+        if (*std::max_element(stage.begin(), stage.end()) > kLargestCost) continue;
+        for (size_t row = 0; row < stage.size(); ++row) out[base + row * sizes + k] = stage[row];
     }
 }
 

@@ -1,31 +1,37 @@
-// Costs of one layer on a grid of micro-batch shapes, and the costs of a stage that follow from them.
-// cost/tables.py and cost/stages.py state the same rules, with the same rounding.
+// Costs of modules on a grid of micro-batch shapes, and the costs of a stage that follow from them.
+// cost/tables.py states the rules of interpolation, tests/helpers/stage_costs.py those of stages, with the same rounding.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 namespace dynapipe {
 
-enum Row { kEncoderForward, kEncoderBackward, kEncoderStored, kEncoderPeak,
-           kDecoderForward, kDecoderBackward, kDecoderStored, kDecoderPeak,
-           kHeadForward, kHeadBackward, kHeadStored, kHeadPeak, kEncodedStored,
-           kEncoderWeight, kDecoderWeight,
-           kEncoderAttentionForward, kEncoderAttentionBackward, kEncoderAttentionStored, kEncoderAttentionPeak,
-           kEncoderMlpStored, kEncoderMlpPeak, kEncoderAttentionWeight,
-           kDecoderAttentionForward, kDecoderAttentionBackward, kDecoderAttentionStored, kDecoderAttentionPeak,
-           kDecoderMlpStored, kDecoderMlpPeak, kDecoderAttentionWeight, kRows };
+// What a module costs (cost/tables.py): ns and bytes. The first five are also what a stage does.
+enum Quantity { kForward, kBackward, kStored, kPeak, kWeight, kEntryStored, kEntryPeak, kQuantities };
+constexpr int kStageQuantities = kEntryStored;
+constexpr int kPieceRows = 2 * kQuantities;  // of kinds 0 and 1, attention and MLP: what a piece of a sample adds to
 
-constexpr int kWholeRows = kEncoderAttentionForward;  // the others are of halves of layers, read only where there are any
+constexpr int64_t kMostModules = 131072;  // of a stage
 
-// A stage's peak is the largest of the three ends and `kStored`.
-enum StageRow { kForward, kBackward, kStored, kEncoderEnd, kDecoderEnd, kHeadEnd, kWeight, kStageRows };
+// Values that lie elsewhere, and what keeps them alive.
+struct View {
+    std::span<const int64_t> values;
+    std::shared_ptr<const void> owner;
+};
 
-constexpr int kEncoderRows = 4;  // the first of `Row`
+// Rows of a grid, one for each kind of module and quantity (kind * kQuantities + quantity), and those that are read:
+// the others are 0 everywhere, or no stage needs them.
+struct Rows {
+    size_t kinds = 0;
+    std::vector<int32_t> read;
 
-constexpr int64_t kMostLayers = 65536;  // of a kind on a stage
+    size_t count() const { return kinds * kQuantities; }
+};
 
 // A strictly increasing grid axis.
 struct Axis {
@@ -52,72 +58,68 @@ inline int64_t interpolate(int64_t low, int64_t high, int64_t part, int64_t widt
 
 struct Grid {
     Axis sizes, inputs, targets;
-    const int64_t* values;    // [kRows][sizes][inputs][targets]
-    const int64_t* separate;  // the same, absent from each row by itself
-    // Of models whose layers differ: [virtual stages] of such values, of one layer of each stage. Else null.
-    const int64_t* of_stages = nullptr;
-    int rows = kRows;  // that are read
+    View values;    // [rows][sizes][inputs][targets]
+    View separate;  // the same, absent from each row by itself
 
-    // Costs at every size of the grid for given lengths: [kRows][sizes], absent outside, and those that are not read.
-    std::vector<int64_t> at_lengths(int64_t input, int64_t target) const { return at(values, input, target); }
-    std::vector<int64_t> separately_at_lengths(int64_t input, int64_t target) const {
-        return at(separate, input, target);
+    // Costs at every size of the grid for given lengths: [rows][sizes], absent outside, 0 in rows that are not read.
+    std::vector<int64_t> at_lengths(const Rows& rows, int64_t input, int64_t target) const {
+        return at(rows, values, input, target);
     }
-    std::vector<int64_t> of_stage_at_lengths(size_t stage, int64_t input, int64_t target) const {
-        return at(of_stages + stage * kRows * points(), input, target);
+    std::vector<int64_t> separately_at_lengths(const Rows& rows, int64_t input, int64_t target) const {
+        return at(rows, separate, input, target);
     }
 
-    void check(size_t value_count, size_t separate_count) const;
-    void check_stages(size_t count, size_t virtual_stages) const;
+    void check(size_t rows) const;
 
 private:
-    bool absent_alike(const int64_t* from, size_t planes) const;
     size_t points() const { return sizes.points.size() * inputs.points.size() * targets.points.size(); }
-    std::vector<int64_t> at(const int64_t* from, int64_t input, int64_t target) const;
+    std::vector<int64_t> at(const Rows& rows, const View& from, int64_t input, int64_t target) const;
 };
 
-// Costs of one layer in packed rows, where they were measured: a part linear in the row's positions, and the attention
-// of each sample.
+// Costs in packed rows, where they were measured: a part linear in the row's positions, and the attention of each
+// sample.
 struct PackedGrid {
     Axis row_inputs, row_targets;  // positions of a row
-    const int64_t* linear;         // [kRows][row_inputs][row_targets]
+    View linear;                   // [rows][row_inputs][row_targets]
     Axis inputs, targets;          // positions of a sample
-    const int64_t* attention;      // [kRows][inputs][targets]
-    int rows = kRows;              // that are read
+    View attention;                // [rows][inputs][targets]
 
     bool measured() const { return !inputs.points.empty(); }
-    // False where positions lie above the grid, or a value is absent.
-    bool add_linear(int64_t row_inputs, int64_t row_targets, int64_t (&out)[kRows]) const;
-    bool attention_of(int64_t input, int64_t target, int64_t (&out)[kRows]) const;
-    void check(size_t linear_count, size_t attention_count) const;
+    // Of the rows that are read, one after another. False where positions lie above the grid, or a value is absent.
+    bool add_linear(const Rows& rows, int64_t row_inputs, int64_t row_targets, std::vector<int64_t>& out) const;
+    bool attention_of(const Rows& rows, int64_t input, int64_t target, int64_t* out) const;
+    void check(size_t rows) const;
 };
 
-// Layers of one kind on a virtual stage, in this order.
-struct Layers {
-    int64_t mlp;  // 1 where it begins with the MLP of a layer
-    int64_t whole;
-    int64_t attention;  // 1 where it ends with the attention of one
+// The modules of one virtual stage, by kind.
+class StageModules {
+public:
+    StageModules(std::span<const int64_t> modules, size_t kinds);
 
-    bool any() const { return mlp + whole + attention > 0; }
-    bool operator==(const Layers& other) const {
-        return mlp == other.mlp && whole == other.whole && attention == other.attention;
-    }
+    bool operator==(const StageModules& other) const { return modules_ == other.modules_; }
+    bool holds(size_t kind) const { return counts_[kind] > 0; }
+    bool begins_with(size_t kind) const { return !modules_.empty() && modules_[0] == static_cast<int64_t>(kind); }
+
+    // Leaves out peaks that are 0 everywhere.
+    void keep_peaks(const Rows& rows);
+    size_t ends() const { return last_.size(); }
+
+    // Costs at every size of the grid, from those of modules, [rows][sizes]: [kStageQuantities + ends][sizes], appended
+    // to `out`. A size at which a cost is above kLargestCost is absent.
+    //
+    // Times and what is stored are sums, with what the stage keeps of its input. The peak is the highest of what is
+    // stored, of that of its first module, and of the `ends`: its modules' peaks, each above what those before it store.
+    void append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends, std::vector<int64_t>& out) const;
+
+private:
+    struct Last {
+        size_t kind;
+        std::vector<int64_t> before;  // [kinds] modules before the last one of the kind
+    };
+
+    std::vector<int64_t> modules_, counts_;
+    std::vector<size_t> held_;  // kinds that are here
+    std::vector<Last> last_;    // of each kind: earlier ones have less before them
 };
-
-// Layers of one virtual stage.
-struct StageLayers {
-    Layers encoder, decoder;
-    bool head;
-    int64_t own = -1;  // the stage whose values its layers have, where layers differ
-
-    bool operator==(const StageLayers& other) const {
-        return encoder == other.encoder && decoder == other.decoder && head == other.head && own == other.own;
-    }
-};
-
-// A stage's costs at every size of the grid, from its layers': [kStageRows][sizes] appended to `out`. A size at which
-// a cost is above kLargestCost is absent.
-void append_stage_costs(const std::vector<int64_t>& layer_costs, size_t sizes, const StageLayers& layers,
-                        std::vector<int64_t>& out);
 
 }  // namespace dynapipe

@@ -194,7 +194,10 @@ Simulation Replay::run() {
         for (int64_t s = 0; s < shape_.stages; ++s)
             while (!ended(s) && advance(s)) {
             }
-    for (int64_t s = 0; s < shape_.stages; ++s) run_.stalled |= !ended(s);
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        run_.position.push_back(stages_[s].pass);
+        run_.stalled |= !ended(s);
+    }
     return std::move(run_);
 }
 

@@ -26,12 +26,12 @@ def get_requires_for_build_editable(config_settings: Mapping[str, object] | None
 
 
 def machine_has_compiler() -> bool:
-    """Whether the compiler that setuptools would take turns C++17 into an object file."""
+    """Whether the compiler that setuptools would take turns C++20 into an object file."""
     compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
-    command = [*shlex.split(compiler), "-std=c++17", "-x", "c++", "-c", "-o", os.devnull, "-"]
+    command = [*shlex.split(compiler), "-std=c++20", "-x", "c++", "-c", "-o", os.devnull, "-"]
     try:
         done = subprocess.run(
-            command, input="#include <vector>\n", text=True, capture_output=True, timeout=60, check=False
+            command, input="#include <span>\n", text=True, capture_output=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

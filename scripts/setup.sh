@@ -101,7 +101,7 @@ install_project() {  # builds the planner's native core
     step 3 "building and installing megatron-dynapipe (editable)"
     compiler=$("$PYTHON" scripts/build_backend.py)
     if [[ $compiler ]] && ! "$PYTHON" -I -c 'import ziglang' 2>/dev/null; then
-        say "no C++17 compiler works here; fetching one (ziglang, 100 MB)"
+        say "no C++20 compiler works here; fetching one (ziglang, 100 MB)"
         pip_install --quiet --no-deps "$compiler"
     fi
     PYTHONWARNINGS=ignore pip_install --quiet --no-build-isolation --no-deps --editable .

@@ -226,7 +226,7 @@ def test_where_no_compiler_works_one_is_fetched(checkout: Path) -> None:
     )
     fake_python(checkout / ".venv" / "bin" / "python", body)
     done = set_up(checkout)
-    assert "setup: no C++17 compiler works here; fetching one (ziglang, 100 MB)" in done.stderr.splitlines()
+    assert "setup: no C++20 compiler works here; fetching one (ziglang, 100 MB)" in done.stderr.splitlines()
     installs = [line for line in (checkout / "ran").read_text().splitlines() if "pip install" in line]
     assert [line for line in installs if ZIGLANG in line] == [installs[-2]]  # before the project, after the packages
 
@@ -276,8 +276,8 @@ def test_install_stops_where_no_compiler_works(project: Path) -> None:
     done = build(project)
     assert done.returncode == 1
     *_, error, hint = done.stderr.splitlines()
-    assert error == "error: the planner's native core could not be built: no C++17 compiler works here"
-    assert hint.startswith("hint: install a C++17 compiler and the headers of this Python")
+    assert error == "error: the planner's native core could not be built: no C++20 compiler works here"
+    assert hint.startswith("hint: install a C++20 compiler and the headers of this Python")
     assert f"pip install {ZIGLANG}" in hint
 
 

@@ -3,20 +3,38 @@
 The tokens of a global batch are cut into rows of the maximum length. The size of micro-batches is found in the warm-up.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.model import wrapped
 from benchmarks.throughput.rows import equal_rows
+from megatron_dynapipe.integration.models.norms import local_norm
+from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer
 from tests.helpers.stock_megatron import forward_step, model_provider
 
 SIZES = (1, 2, 4)
+
+
+def fastest_layer(device: torch.device) -> ModuleSpec:
+    """Transformer Engine's where it is, else Megatron's local one around PyTorch's attention in one kernel."""
+    args = get_args()
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+        return get_gpt_layer_with_transformer_engine_spec()  # not run yet
+    norm = local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)
+    return local_layer(get_gpt_layer_local_spec(normalization=args.normalization), norm, CoreAttention.SDPA)
 
 
 class StockJob(Job):
@@ -33,6 +51,7 @@ class StockJob(Job):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             config=config,
+            layer=fastest_layer(self._setup.device),
         ).to(device=self._setup.device, dtype=run.params_dtype)
         self._model, self._optimizer = wrapped(self._setup, module)
         config.no_sync_func = self._model.no_sync

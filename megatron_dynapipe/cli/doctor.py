@@ -115,6 +115,19 @@ def check_megatron() -> Finding:
     return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
 
 
+def check_compiler() -> Finding:
+    """What compiles kernels at run time, which GPUs need for Megatron's fused layers and for relative positions."""
+    import torch
+
+    from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
+
+    missing = missing_for_kernels()
+    if not missing:
+        return Finding("ok", "Triton, a C compiler and Python.h")
+    found = f"no {missing}, which fused layers on GPUs are compiled with"
+    return Finding("fail", found, HINT) if torch.cuda.is_available() else Finding("ok", f"{found}; runs here use none")
+
+
 def check_layers() -> Finding:
     """Transformer Engine, which Megatron's fastest layers come from."""
     return Finding("ok", _version("transformer-engine") or "not installed: Megatron's local layers are used")
@@ -212,6 +225,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("torch", check_torch),
     ("device", check_device),
     ("megatron-core", check_megatron),
+    ("compiler", check_compiler),
     ("transformer-engine", check_layers),
     ("apex", check_apex),
     ("plan store", check_store),

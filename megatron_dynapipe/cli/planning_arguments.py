@@ -140,7 +140,7 @@ def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False
     """The cost model that completed arguments name, and its device's rates; raises as `costs_and_settings`."""
     from megatron_dynapipe.cli.model_config import given_numbers, model_shape
     from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, TableCostModel
-    from megatron_dynapipe.cost.analytic import rates_of
+    from megatron_dynapipe.cost.devices import rates_of
     from megatron_dynapipe.cost.file import check_measured_model
 
     if str(args.cost_model) != ANALYTIC:

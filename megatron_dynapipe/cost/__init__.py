@@ -12,8 +12,7 @@ from megatron_dynapipe.cost.layout import (
     parse_split,
 )
 from megatron_dynapipe.cost.model import CostModel
-from megatron_dynapipe.cost.network import Links, Network, ScatterGather, boundary_bytes
-from megatron_dynapipe.cost.packed import packed_layer_costs
+from megatron_dynapipe.cost.network import Links, Network, ScatterGather
+from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.shape import Experts, ModelShape
-from megatron_dynapipe.cost.stages import StageCosts, stage_costs, stage_times
-from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, LayerState, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, CostTables, Kind, ModelState, PackedTables, Quantity

@@ -16,11 +16,20 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.division import Division, Kind, Rates, division_by_flops
+from megatron_dynapipe.cost.division import Division, LayerKind, Rates, division_by_flops
 from megatron_dynapipe.cost.format import Link
-from megatron_dynapipe.cost.halves import with_parts
+from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.cost.shape import ModelShape
-from megatron_dynapipe.cost.tables import ABSENT, EndState, IntArray, LayerState, LayerTables, PackedTables, Row
+from megatron_dynapipe.cost.tables import (
+    ABSENT,
+    PREFIX_QUANTITIES,
+    CostTables,
+    EndState,
+    IntArray,
+    ModelState,
+    PackedTables,
+    Quantity,
+)
 from megatron_dynapipe.cost.work import Floats, LayerWork, Workload
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -140,7 +149,7 @@ class AnalyticCostModel:
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         """See `CostModel.tables`."""
         layer = self.layer_work(tensor_parallel)
         t5 = self.family is ModelFamily.T5
@@ -148,23 +157,33 @@ class AnalyticCostModel:
         b = self._sizes[:, None, None].astype(float)
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
-        values = self._values(layer, b, s, t, partial(layer_costs, rates=self.rates, recompute=recompute))
-        values[:, (values > _FITS_NOWHERE).any(axis=0)] = ABSENT
-        tables = LayerTables(
-            packed=self._packed(layer, recompute),
+        divisions = self._divisions(recompute)
+        dividing = Dividing(
+            divisions=divisions,
+            inputs=self._lengths,
+            targets=targets,
+            weights=recompute is not Recompute.FULL,
+            sizes=self._sizes[:, None, None],
+        )
+        values = dividing.modules(
+            self._layers(layer, b, s, t, partial(layer_costs, rates=self.rates, recompute=recompute))
+        )
+        values[:, :, (values == ABSENT).any(axis=(0, 1))] = ABSENT
+        return CostTables(
+            kinds=kinds_of(divisions),
+            packed=self._packed(layer, recompute, divisions),
             sizes=self._sizes,
             inputs=self._lengths,
             targets=targets,
-            values=values.astype(np.int64),
-            state=self._state(tensor_parallel),
+            values=values,
+            state=self._state(tensor_parallel, divisions),
             peak_covers_backward=True,
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
             exchange_bytes=self._exchange_bytes(tensor_parallel),
-            division=self._division(recompute),
+            division=divisions["encoder"],
         )
-        return with_parts(tables, recompute)
 
-    def _values(
+    def _layers(
         self,
         layer: LayerWork,
         b: Floats,
@@ -173,29 +192,27 @@ class AnalyticCostModel:
         costs: Callable[[Workload], Floats],
         *,
         ends: bool = True,
-    ) -> Floats:
-        """Costs of every kind of layer and, with `ends`, of the head and the encoder's output: `[len(Row), …]`."""
-        values = np.zeros((len(Row), *np.broadcast_shapes(b.shape, s.shape, t.shape)))
-        for first, work in self._layers(layer, b, s, t):
-            values[first : first + 4] = costs(work)
-        if ends:
-            t5 = self.family is ModelFamily.T5
-            q = t if t5 else s
-            head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
-            values[Row.HEAD_FORWARD : Row.HEAD_PEAK + 1] = np.stack(
-                np.broadcast_arrays(*head, *layer.head_memory(b, q))
-            )
-            values[Row.ENCODED_STORED] = layer.encoder(b, s).input_bytes if t5 else 0
-        return np.rint(_without_last_bits(values))
+    ) -> Layers:
+        """Costs of every kind of layer and, with `ends`, of the head and the encoder's output."""
+        t5 = self.family is ModelFamily.T5
+        works: dict[LayerKind, Workload] = {"encoder": replace(layer, shape=self.shape.dense).encoder(b, s)}
+        if t5:
+            works["decoder"] = layer.decoder(b, t, s)
+        elif self.shape.kinds > 1:
+            works["expert"] = layer.encoder(b, s)
+        found: dict[Part, Floats] = {kind: costs(work) for kind, work in works.items()}
+        q = t if t5 else s
+        head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
+        found["postprocess"] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q))) * ends
+        grids: dict[tuple[Part, Quantity], Floats] = {
+            (part, quantity): values[quantity] for part, values in found.items() for quantity in PREFIX_QUANTITIES
+        }
+        if t5:
+            grids["encoder_output", Quantity.STORED] = np.asarray(layer.encoder(b, s).input_bytes) * ends
+        shape = np.broadcast_shapes(b.shape, s.shape, t.shape)
+        return {place: _counted(np.broadcast_to(values, shape)) for place, values in grids.items()}
 
-    def _layers(self, layer: LayerWork, b: Floats, s: Floats, t: Floats) -> list[tuple[Row, Workload]]:
-        """Every kind of layer: the first of its rows, and its work."""
-        first = Row.ENCODER_FORWARD, replace(layer, shape=self.shape.dense).encoder(b, s)
-        if self.family is ModelFamily.T5:
-            return [first, (Row.DECODER_FORWARD, layer.decoder(b, t, s))]
-        return [first, (Row.EXPERT_FORWARD, layer.encoder(b, s))] if self.shape.kinds > 1 else [first]
-
-    def _packed(self, layer: LayerWork, recompute: Recompute) -> PackedTables:
+    def _packed(self, layer: LayerWork, recompute: Recompute, divisions: Mapping[LayerKind, Division]) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
         t5 = self.family is ModelFamily.T5
         rows = geometric(8, int(self._lengths[-1]) * 16, between=True)
@@ -204,9 +221,15 @@ class AnalyticCostModel:
             targets = inputs if t5 else np.zeros(1, np.int64)
             one, s, t = np.ones((1, 1)), inputs[:, None].astype(float), targets[None, :].astype(float)
             costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
-            values = self._values(layer, one, s, t, costs, ends=not inside)
-            values[values > _FITS_NOWHERE] = ABSENT
-            grids.append((inputs, targets, values.astype(np.int64)))
+            dividing = Dividing(
+                divisions=divisions,
+                inputs=inputs,
+                targets=targets,
+                weights=not inside and recompute is not Recompute.FULL,
+                linear=not inside,
+                inside=inside,
+            )
+            grids.append((inputs, targets, dividing.modules(self._layers(layer, one, s, t, costs, ends=not inside))))
         (row_inputs, row_targets, linear), (inputs, targets, attention) = grids
         return PackedTables(
             row_inputs=row_inputs,
@@ -224,8 +247,8 @@ class AnalyticCostModel:
         shared = tensor_parallel if self._sequence_parallel else 1
         return self.shape.experts.per_token * self.shape.hidden * self.rates.element_bytes // shared
 
-    def _division(self, recompute: Recompute) -> Mapping[Kind, Division]:
-        def of(shape: ModelShape) -> dict[Kind, Division]:
+    def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
+        def of(shape: ModelShape) -> dict[LayerKind, Division]:
             found = division_by_flops(
                 shape.hidden,
                 shape.query_channels,
@@ -243,19 +266,22 @@ class AnalyticCostModel:
             return {"encoder": msgspec.structs.replace(found["encoder"], stored=(kept, kept))}
 
         if self.shape.kinds == 1:
-            return of(self.shape)
+            known = of(self.shape)
+            return known if self.family is ModelFamily.T5 else {"encoder": known["encoder"]}
         return {"encoder": of(self.shape.dense)["encoder"], "expert": of(self.shape)["encoder"]}
 
-    def _state(self, tensor_parallel: int) -> LayerState:
+    def _state(self, tensor_parallel: int, divisions: Mapping[LayerKind, Division]) -> ModelState:
         shape, t5 = self.shape, self.family is ModelFamily.T5
         attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
         dense = shape.dense.mlp_parameters(tensor_parallel)
         norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
         rows = shape.rows(tensor_parallel) // tensor_parallel
-        return LayerState(
+        layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
+        if t5 or shape.kinds > 1:
+            layers["decoder" if t5 else "expert"] = 2 * ((1 + t5) * attention + mlp)
+        return ModelState(
             embedding_bytes=2 * rows * shape.hidden,
-            encoder_bytes=2 * (attention + dense),
-            decoder_bytes=2 * ((1 + t5) * attention + mlp) if t5 or shape.kinds > 1 else 0,
+            modules=parameter_bytes(layers, divisions),
             expert_bytes=2 * shape.expert_parameters(tensor_parallel),
             ends=EndState(
                 tied=shape.tied,
@@ -345,46 +371,13 @@ def geometric(first: int, last: int, *, between: bool = False) -> IntArray:
     return np.array(sorted(points), np.int64)
 
 
+def _counted(values: Floats) -> IntArray:
+    """Whole ns or bytes, `ABSENT` where a micro-batch counts as infeasible."""
+    counted = np.rint(_without_last_bits(values))
+    return np.asarray(np.where(counted > _FITS_NOWHERE, ABSENT, counted), np.int64)
+
+
 def _without_last_bits(values: Floats) -> Floats:
     """Round to 24 bits, so that the last bits of powers, which differ between machines, decide nothing."""
     mantissa, exponent = np.frexp(values)
     return np.asarray(np.ldexp(np.rint(mantissa * 2.0**24), exponent - 24))
-
-
-_PRODUCTS, _TRAFFIC = 0.7, 0.52
-
-_PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # part of the name, TFLOP/s, GB/s of memory, GB/s to the other devices of a node (one direction)
-    ("GB200", 2500, 8000, 900),
-    ("B200", 2250, 8000, 900),
-    ("H200", 989, 4800, 450),
-    ("GH200", 989, 4000, 450),
-    ("H100 PCIe", 756, 2000, 300),
-    ("H100", 989, 3350, 450),
-    ("H800", 989, 3350, 200),
-    ("A100-SXM4-80GB", 312, 2039, 300),
-    ("A100", 312, 1555, 300),
-    ("A800", 312, 2039, 200),
-    ("L40S", 362, 864, 32),
-    ("L40", 181, 864, 32),
-    ("A10G", 70, 600, 32),
-    ("A10", 125, 600, 32),
-    ("V100", 125, 900, 150),
-    ("RTX 4090", 165, 1008, 32),
-    ("RTX 3090", 71, 936, 32),
-)
-"""The first row whose text is in a device's name counts."""
-
-
-def rates_of(name: str) -> DeviceRates | None:
-    """Rates of a device in half precision, by the name that CUDA gives it; None if it is not in the table."""
-    folded = name.casefold()
-    for known, tflops, memory, links in _PEAKS:
-        if known.casefold() in folded:
-            return msgspec.structs.replace(
-                A100_RATES,
-                flops_per_second=tflops * 1e12 * _PRODUCTS,
-                bytes_per_second=memory * 1e9 * _TRAFFIC,
-                link_bytes_per_second=links * 1e9 * 2 / 3,
-            )
-    return None

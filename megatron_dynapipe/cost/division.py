@@ -15,7 +15,7 @@ own proportion of what the layer stores; their peaks are at different times, and
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -27,7 +27,7 @@ PEAK_UNIT = 64
 """Integers of `Peak` in a byte, but for `once`."""
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
-Kind = Literal["encoder", "decoder", "expert"]
+LayerKind = Literal["encoder", "decoder", "expert"]
 """Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 
 _STORED = (13, 21)
@@ -43,17 +43,6 @@ class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     inner: _Rate
     mlp: _Rate
     memory: _Rate = 0
-
-    def parts(self, own: Sequence[int], keys: Sequence[int], encoder: Sequence[int] = ()) -> tuple[int, int, int]:
-        """In the same unit what some samples cost in attention's linears, attention's inside and the MLP.
-
-        Args:
-            own: positions of each sample.
-            keys: of what its attention reads: those of the pieces before it and its own, and the encoder's.
-            encoder: positions of the encoder's output of each, for a decoder.
-        """
-        positions, pairs = sum(own), sum(n * k for n, k in zip(own, keys, strict=True))
-        return self.linear * positions + self.memory * sum(encoder), self.inner * pairs, self.mlp * positions
 
 
 class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -101,7 +90,7 @@ def division_by_flops(
     *,
     key_value_channels: int | None = None,
     ffn_parameters: int | None = None,
-) -> Mapping[Kind, Division]:
+) -> Mapping[LayerKind, Division]:
     """The division of a layer that was not measured.
 
     Args:

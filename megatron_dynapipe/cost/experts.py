@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dynapipe.cost.network import Network
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, Row
+from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, EXPERT_MLP, CostTables, IntArray, Quantity
 from megatron_dynapipe.units import Recompute
 
 IMBALANCE = 1.25
@@ -31,9 +31,9 @@ class ExpertParallel(NamedTuple):
 
 
 def with_expert_parallel(
-    tables: LayerTables, parallel: ExpertParallel, network: Network, recompute: Recompute
-) -> LayerTables:
-    """The tables of layers whose experts are shared, from those of layers that have all experts on each rank.
+    tables: CostTables, parallel: ExpertParallel, network: Network, recompute: Recompute
+) -> CostTables:
+    """The tables of modules whose experts are shared, from those of modules that have all experts on each rank.
 
     Args:
         tables: of a model; those without experts, or already with an exchange, stay as they are.
@@ -41,14 +41,14 @@ def with_expert_parallel(
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
     """
-    tables = _in_any_order(tables)
     state, ranks = tables.state, parallel.ranks
-    if not state.expert_bytes or ranks == 1 or state.expert_parallel > 1:
+    kind = state.expert_kind
+    if kind is None or ranks == 1 or state.expert_parallel > 1:
         return tables
-    kind = "EXPERT" if state.decoder_bytes else "ENCODER"
     elsewhere = state.expert_bytes - state.expert_bytes // ranks
-    layer = "decoder_bytes" if kind == "EXPERT" else "encoder_bytes"
-    more = _More(kind, parallel, network, tables.exchange_bytes, recompute)
+    # Where all layers have experts, the peak of a layer is that of its attention's (`cost.modules`).
+    experts, peak = (tables.kinds.index(each) for each in (kind, EXPERT_MLP if kind == EXPERT_MLP else ATTENTION))
+    more = _More(experts, peak, parallel, network, tables.exchange_bytes, recompute)
     packed = tables.packed
     if packed is not None:
         packed = replace(packed, linear=more.of(packed.linear, packed.row_inputs[:, None]))
@@ -60,56 +60,43 @@ def with_expert_parallel(
         packed=packed,
         state=replace(
             state,
-            **{layer: getattr(state, layer) - elsewhere},
+            modules={**state.modules, kind: state.modules[kind] - elsewhere},
             expert_bytes=state.expert_bytes // ranks,
             expert_parallel=ranks,
         ),
     )
 
 
-def _in_any_order(tables: LayerTables) -> LayerTables:
-    """The tables with peaks of expert layers that hold for a stage that ends with another, where a model has both.
-
-    Stages add the peak of their last encoder layer to what encoder layers before it keep, as if all came first.
-    """
-    if not tables.state.expert_bytes or not tables.state.decoder_bytes:
-        return tables
-
-    def covered(values: IntArray) -> IntArray:
-        result = values.copy()
-        other = values[Row.EXPERT_STORED] + values[Row.ENCODER_PEAK] - values[Row.ENCODER_STORED]
-        absent = (values[[Row.EXPERT_PEAK, Row.ENCODER_PEAK, Row.ENCODER_STORED]] == ABSENT).any(axis=0)
-        result[Row.EXPERT_PEAK] = np.where(absent, values[Row.EXPERT_PEAK], np.maximum(values[Row.EXPERT_PEAK], other))
-        result[[Row.EXPERT_ATTENTION_PEAK, Row.EXPERT_MLP_PEAK]] = result[Row.EXPERT_PEAK]
-        return result
-
-    packed = None if tables.packed is None else replace(tables.packed, linear=covered(tables.packed.linear))
-    separate = None if tables.separate is None else covered(tables.separate)
-    return replace(tables, values=covered(tables.values), separate=separate, packed=packed)
-
-
 class _More(NamedTuple):
-    kind: str
+    experts: int
+    """The kind of modules with experts."""
+    peak: int
+    """The kind that has their layer's peak."""
     parallel: ExpertParallel
     network: Network
     exchange_bytes: int
     recompute: Recompute
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
-        """Rows of a grid, with those of the layers with experts raised at so many positions."""
+        """A grid's values with those of modules with experts raised at so many positions."""
         result, exchange = values.copy(), np.rint(self._exchange_ns(positions)).astype(np.int64)
-        passes = {"FORWARD": 2, "BACKWARD": 4 if self.recompute is Recompute.FULL else 2}
         more = round((self.parallel.imbalance - 1) * 1000)
-        for way, times in passes.items():
-            layer = values[Row[f"{self.kind}_{way}"]]
-            mlp = layer - values[Row[f"{self.kind}_ATTENTION_{way}"]]
-            result[Row[f"{self.kind}_{way}"]] = np.where(
-                layer == ABSENT, ABSENT, layer + (mlp * more + 500) // 1000 + times * exchange
+        for quantity, times in (
+            (Quantity.FORWARD, 2),
+            (Quantity.BACKWARD, 4 if self.recompute is Recompute.FULL else 2),
+        ):
+            mlp = values[self.experts, quantity]
+            result[self.experts, quantity] = np.where(
+                mlp == ABSENT, ABSENT, mlp + (mlp * more + 500) // 1000 + times * exchange
             )
-        kept = values[Row[f"{self.kind}_MLP_STORED"]] * more // 1000
-        for row in ("STORED", "MLP_STORED", "PEAK", "MLP_PEAK"):
-            before = values[Row[f"{self.kind}_{row}"]]
-            result[Row[f"{self.kind}_{row}"]] = np.where(before == ABSENT, ABSENT, before + kept)
+        kept = values[self.experts, Quantity.STORED] * more // 1000
+        for kind, quantity in (
+            (self.experts, Quantity.STORED),
+            (self.peak, Quantity.PEAK),
+            (self.experts, Quantity.ENTRY_PEAK),
+        ):
+            before = values[kind, quantity]
+            result[kind, quantity] = np.where(before == ABSENT, ABSENT, before + kept)
         return result
 
     def _exchange_ns(self, positions: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.cost.division import Division, LayerKind
 from megatron_dynapipe.cost.format import (
     PARTS,
     CostEntry,
@@ -23,17 +24,17 @@ from megatron_dynapipe.cost.format import (
     read_points,
     unit_of,
 )
-from megatron_dynapipe.cost.halves import with_parts
+from megatron_dynapipe.cost.modules import Dividing, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import (
     ABSENT,
-    ENCODER_ROWS,
+    PREFIX_QUANTITIES,
     PREFIX_UNIT,
+    CostTables,
     IntArray,
-    LayerState,
-    LayerTables,
+    ModelState,
     PackedTables,
-    Row,
+    Quantity,
     increasing,
 )
 from megatron_dynapipe.errors import CostModelError
@@ -48,7 +49,7 @@ class TableCostModel:
 
     def __init__(self, file: CostFile, *, digest: str) -> None:
         self.file = file
-        self._tables: dict[str, LayerTables] = {}
+        self._tables: dict[str, CostTables] = {}
         self.name = file.name
         self.digest = digest
         self.family = file.family
@@ -78,7 +79,7 @@ class TableCostModel:
             model.tables(tensor_parallel=entry.tp, recompute=entry.recompute)
         return model
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         """See `CostModel.tables`."""
         key = key_of(tensor_parallel, recompute)
         if key not in self.file.keys:
@@ -89,7 +90,7 @@ class TableCostModel:
             )
         if key not in self._tables:
             where = f"cost model {self.name}, key {key}"
-            self._tables[key] = _layer_tables(self.file, self.file.keys[key], where)
+            self._tables[key] = _cost_tables(self.file, self.file.keys[key], where)
         return self._tables[key]
 
 
@@ -138,26 +139,37 @@ def _padding(tensor_parallel: int | None) -> int:
     return 1 if tensor_parallel is None else _VOCABULARY_MULTIPLE * tensor_parallel
 
 
-def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
+_Place = tuple[Part, Quantity]
+
+
+def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
     t5 = file.family is ModelFamily.T5
     tables = read_points(entry, entry.kinds, where)
+    divisions = entry.division or file.division_by_flops(entry.recompute)
     grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, t5)
-    sizes, inputs, targets, separate = grid
+    sizes, inputs, targets, layers = grid
+    divided = entry.recompute is not Recompute.FULL
+    dividing = Dividing(
+        divisions=divisions, inputs=inputs, targets=targets, weights=divided, sizes=sizes[:, None, None]
+    )
+    separate = dividing.modules(layers)
     values = separate.copy()
-    values[:, (values == ABSENT).any(axis=0)] = ABSENT
-    packed = _packed_tables(entry.packed, tables.keys(), t5, where) if entry.packed else None
+    values[:, :, (values == ABSENT).any(axis=(0, 1))] = ABSENT
+    packed = None
+    if entry.packed is not None:
+        packed = _packed_tables(entry.packed, tables.keys(), entry.packed.division or divisions, divided, t5, where)
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
-    found = LayerTables(
+    return CostTables(
+        kinds=kinds_of(dict.fromkeys(entry.kinds)),
         sizes=sizes,
         inputs=inputs,
         targets=targets,
         values=values,
-        state=LayerState(
+        state=ModelState(
+            modules=parameter_bytes({kind: state[kind] for kind in entry.kinds}, divisions),
             embedding_bytes=state["embedding"],
-            encoder_bytes=state["encoder"],
-            decoder_bytes=state.get("decoder", state.get("expert", 0)),
             expert_bytes=state.get("experts", 0),
             expert_parallel=entry.expert_parallel,
         ),
@@ -166,51 +178,61 @@ def _layer_tables(file: CostFile, entry: CostEntry, where: str) -> LayerTables:
         packed=packed,
         peak_covers_backward=file.peak_covers_backward,
         key_value_channels=file.key_value_channels // entry.tp,
-        division=entry.division or file.division_by_flops(entry.recompute),
+        division=divisions.get("encoder"),
     )
-    return with_parts(found, entry.recompute)
 
 
-def _packed_tables(entry: PackedEntry, parts: Collection[tuple[str, str]], t5: bool, where: str) -> PackedTables:
+def _packed_tables(
+    entry: PackedEntry,
+    parts: Collection[tuple[str, str]],
+    divisions: Mapping[LayerKind, Division],
+    divided: bool,
+    t5: bool,
+    where: str,
+) -> PackedTables:
     """Put the packed tables of one key on one grid of a row's positions and one of a sample's."""
     points = {PARTS[quantity][part]: both for (quantity, part), both in read_packed(entry, parts, where).items()}
     (_, row_inputs, row_targets, linear), (_, inputs, targets, attention) = (
-        _on_one_grid({row: both[which] for row, both in points.items() if both[which]}, t5) for which in range(2)
+        _on_one_grid({place: both[which] for place, both in points.items() if both[which]}, t5, like=points)
+        for which in range(2)
     )
     if not len(inputs):
         raise CostModelError(f"{where}: packed tables without the attention of samples")
+    rows = Dividing(divisions=divisions, inputs=row_inputs, targets=row_targets, weights=divided, inside=False)
+    samples = Dividing(divisions=divisions, inputs=inputs, targets=targets, weights=False, linear=False)
     return PackedTables(
         row_inputs=row_inputs,
         row_targets=row_targets,
-        linear=linear[:, 0],
+        linear=rows.modules({place: values[0] for place, values in linear.items()}),
         inputs=inputs,
         targets=targets,
-        attention=attention[:, 0],
+        attention=samples.modules({place: values[0] for place, values in attention.items()}),
         prefix=_prefix(entry, where),
-        division=entry.division,
     )
 
 
-def _on_one_grid(points: Mapping[Row, Points], t5: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Sizes, inputs and targets of all tables, and their values there: int64 `[len(Row), sizes, inputs, targets]`.
+def _on_one_grid(
+    points: Mapping[_Place, Points], t5: bool, like: Collection[_Place] = ()
+) -> tuple[IntArray, IntArray, IntArray, dict[_Place, IntArray]]:
+    """Sizes, inputs and targets of all tables, and their values there: int64 `[sizes, inputs, targets]` each.
 
-    The union of their axes leaves their interpolation unchanged.
+    The union of their axes leaves their interpolation unchanged. Tables that are only in `like` are 0.
     """
-    axes = {row: axes_of(row, t5) for row in points}
+    axes = {place: axes_of(place[0], t5) for place in points}
     sizes, inputs, targets = (
-        increasing([x[axes[row].index(d)] for row, table in points.items() if d in axes[row] for x in table])
+        increasing([x[axes[place].index(d)] for place, table in points.items() if d in axes[place] for x in table])
         for d in range(3)
     )
     whole = sizes, inputs, targets if len(targets) else np.zeros(1, np.int64)
-    values = np.zeros((len(Row), *map(len, whole)), np.int64)
-    for row, table in points.items():
-        own = _resample(table, tuple(whole[d] for d in axes[row]), unit_of(row))
-        values[row] = np.expand_dims(own, tuple(d for d in range(3) if d not in axes[row]))
+    values = {place: np.zeros(tuple(map(len, whole)), np.int64) for place in (*points, *like)}
+    for place, table in points.items():
+        own = _resample(table, tuple(whole[d] for d in axes[place]), unit_of(place[1]))
+        values[place][:] = np.expand_dims(own, tuple(d for d in range(3) if d not in axes[place]))
     return *whole, values
 
 
 def _prefix(entry: PackedEntry, where: str) -> IntArray | None:
-    """What attending to a prefix adds to each of `ENCODER_ROWS`."""
+    """What attending to a prefix adds to each of `PREFIX_QUANTITIES`."""
     found = {
         PARTS[quantity][part]: table.prefix
         for quantity in PARTS
@@ -219,9 +241,11 @@ def _prefix(entry: PackedEntry, where: str) -> IntArray | None:
     }
     if not found:
         return None
-    if found.keys() != set(ENCODER_ROWS):
+    if found.keys() != {("encoder", quantity) for quantity in PREFIX_QUANTITIES}:
         raise CostModelError(f"{where}: expected a prefix under packed times and memory of encoder alone, under each")
-    return np.array([[round(x * unit_of(row) * PREFIX_UNIT) for x in found[row]] for row in ENCODER_ROWS], np.int64)
+    return np.array(
+        [[round(x * unit_of(q) * PREFIX_UNIT) for x in found["encoder", q]] for q in PREFIX_QUANTITIES], np.int64
+    )
 
 
 def _resample(points: Points, axes: tuple[IntArray, ...], scale: int) -> IntArray:

@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost.division import Division, Kind, division_by_flops
+from megatron_dynapipe.cost.division import Division, LayerKind, division_by_flops
+from megatron_dynapipe.cost.modules import Part
 from megatron_dynapipe.cost.shape import Experts
-from megatron_dynapipe.cost.tables import LARGEST_COST, Row
+from megatron_dynapipe.cost.tables import LARGEST_COST, Quantity
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
@@ -45,34 +46,33 @@ Points = dict[tuple[int, ...], float]
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 
-PARTS: Mapping[str, Mapping[str, Row]] = {
+PARTS: Mapping[str, Mapping[str, tuple[Part, Quantity]]] = {
     "time_ms": {
-        "encoder.forward": Row.ENCODER_FORWARD,
-        "encoder.backward": Row.ENCODER_BACKWARD,
-        "decoder.forward": Row.DECODER_FORWARD,
-        "decoder.backward": Row.DECODER_BACKWARD,
-        "expert.forward": Row.EXPERT_FORWARD,
-        "expert.backward": Row.EXPERT_BACKWARD,
-        "postprocess.forward": Row.HEAD_FORWARD,
-        "postprocess.backward": Row.HEAD_BACKWARD,
+        "encoder.forward": ("encoder", Quantity.FORWARD),
+        "encoder.backward": ("encoder", Quantity.BACKWARD),
+        "decoder.forward": ("decoder", Quantity.FORWARD),
+        "decoder.backward": ("decoder", Quantity.BACKWARD),
+        "expert.forward": ("expert", Quantity.FORWARD),
+        "expert.backward": ("expert", Quantity.BACKWARD),
+        "postprocess.forward": ("postprocess", Quantity.FORWARD),
+        "postprocess.backward": ("postprocess", Quantity.BACKWARD),
     },
     "stored_activation_mb": {
-        "encoder": Row.ENCODER_STORED,
-        "decoder": Row.DECODER_STORED,
-        "expert": Row.EXPERT_STORED,
-        "postprocess": Row.HEAD_STORED,
-        "encoder_output": Row.ENCODED_STORED,
+        "encoder": ("encoder", Quantity.STORED),
+        "decoder": ("decoder", Quantity.STORED),
+        "expert": ("expert", Quantity.STORED),
+        "postprocess": ("postprocess", Quantity.STORED),
+        "encoder_output": ("encoder_output", Quantity.STORED),
     },
     "peak_activation_mb": {
-        "encoder": Row.ENCODER_PEAK,
-        "decoder": Row.DECODER_PEAK,
-        "expert": Row.EXPERT_PEAK,
-        "postprocess": Row.HEAD_PEAK,
+        "encoder": ("encoder", Quantity.PEAK),
+        "decoder": ("decoder", Quantity.PEAK),
+        "expert": ("expert", Quantity.PEAK),
+        "postprocess": ("postprocess", Quantity.PEAK),
     },
 }
-"""The tables of a key, by quantity and part, and the row of the planner's grid that each becomes. The memory of
-`postprocess`, of both quantities, and `encoder_output` may be left out: the published files say nothing of them, and
-they count as 0."""
+"""The tables of a key, by quantity and part, and what each says of which part. The memory of `postprocess`, of both
+quantities, and `encoder_output` may be left out: the published files say nothing of them, and they count as 0."""
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class PackedEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     time_ms: dict[str, PackedPart]
     stored_activation_mb: dict[str, PackedPart]
     peak_activation_mb: dict[str, PackedPart]
-    division: dict[Kind, Division] = {}
+    division: dict[LayerKind, Division] = {}
 
 
 class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,7 +124,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     expert_parallel: _Size = 1
     measured: Tables | None = None
     packed: PackedEntry | None = None
-    division: dict[Kind, Division] = {}
+    division: dict[LayerKind, Division] = {}
 
     @property
     def evidence(self) -> "CostEntry | Tables":
@@ -132,9 +132,9 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.measured or self
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LayerKind, ...]:
         """Of layers."""
-        kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
+        kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
         return tuple(kind for kind in kinds if kind in self.model_state_mb)
 
     @property
@@ -185,7 +185,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         element = 4 if self.provenance.get("dtype") == "float32" else 2
         return msgspec.json.decode(self.model["experts"], type=Experts).per_token * self._number("hidden") * element
 
-    def division_by_flops(self, recompute: Recompute) -> Mapping[Kind, Division]:
+    def division_by_flops(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         """How layers' costs are divided where that was not measured; empty where the file does not say its widths."""
         hidden, ffn = self._number("hidden"), self._number("ffn")
         channels = self._number("heads") * self._number("kv_channels")
@@ -264,7 +264,7 @@ def encode_file(file: CostFile) -> bytes:
     return data.replace(b"]],", b"]],\n").replace(b'"keys":', b'\n"keys":') + b"\n"
 
 
-def read_points(entry: CostEntry | Tables, kinds: Collection[Kind], where: str) -> dict[tuple[str, str], Points]:
+def read_points(entry: CostEntry | Tables, kinds: Collection[LayerKind], where: str) -> dict[tuple[str, str], Points]:
     """Every table of a key: {(quantity, part): points}; where a shape was measured twice, the last one counts.
 
     Raises:
@@ -283,7 +283,7 @@ def read_points(entry: CostEntry | Tables, kinds: Collection[Kind], where: str) 
     return points
 
 
-def _absent_parts(entry: CostEntry | Tables, kinds: Collection[Kind]) -> set[str]:
+def _absent_parts(entry: CostEntry | Tables, kinds: Collection[LayerKind]) -> set[str]:
     """Parts that a model with these kinds of layers does not have, and those that this entry may leave out and does."""
     others = {"decoder", "expert"} - set(kinds)
     absent = {part for rows in PARTS.values() for part in rows if part.split(".")[0] in others}
@@ -328,16 +328,16 @@ def read_packed(
     return points
 
 
-def axes_of(row: Row, t5: bool) -> tuple[int, ...]:
-    """What a row depends on, by its place among sizes, inputs and targets."""
-    if t5 and row.name.startswith("DECODER"):
+def axes_of(part: Part, t5: bool) -> tuple[int, ...]:
+    """What a part's costs depend on, by its place among sizes, inputs and targets."""
+    if t5 and part == "decoder":
         return 0, 1, 2
-    return (0, 2) if t5 and row.name.startswith("HEAD") else (0, 1)
+    return (0, 2) if t5 and part == "postprocess" else (0, 1)
 
 
-def unit_of(row: Row) -> int:
+def unit_of(quantity: Quantity) -> int:
     """Integers of a grid in the file's unit: ns in a ms, bytes in a MB."""
-    return NS_PER_MS if "FORWARD" in row.name or "BACKWARD" in row.name else BYTES_PER_MB
+    return NS_PER_MS if quantity in (Quantity.FORWARD, Quantity.BACKWARD) else BYTES_PER_MB
 
 
 def to_table(points: Points) -> Table:

@@ -3,22 +3,34 @@
     T5, 3 + 4 layers on 4 stages      encoder 0 1 │ encoder 2 decoder 0 │ decoder 1 2 │ decoder 3 head
     layers_per_stage                       2               2                  2             1
 
-A number may end in .5: that stage ends with the attention of its last layer, whose MLP the next one begins with.
+A layer is two modules, and a split a list of cuts between modules. A number may end in .5: that stage ends with the
+attention of its last layer, whose MLP the next one begins with.
 
-    GPT, 3 layers, 1.5 each      attention 0  MLP 0  attention 1 │ MLP 1  attention 2  MLP 2  head
+    GPT, 3 layers, 1.5 each      attention 0  MLP 0  attention 1 │ MLP 1  attention 2  MLP 2  head      cut at 3 of 7
 
 Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import EndState, IntArray, LayerState
+from megatron_dynapipe.cost.tables import (
+    ATTENTION,
+    DECODER_ATTENTION,
+    DECODER_MLP,
+    EXPERT_MLP,
+    HEAD,
+    MLP,
+    EndState,
+    IntArray,
+    Kind,
+    ModelState,
+)
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
@@ -106,7 +118,9 @@ class PipelineLayout:
         layers_per_stage: one number per virtual stage, in halves; each above 0 for a T5, while a GPT's embedding or
             head may have a stage to itself. A stage may hold both kinds of layer.
         chunks: virtual stages per pipeline stage.
-        expert_layers: of a GPT, those with experts where others have none: to costs, decoder layers.
+        expert_layers: of a GPT, those with experts where others have none.
+        pattern: kinds of the modules of a model that is not made of layers of two: these are then its layers, of which
+            each is one module. Empty for others.
 
     Raises:
         ConfigError: layers not of the family's kinds, or a split that does not add up to them.
@@ -118,6 +132,7 @@ class PipelineLayout:
     layers_per_stage: Split
     chunks: int = 1
     expert_layers: tuple[int, ...] = ()
+    pattern: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.encoder_layers < 1 or (self.decoder_layers < 1) == (self.family is ModelFamily.T5):
@@ -159,9 +174,28 @@ class PipelineLayout:
         )
 
     @property
-    def layers_by_kind(self) -> tuple[int, int]:
-        """Encoder layers, and decoder layers; those of experts, where others have none, among the latter."""
-        return self.encoder_layers - len(self.expert_layers), self.decoder_layers + len(self.expert_layers)
+    def modules(self) -> tuple[Kind, ...]:
+        """The model's modules in order; the head is the last."""
+        if self.pattern:
+            return (*self.pattern, HEAD)
+        layers = [(ATTENTION, MLP)] * self.encoder_layers + [(DECODER_ATTENTION, DECODER_MLP)] * self.decoder_layers
+        for layer in self.expert_layers:
+            layers[layer] = ATTENTION, EXPERT_MLP
+        return (*(kind for layer in layers for kind in layer), HEAD)
+
+    @property
+    def cuts(self) -> IntArray:
+        """Modules before each boundary between virtual stages: int64[virtual stages - 1]."""
+        counts = self.layers_per_stage if self.pattern else in_halves(self.layers_per_stage)
+        return np.cumsum(counts[:-1], dtype=np.int64)
+
+    def counts(self, kinds: Sequence[Kind]) -> IntArray:
+        """Modules of each kind on every virtual stage: int64[virtual stages, kinds]."""
+        modules = np.array([kinds.index(kind) for kind in self.modules])
+        stages = np.searchsorted(self.cuts, np.arange(len(modules)), side="right")
+        counts = np.zeros((self.virtual_stages, len(kinds)), np.int64)
+        np.add.at(counts, (stages, modules), 1)
+        return counts
 
     @property
     def virtual_stages(self) -> int:
@@ -200,30 +234,6 @@ class PipelineLayout:
         return any(count % 1 for count in self.layers_per_stage)
 
     @property
-    def encoder_parts(self) -> IntArray:
-        """Encoder layers of each virtual stage, without those of experts, as `Parts`: int64[virtual stages, 3]."""
-        whole = np.array([layers.encoder_parts for layers in self.virtual_stage_layers], np.int64)
-        return whole - self._expert_parts
-
-    @property
-    def decoder_parts(self) -> IntArray:
-        """Decoder layers of each virtual stage, or those of experts, as `Parts`: int64[virtual stages, 3]."""
-        whole = np.array([layers.decoder_parts for layers in self.virtual_stage_layers], np.int64)
-        return whole + self._expert_parts
-
-    @property
-    def _expert_parts(self) -> IntArray:
-        """Of each virtual stage, the halves and whole layers with experts, where others have none."""
-        ends = np.cumsum(in_halves(self.layers_per_stage))
-        halves = np.arange(2 * self.encoder_layers)
-        stage = np.searchsorted(ends, halves, side="right")[np.isin(halves // 2, self.expert_layers)].reshape(-1, 2)
-        parts = np.zeros((self.virtual_stages, 3), np.int64)
-        for attention, mlp in stage.tolist():
-            for where, part in ((attention, 1),) if attention == mlp else ((mlp, 0), (attention, 2)):
-                parts[where, part] += 1
-        return parts
-
-    @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
         return tuple(len(layers.decoder) > 0 for layers in self.virtual_stage_layers[:-1])
@@ -237,7 +247,7 @@ class PipelineLayout:
         """
         return tuple(len(layers.encoder) == 0 for layers in self.virtual_stage_layers[1:])
 
-    def model_state_bytes(self, state: LayerState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
+    def model_state_bytes(self, state: ModelState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
         """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
 
         For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
@@ -251,30 +261,34 @@ class PipelineLayout:
             sharded += -(-experts * 6 * state.expert_parallel // data_parallel)
         return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
 
-    def expert_bytes(self, state: LayerState) -> IntArray:
+    def expert_bytes(self, state: ModelState) -> IntArray:
         """Of one rank's experts, 2 bytes a parameter, per pipeline stage: int64[stages]."""
-        mlps = (self.decoder_parts if self.expert_layers else self.encoder_parts)[:, :2].sum(axis=1)
-        return np.asarray((mlps * state.expert_bytes).reshape(self.chunks, self.stages).sum(axis=0), np.int64)
+        return self._bytes({} if state.expert_kind is None else {state.expert_kind: state.expert_bytes})
 
-    def parameter_bytes(self, state: LayerState) -> IntArray:
+    def _bytes(self, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:
+        """Bytes of modules, and others of each virtual stage, per pipeline stage: int64[stages]."""
+        kinds = tuple(dict.fromkeys(self.modules))
+        of_kind = np.array([modules.get(kind, 0) for kind in kinds], np.int64)
+        per_stage = self.counts(kinds) @ of_kind + np.asarray(besides)
+        return np.asarray(per_stage.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
+
+    def parameter_bytes(self, state: ModelState) -> IntArray:
         """Of parameters, 2 bytes each, per pipeline stage: int64[stages].
 
         Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
         first decoder stage.
         """
-        parameters = _sum_of_parts(self.encoder_parts, state.encoder_bytes, state.encoder_attention_bytes)
-        parameters += _sum_of_parts(self.decoder_parts, state.decoder_bytes, state.decoder_attention_bytes)
+        stages = self.virtual_stage_layers
         if state.ends is not None:
-            parameters += [_outside_layers(layers, state, state.ends) for layers in self.virtual_stage_layers]
-            return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
-        parameters[0] += state.embedding_bytes
+            return self._bytes(state.modules, [_outside_layers(layers, state, state.ends) for layers in stages])
+        besides = [0] * len(stages)
+        besides[0] = state.embedding_bytes
         if self.decoder_layers:
-            starts = [layers.starts_decoder for layers in self.virtual_stage_layers]
-            parameters[starts.index(True)] += state.embedding_bytes
-        return np.asarray(parameters.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
+            besides[[layers.starts_decoder for layers in stages].index(True)] += state.embedding_bytes
+        return self._bytes(state.modules, besides)
 
 
-def _outside_layers(layers: StageLayers, state: LayerState, ends: EndState) -> int:
+def _outside_layers(layers: StageLayers, state: ModelState, ends: EndState) -> int:
     """Parameter bytes of a virtual stage besides its layers'."""
     is_t5 = layers.decoder_layers > 0
     head = layers.ends_decoder if is_t5 else layers.ends_encoder
@@ -288,12 +302,6 @@ def _outside_layers(layers: StageLayers, state: LayerState, ends: EndState) -> i
 
 def _parts(layers: range, mlp: bool, attention: bool) -> Parts:
     return Parts(int(mlp), len(layers) - mlp - attention, int(attention))
-
-
-def _sum_of_parts(parts: IntArray, layer: int, attention: int) -> IntArray:
-    """Of every stage, from what a layer and its attention count for."""
-    mlps, layers, attentions = parts.T
-    return np.asarray((mlps + layers) * layer + (attentions - mlps) * attention)
 
 
 def in_halves(split: Sequence[float]) -> list[int]:

@@ -6,12 +6,12 @@ from typing import Protocol
 import msgspec
 
 from megatron_dynapipe.cost.format import Link
-from megatron_dynapipe.cost.tables import LayerTables
+from megatron_dynapipe.cost.tables import CostTables
 from megatron_dynapipe.units import ModelFamily, Recompute
 
 
 class CostModel(Protocol):
-    """What one layer of one model costs on one kind of device."""
+    """What modules of one model cost on one kind of device."""
 
     @property
     def name(self) -> str:
@@ -37,8 +37,8 @@ class CostModel(Protocol):
     def links(self) -> Mapping[str, Link]:
         """Measured kinds of links between ranks, by the names of the file's format; empty where none was."""
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
-        """One layer's costs under the given settings.
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
+        """Modules' costs under the given settings.
 
         Raises:
             CostModelError: it does not hold that combination; the message names those it holds.

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
-from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError
 
@@ -127,18 +126,3 @@ class Network:
         """Latency in ns and rate in Gbit/s of links inside a node (true) or between nodes."""
         latency_us = np.where(same_node, self.intra_node_latency_us, self.inter_node_latency_us)
         return latency_us * 1e3, np.where(same_node, self.intra_node_gbps, self.inter_node_gbps)
-
-
-def boundary_bytes(
-    layout: PipelineLayout, hidden: int, sizes: IntArray, inputs: IntArray, targets: IntArray, element_bytes: int = 2
-) -> tuple[IntArray, IntArray]:
-    """Bytes over every boundary: (activations downstream, gradients upstream), each `[queries, virtual stages - 1]`.
-
-    These are what a cost model charges: see `PipelineLayout.decoder_state_forward` and `decoder_state_backward`.
-    """
-    input_state = (sizes * inputs * hidden * element_bytes)[:, None]
-    target_state = (sizes * targets * hidden * element_bytes)[:, None]
-    forward, backward = (
-        np.array(both, np.int64) for both in (layout.decoder_state_forward, layout.decoder_state_backward)
-    )
-    return input_state + forward * target_state, input_state + backward * target_state

@@ -1,4 +1,4 @@
-"""What a packed row costs one layer: samples one after another in a single row, attention kept apart.
+"""What a packed row costs: samples one after another in a single row, attention kept apart.
 
 Tables that were measured on packed rows give it as a part that is linear in the row's positions and attention of each
 sample. From tables of padded micro-batches it is derived: sample i is charged 1/b of a padded micro-batch of b samples
@@ -15,18 +15,18 @@ Between two sizes v is linear in b, so a share is A / positions + B. Planning re
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerTables, PackedTables, Row, at_point
+from megatron_dynapipe.cost.tables import ABSENT, CostTables, IntArray, PackedTables, Quantity, at_point
 from megatron_dynapipe.units import round_up
 
 _LARGEST_SHARE = 2**40
 _LARGEST_ROW = 2**20
 
 
-def packed_layer_costs(tables: LayerTables, inputs: IntArray, targets: IntArray) -> IntArray | None:
-    """Costs of one packed row, int64[len(Row)]; None where the tables do not cover it.
+def packed_costs(tables: CostTables, inputs: IntArray, targets: IntArray) -> IntArray | None:
+    """Modules' costs of one packed row, int64[kinds, len(Quantity)]; None where the tables do not cover it.
 
     Args:
-        tables: one layer's costs.
+        tables: modules' costs.
         inputs: int64[samples], positions of every sample's input, not rounded.
         targets: int64[samples], of its target; 0 for decoder-only models.
     """
@@ -37,15 +37,19 @@ def packed_layer_costs(tables: LayerTables, inputs: IntArray, targets: IntArray)
         return _measured(tables.packed, inputs, targets, row_inputs, row_targets)
     by_size = tables.at_lengths(inputs, targets, separate=True)
     positions = row_inputs + row_targets
-    falling, constant = [0] * len(Row), [0] * len(Row)
-    for costs, own in zip(by_size.tolist(), np.maximum(inputs + targets, 1).tolist(), strict=True):
+    rows, shape = len(tables.kinds) * len(Quantity), by_size.shape[1:3]
+    falling, constant = [0] * rows, [0] * rows
+    for costs, own in zip(
+        by_size.reshape(len(inputs), rows, -1).tolist(), np.maximum(inputs + targets, 1).tolist(), strict=True
+    ):
         if any(row[0] == ABSENT or max(row) > _LARGEST_SHARE for row in costs):
             return None
         for row, values in enumerate(costs):
             a, b = _share(values, tables.sizes.tolist(), own, positions)
             falling[row] += a
             constant[row] += b
-    return np.array([max(0, _nearest(a, positions) + b) for a, b in zip(falling, constant, strict=True)], np.int64)
+    costs_of_row = [max(0, _nearest(a, positions) + b) for a, b in zip(falling, constant, strict=True)]
+    return np.array(costs_of_row, np.int64).reshape(shape)
 
 
 def _share(values: list[int], sizes: list[int], own: int, positions: int) -> tuple[int, int]:
@@ -65,10 +69,18 @@ def _share(values: list[int], sizes: list[int], own: int, positions: int) -> tup
 def _measured(
     packed: PackedTables, inputs: IntArray, targets: IntArray, row_inputs: int, row_targets: int
 ) -> IntArray | None:
-    linear = at_point(
-        packed.linear, packed.row_inputs, packed.row_targets, np.array([row_inputs]), np.array([row_targets])
+    kinds = len(packed.linear)
+    linear, attention = (
+        at_point(values.reshape(-1, *values.shape[2:]), *grid, *lengths).reshape(-1, kinds, len(Quantity))
+        for values, grid, lengths in (
+            (
+                packed.linear,
+                (packed.row_inputs, packed.row_targets),
+                (np.array([row_inputs]), np.array([row_targets])),
+            ),
+            (packed.attention, (packed.inputs, packed.targets), (inputs, targets)),
+        )
     )
-    attention = at_point(packed.attention, packed.inputs, packed.targets, inputs, targets)
     if (linear == ABSENT).any() or (attention == ABSENT).any():
         return None
     return np.asarray(linear[0] + attention.sum(axis=0), np.int64)

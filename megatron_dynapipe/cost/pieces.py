@@ -1,4 +1,4 @@
-"""What a piece of a sample costs one layer besides a whole sample of as many positions.
+"""What a piece of a sample costs a layer besides a whole sample of as many positions.
 
 A sample is cut along its sequence into pieces that run one after another, each with the keys and values of those before
 it. With n own positions after m earlier ones a piece costs what a whole sample of n positions does, and
@@ -14,7 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import ABSENT, ENCODER_ROWS, PREFIX_UNIT, IntArray, LayerTables
+from megatron_dynapipe.cost.division import Division, Rates
+from megatron_dynapipe.cost.tables import ABSENT, PREFIX_QUANTITIES, PREFIX_UNIT, CostTables, IntArray, Quantity
+from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.units import Recompute
 
 SUMMED_IN_FP32 = 4
@@ -23,35 +25,36 @@ FP32_BYTES = 4
 
 
 @lru_cache(maxsize=8)  # asked for again with every size of pieces that is tried
-def prefix_curvatures(tables: LayerTables) -> tuple[tuple[int, int], ...]:
-    """g of each of `ENCODER_ROWS` as (numerator, denominator): ns or bytes by positions².
+def prefix_curvatures(tables: CostTables) -> tuple[tuple[int, int], ...]:
+    """g of each of `PREFIX_QUANTITIES` as (numerator, denominator): ns or bytes by positions².
 
     From the costs of one sample at the longest length n that was measured, at half of it, and at the shortest, m:
     g = (T(n) - 2 T(n / 2) + T(m)) · 2 / n², at least 0.
     """
-    values = tables.values if tables.separate is None else tables.separate
+    attention, mlp = tables.values[:2] if tables.separate is None else tables.separate[:2]
     found = []
-    for row in ENCODER_ROWS:
-        feasible = np.flatnonzero(values[row, 0, :, 0] != ABSENT)
+    for quantity in PREFIX_QUANTITIES:
+        feasible = np.flatnonzero((attention[quantity, 0, :, 0] != ABSENT) & (mlp[quantity, 0, :, 0] != ABSENT))
         if not len(feasible):
             found.append((0, 1))
             continue
         longest = int(tables.inputs[feasible[-1]])
         ends = np.array([longest, longest // 2, int(tables.inputs[feasible[0]])], np.int64)
-        at = tables.at_lengths(ends, np.zeros(3, np.int64), separate=True)[:, row, 0].tolist()
-        found.append((max(0, at[0] - 2 * at[1] + at[2]) * 2 if ABSENT not in at else 0, longest**2))
+        modules = tables.at_lengths(ends, np.zeros(3, np.int64), separate=True)[:, :2, quantity, 0]
+        at = modules.sum(axis=1).tolist()
+        found.append((max(0, at[0] - 2 * at[1] + at[2]) * 2 if (modules != ABSENT).all() else 0, longest**2))
     return tuple(found)
 
 
-def prefix_costs(tables: LayerTables) -> list[tuple[int, int, int, int]]:
-    """What a prefix of m positions adds to each of `ENCODER_ROWS`: (once, times m, times m · n, unit), in 1 / unit."""
+def prefix_costs(tables: CostTables) -> list[tuple[int, int, int, int]]:
+    """What a prefix of m positions adds to each of `PREFIX_QUANTITIES`: (once, times m, times m · n, unit)."""
     if tables.packed is not None and tables.packed.prefix is not None:
         return [(*row, PREFIX_UNIT) for row in tables.packed.prefix.tolist()]
     return [(0, 0, 2 * up, down) for up, down in prefix_curvatures(tables)]
 
 
 def piece_costs(
-    tables: LayerTables,
+    tables: CostTables,
     recompute: Recompute,
     *,
     own: IntArray,
@@ -59,36 +62,70 @@ def piece_costs(
     later: IntArray,
     element_bytes: int,
 ) -> IntArray:
-    """What pieces cost one layer besides: int64[pieces, rows of `ENCODER_ROWS`], ns and bytes.
+    """What pieces cost a layer's attention and MLP besides: int64[pieces, 2, len(Quantity)], ns and bytes.
+
+    In measured packed rows all of it is attention's. Where rows are derived from padded micro-batches, the layer's cost
+    with its prefix is divided as one without, by the operations over all keys.
 
     Args:
-        tables: one layer's costs.
+        tables: modules' costs.
         recompute: the mode that they are of.
         own: positions of each piece.
         before: positions that the pieces before it hold.
         later: how many later pieces read its keys and values.
         element_bytes: of an element of keys and values.
     """
-    costs = _prefixes(tables, own, before)
+    costs = np.zeros((len(own), 2, len(Quantity)), np.int64)
+    costs[:, 0, : len(PREFIX_QUANTITIES)] = _prefixes(tables, own, before)
     gradients = np.where(later < SUMMED_IN_FP32, element_bytes * (later > 0), FP32_BYTES)
     kept = gradients + (element_bytes if recompute is Recompute.FULL else 0)
-    costs[:, 2:] += (2 * tables.key_value_channels * own * kept)[:, None]
+    costs[:, 0, [Quantity.STORED, Quantity.PEAK]] += (2 * tables.key_value_channels * own * kept)[:, None]
+    if tables.packed is None and tables.division is not None:
+        _divide(costs, tables, tables.division, recompute, own, before)
     return costs
 
 
-def prefix_of_row(tables: LayerTables, own: IntArray, before: IntArray) -> IntArray:
-    """What the prefixes of a row's pieces cost one layer: int64[rows of `ENCODER_ROWS`].
+def _divide(
+    costs: IntArray, tables: CostTables, division: Division, recompute: Recompute, own: IntArray, before: IntArray
+) -> None:
+    attention, mlp = costs[:, 0], costs[:, 1]
+    layers = _large_micro_batches(tables, own)
+    for quantity, rates in ((Quantity.FORWARD, division.forward), (Quantity.BACKWARD, division.backward)):
+        whole, prefix = layers[:, quantity], attention[:, quantity].copy()
+        (_, mlp_before, _), (linears, rest, _) = _shares(rates, own, own), _shares(rates, own, own + before)
+        mlp[:, quantity] = np.rint((whole + prefix) * rest - whole * mlp_before)
+        attention[:, quantity] -= mlp[:, quantity]
+        if quantity is Quantity.FORWARD and recompute is not Recompute.FULL:
+            linears_before = _shares(rates, own, own)[0]
+            weights = division.weight_per_mille / 1000
+            attention[:, Quantity.WEIGHT] = np.rint(weights * ((whole + prefix) * linears - whole * linears_before))
+            mlp[:, Quantity.WEIGHT] = np.rint(weights * mlp[:, quantity])
+    stored = attention[:, Quantity.STORED].copy()
+    after_attention, alone = (1 - _shares(rates, own, own)[2] for rates in division.stored)
+    mlp[:, Quantity.STORED] = np.rint(stored * after_attention)
+    attention[:, Quantity.STORED] -= mlp[:, Quantity.STORED]
+    mlp[:, Quantity.ENTRY_STORED] = np.maximum(np.rint(stored * (alone - after_attention)), 0)
+    mlp[:, Quantity.ENTRY_PEAK] = attention[:, Quantity.PEAK]
 
-    Args:
-        tables: one layer's costs.
-        own: positions of each entry.
-        before: positions of its sample before them.
-    """
-    return np.asarray(_prefixes(tables, own, before).sum(axis=0))
+
+def _shares(rates: Rates, own: IntArray, keys: IntArray) -> tuple[Floats, Floats, Floats]:
+    """Of a layer's cost those of attention's linears, of the MLP, and of attention: `[pieces]` each."""
+    linears, inside, mlp = rates.linear * own, rates.inner * own * keys, rates.mlp * own
+    total = np.maximum(linears + inside + mlp, 1)
+    return linears / total, mlp / total, (linears + inside) / total
 
 
-def _prefixes(tables: LayerTables, own: IntArray, before: IntArray) -> IntArray:
-    """int64[pieces, rows of `ENCODER_ROWS`]; nothing where nothing is before."""
+def _large_micro_batches(tables: CostTables, own: IntArray) -> Floats:
+    """A layer's costs of one sample in the largest padded micro-batch that was measured: `[pieces, len(Quantity)]`."""
+    by_size = tables.at_lengths(own, np.zeros_like(own), separate=True)[:, :2]
+    known = (by_size[:, :, : len(PREFIX_QUANTITIES)] != ABSENT).all(axis=(1, 2))
+    largest = np.maximum(known.shape[1] - 1 - np.argmax(known[:, ::-1], axis=1), 0)
+    layers = by_size.sum(axis=1)[np.arange(len(own)), :, largest]
+    return np.asarray(np.maximum(layers, 0) / tables.sizes[largest][:, None])
+
+
+def _prefixes(tables: CostTables, own: IntArray, before: IntArray) -> IntArray:
+    """int64[pieces, len(PREFIX_QUANTITIES)]; nothing where nothing is before."""
     prefixes = list(zip(before.tolist(), own.tolist(), strict=True))
     columns = [
         [((once + each * m + pair * m * n) * (m > 0) + unit // 2) // unit for m, n in prefixes]

@@ -4,7 +4,7 @@ and the division of segments into stages.
     segment 0 │ segment 1 │ segment 2          each with its own tables of time and memory over (size, length)
            "h.1"       "h.2"
 
-Planning takes each virtual stage for one layer, which costs what the stage's segments do together:
+Planning takes each virtual stage for one module of a kind of its own, which costs what its segments do together:
 
     segments  0   1   2   3   4        forward, backward, stored   sums over the stage's segments
     stages    └─ 0 ─┘ └ 1 ┘  2         peak                        the largest, over them, of what those before it
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost.format import FORMAT, Link, Table, is_cost_file
-from megatron_dynapipe.cost.tables import ABSENT, IntArray, LayerState, LayerTables, Row, increasing
+from megatron_dynapipe.cost.tables import ABSENT, HEAD, CostTables, IntArray, Kind, ModelState, Quantity, increasing
 from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
 from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
@@ -145,7 +145,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(1, round(max(crossing, default=1.0)))
 
     def of_stages(self, stage_of: Sequence[int]) -> "StageCostModel":
-        """What planning asks of these costs, each virtual stage being one layer with its own.
+        """What planning asks of these costs, each virtual stage being one module.
 
         Args:
             stage_of: the virtual stage of each segment.
@@ -162,7 +162,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class StageCostModel:
-    """A `CostModel` whose layers are the virtual stages of a divided model: no two of them need cost the same.
+    """A `CostModel` whose modules are the virtual stages of a divided model: no two of them need cost the same.
 
     Args:
         costs: of the segments.
@@ -179,7 +179,7 @@ class StageCostModel:
         self.digest = hashlib.blake2b(msgspec.json.encode([costs, list(stage_of)]), digest_size=16).hexdigest()
         self._tables = _tables_of_stages(costs, stage_of)
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         """See `CostModel.tables`."""
         if (tensor_parallel, recompute) != (1, Recompute.NONE):
             raise CostModelError(
@@ -187,6 +187,11 @@ class StageCostModel:
                 f"{recompute}: segments are measured whole and without recomputation"
             )
         return self._tables
+
+
+def stage_kinds(stages: int) -> tuple[Kind, ...]:
+    """Kinds of the modules that virtual stages are taken for."""
+    return tuple(f"stage {stage}" for stage in range(stages))
 
 
 def divide_evenly(weights: Sequence[int], stages: int, *, fits: Sequence[Sequence[bool]] | None = None) -> list[int]:
@@ -263,12 +268,12 @@ def divide_segments(
     return divide_evenly(weights, stages, fits=fits)
 
 
-def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> LayerTables:
+def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> CostTables:
     """Every stage's costs on the grid that was measured; what was not measured of it is absent."""
     points = [(size, int(length)) for length, rows in costs.segments[0].boundary_mb.items() for size, _ in rows]
     sizes, lengths = (increasing(axis) for axis in zip(*points, strict=True))
     stages, none = max(stage_of) + 1, np.zeros(1, np.int64)
-    by_stage = np.zeros((stages, len(Row), len(sizes), len(lengths), 1), np.int64)
+    values = np.zeros((stages + 1, len(Quantity), len(sizes), len(lengths), 1), np.int64)  # the last is no head
     for stage in range(stages):
         mine = [segment for segment, of in zip(costs.segments, stage_of, strict=True) if of == stage]
         times = [
@@ -278,25 +283,26 @@ def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> LayerTabl
         peaks = np.array([_on_grid(segment.peak_activation_mb, sizes, lengths) for segment in mine])
         before = stored.cumsum(axis=0) - stored
         rows = {
-            Row.ENCODER_FORWARD: np.sum(times[0], axis=0) * NS_PER_MS,
-            Row.ENCODER_BACKWARD: np.sum(times[1], axis=0) * NS_PER_MS,
-            Row.ENCODER_STORED: stored.sum(axis=0) * BYTES_PER_MB,
-            Row.ENCODER_PEAK: (before + peaks).max(axis=0) * BYTES_PER_MB,
+            Quantity.FORWARD: np.sum(times[0], axis=0) * NS_PER_MS,
+            Quantity.BACKWARD: np.sum(times[1], axis=0) * NS_PER_MS,
+            Quantity.STORED: stored.sum(axis=0) * BYTES_PER_MB,
+            Quantity.PEAK: (before + peaks).max(axis=0) * BYTES_PER_MB,
         }
-        for row, values in rows.items():
-            by_stage[stage, row, :, :, 0] = np.rint(np.nan_to_num(values))
+        for quantity, costs_of_stage in rows.items():
+            values[stage, quantity, :, :, 0] = np.rint(np.nan_to_num(costs_of_stage))
     measured = np.zeros((len(sizes), len(lengths), 1), bool)
     for size, length in points:
         measured[np.searchsorted(sizes, size), np.searchsorted(lengths, length)] = True
-    by_stage[:, :, ~measured] = ABSENT
-    return LayerTables(
+    values[:, :, ~measured] = ABSENT
+    kinds, state = stage_kinds(stages), costs.state_bytes(stage_of)
+    return CostTables(
+        kinds=(*kinds, HEAD),
         sizes=sizes,
         inputs=lengths,
         targets=none,
-        values=by_stage.max(axis=0),  # of a layer that is as slow and as large as any
-        state=LayerState(embedding_bytes=0, encoder_bytes=max(costs.state_bytes(stage_of)) // 8),
+        values=values,
+        state=ModelState(embedding_bytes=0, modules={kind: of // 8 for kind, of in zip(kinds, state, strict=True)}),
         peak_covers_backward=True,
-        of_stages=by_stage,
     )
 
 

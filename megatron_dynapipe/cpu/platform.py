@@ -20,21 +20,22 @@ from megatron_dynapipe.patching import found_version
 Device = Literal["auto", "cpu", "cuda"]
 
 ARGS_DEFAULTS: dict[str, Any] = {
-    "distributed_backend": "gloo",  # NCCL has no CPU transport
-    "use_cpu_initialization": True,  # weights drawn by the CPU's generator, the same for every tensor-parallel size
-    "transformer_impl": "local",  # Transformer Engine is CUDA only
-    "no_persist_layer_norm": True,  # apex's persistent kernel
-    "gradient_accumulation_fusion": False,  # apex's fused weight gradient
-    "masked_softmax_fusion": False,  # compiled CUDA kernel
-    "bias_gelu_fusion": False,  # written for torch.compile, which is off
+    "distributed_backend": "gloo",  # NCCL has no CPU transport; GPUs have it
+    "use_cpu_initialization": True,  # weights equal for every tensor-parallel size; GPUs draw them where they live
+    "transformer_impl": "local",  # Transformer Engine is CUDA only; run files of GPUs say which they take
+    "no_persist_layer_norm": True,  # apex's persistent kernel; run files with local layers say so on GPUs, too
+    "gradient_accumulation_fusion": False,  # apex's; on GPUs `hooks/fused_kernels` has PyTorch's where apex is missing
+    "masked_softmax_fusion": False,  # compiled CUDA kernel; run files with local layers say so on GPUs, too
+    "bias_gelu_fusion": False,  # for torch.compile, off here; on GPUs `flags/kernels` asks for its compiler
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,  # Transformer Engine's kernel
+    "apply_rope_fusion": False,  # Transformer Engine's; on GPUs `flags/kernels` switches it off where that is missing
 }
 """Defaults of Megatron's arguments (by destination) for a run on the CPU.
 
 For `parser.set_defaults`, which the command line overrides. The `args_defaults` of Megatron's `parse_and_validate_args`
-fill only arguments that are None, so they would change none of these.
+fill only arguments that are None, so they would change none of these. Each says why a GPU does not need it:
+`tests/rehearsal` trains without them.
 """
 
 _is_enabled = False

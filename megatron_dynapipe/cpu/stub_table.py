@@ -99,17 +99,23 @@ IN_MEGATRON: tuple[Stub, ...] = (
         "megatron.core.datasets.utils",
         "compile_helpers",
         stubs.always(stubs.nothing),
-        "runs make in the package's folder, where the wheel has no Makefile, and exits when that fails; planned runs"
-        " use none of these helpers of Megatron's own datasets",
+        "runs make where the wheel has no Makefile, and exits when that fails; on GPUs `hooks/replacements` leaves it"
+        " out of planned runs, here scripts of checkouts and other trainers run without those, too",
     ),
     *_row(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
         stubs.always(stubs.to_host),
-        "leaves the counts of experts' tokens alone that are on the host already, which collectives want as a list",
+        "leaves the counts of experts' tokens alone that are on the host already, which collectives want as a list;"
+        " GPUs copy them",
     ),
     *(
-        Stub(owner="megatron.core.tensor_parallel.mappings", name=name, make=make, why="experts' tensor-parallel ranks")
+        Stub(
+            owner="megatron.core.tensor_parallel.mappings",
+            name=name,
+            make=make,
+            why="experts' tensor-parallel ranks; NCCL gathers uneven rows",
+        )
         for name, make in (
             ("_gather_along_first_dim", stubs.gathering_uneven),
             ("_reduce_scatter_along_first_dim", stubs.scattering_uneven),

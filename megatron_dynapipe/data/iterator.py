@@ -218,10 +218,11 @@ def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     """The same micro-batch with all its tensors in one buffer."""
     rows = {name: row for name in ("input_segments", "decoder_segments") if (row := getattr(batch, name)) is not None}
     own = {each.name: value for each in fields(batch) if isinstance(value := getattr(batch, each.name), Tensor)}
-    given = [*own.values(), *(part for row in rows.values() for part in (row.offsets, row.positions))]
+    parts = ("offsets", "positions", "key_offsets")
+    given = [*own.values(), *(getattr(row, part) for row in rows.values() for part in parts)]
     copied = iter(gathered(given, pin=pin))
     changed: dict[str, Any] = dict(zip(own, copied, strict=False))
-    changed |= {name: replace(row, offsets=next(copied), positions=next(copied)) for name, row in rows.items()}
+    changed |= {name: replace(row, **{part: next(copied) for part in parts}) for name, row in rows.items()}
     return replace(batch, **changed)
 
 

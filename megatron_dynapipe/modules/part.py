@@ -6,7 +6,7 @@ Most micro-batches run by one trace; another is made where sizes lie outside wha
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import nn
@@ -205,8 +205,8 @@ class ModelPart(Part):
         """The code that a virtual stage of this rank runs, for people."""
         return self._variants.source(self.mine[chunk])
 
+    @override
     def holders(self) -> dict[str, list[tuple[int, str]]]:
-        """See `Part.holders`."""
         return self._holders
 
     def received_weights(self) -> set[str]:
@@ -216,16 +216,16 @@ class ModelPart(Part):
         return {name for places in elsewhere for stage, name in places if stage % stages == mine}
 
     @property
+    @override
     def state(self) -> str:
-        """See `Part.state`."""
         return self._attributes.state()
 
+    @override
     def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
-        """See `Part.knows`."""
         return all(self._variants.knows(*each) for each in self._with_kinds(batches, autocast))
 
+    @override
     def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
-        """See `Part.specialize`."""
         return [self._variants.specialize(*each) for each in self._with_kinds(batches, autocast)]
 
     def _with_kinds(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[tuple[Batch, Kind]]:

@@ -165,6 +165,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.sizes: dict[sympy.Expr, int] = {}
         self._depth = 0
         self._weights = {id(weight): name for name, weight in weights.items()}
+        self._storages = {_storage(weight): name for name, weight in weights.items()}
         self._device_type = device.type
         self._autocast = torch.is_autocast_enabled(device.type)
         self._leaves: dict[Any, fx.Node] = {}
@@ -185,7 +186,9 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         """Run an operation and record it."""
         kwargs = kwargs or {}
+        watched = self._watched(args, kwargs)
         output = _SHAPES_ALONE.get(func, func)(*args, **kwargs)
+        self._check_unchanged(watched, _changed_by(func, args, kwargs))
         mutates = getattr(func, "__name__", "") in CHANGES
         if not self.inside and (mutates or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))):
             self._check_autocast()
@@ -196,13 +199,29 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a whole module and record the call."""
         self._check_autocast()
         given = self._encoded(args, kwargs)
+        watched = self._watched(args, kwargs)
         self._depth += 1
         try:
             output = run()
         finally:
             self._depth -= 1
+        self._check_unchanged(watched)
         self._record(name, *given, output)
         return output
+
+    def _watched(self, *given: Any) -> list[tuple[torch.Tensor, int, str]]:
+        """Weights among what is given, and views of them, with their versions and names."""
+        leaves = [] if self.inside else [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        return [(t, t._version, name) for t in leaves if (name := self._storages.get(_storage(t))) is not None]
+
+    def _check_unchanged(self, watched: Sequence[tuple[torch.Tensor, int, str]], changed: Sequence[Any] = ()) -> None:
+        """Refuse a change in place: every stage would change a copy of its own."""
+        for tensor, version, name in watched:
+            if tensor._version != version or any(tensor is each for each in changed):
+                raise ConfigError(
+                    f"{name} is changed in place between modules, where stages have copies of it",
+                    hint="change it inside a module of its own, which no cut divides",
+                )
 
     def finish(self, output: Any) -> fx.Graph:
         """The graph, with what the model returned, without what nothing needs."""
@@ -299,6 +318,20 @@ class ForwardRecorder(TorchFunctionMode):
         if key not in self._leaves:
             self._leaves[key] = make()
         return self._leaves[key]
+
+
+def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operation changes without a new version of it, as tensors without memory have none then."""
+    name = getattr(function, "__name__", "")
+    if function in (F.batch_norm, F.instance_norm):
+        return list(args[1:3]) if kwargs.get("training") or kwargs.get("use_input_stats") else []
+    in_place = name in CHANGES or (name.endswith("_") and not name.endswith("__"))
+    return tree_leaves(args[:1]) if in_place else []
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What views of one memory have in common; only of tensors that live."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _access(node: fx.Node, key: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, override
 
 import msgspec
 import torch
@@ -97,27 +97,27 @@ class Stage(Part):
         self._shared = self._find_shared()
         self.train(module.training)
 
+    @override
     def train(self, mode: bool = True) -> Self:
-        """See `torch.nn.Module.train`."""
         self._module[0].train(mode)
         self.training = mode
         return self
 
+    @override
     def holders(self) -> dict[str, list[tuple[int, str]]]:
-        """See `Part.holders`."""
         return self._shared
 
+    @override
     def use_shapes(self, shapes: Any) -> None:
-        """See `Part.use_shapes`."""
         self._shapes = shapes
 
+    @override
     def knows(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> bool:
-        """See `Part.knows`."""
         known = (self.tracker.knows(self._key(batch, autocast)) for batch in batches)
         return self._shapes is not None or all(known)
 
+    @override
     def learn(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
-        """See `Part.learn`."""
         self.tracker.learn({self._key(b, autocast): partial(self._run_without_memory, b, autocast) for b in batches})
 
     def saved_names(self) -> dict[str, str]:
@@ -126,8 +126,8 @@ class Stage(Part):
         shared = {n: first for first, places in self._shared.items() for stage, n in places if stage == self.stage}
         return own | shared
 
+    @override
     def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
-        """See `Part.specialize`."""
         return [self._specialize(batch, autocast) for batch in batches]
 
     def _specialize(self, batch: Batch, autocast: torch.dtype | None) -> Specialization:

@@ -18,6 +18,7 @@ traced again with its new value.
 import contextlib
 import enum
 import inspect
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,17 @@ class ReadAttributes:
             vars(getattr(holder, attribute)).update(changes)
         else:
             setattr(holder, attribute, value)
+
+
+def _full_name(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else attribute
+
+
+def _written(name: str) -> ConfigError:
+    return ConfigError(
+        f"between modules the forward changes the model's attribute {name}; it is run once, not again in every step",
+        hint="count and collect inside modules that no cut divides, or in local variables",
+    )
 
 
 def _globals_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
@@ -212,7 +224,7 @@ def trace(
             stack.enter_context(context)
         with _explained():
             graph = recorder.finish(torch.func.functional_call(model, weights, (), symbolic.values))
-    calls.check_reached()
+    calls.check()
     return TracedForward(
         graph=graph,
         sizes=list(recorder.sizes),
@@ -232,10 +244,11 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self.reads: set[Read] = set()
         self._names = {module: name for name, module in model.named_modules()}
         self._divided = containers(model, points)
-        self._call = nn.Module.__call__
+        self._call, self._set = nn.Module.__call__, nn.Module.__setattr__
+        self._before: dict[Read, tuple[Any, str]] = {}
 
     def __enter__(self) -> None:
-        seen, original = self, self._call
+        seen, original, original_set = self, self._call, self._set
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return seen._of(module, original, args, kwargs)
@@ -244,20 +257,44 @@ class _Calls(contextlib.AbstractContextManager[None]):
             seen._note_read(module, name)
             return object.__getattribute__(module, name)
 
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            seen._check_write(module, name, value)
+            original_set(module, name, value)
+
         setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)
         setattr(nn.Module, "__getattribute__", read)  # noqa: B010  (likewise)
+        setattr(nn.Module, "__setattr__", write)  # noqa: B010  (likewise)
 
     def __exit__(self, *_: object) -> None:
         setattr(nn.Module, "__call__", self._call)  # noqa: B010  (likewise)
+        setattr(nn.Module, "__setattr__", self._set)  # noqa: B010  (likewise)
         del nn.Module.__getattribute__
 
     def _note_read(self, module: nn.Module, name: str) -> None:
         of_user = name not in _OF_EVERY_MODULE and not hasattr(nn.Module, name)
         if of_user and not self._recorder.inside and self._names.get(module) in self._divided:
-            self.reads.add((self._names[module], name))
+            read = self._names[module], name
+            if read not in self.reads:
+                self.reads.add(read)
+                if isinstance(value := vars(module).get(name), list | dict | set):
+                    caller = sys._getframe(2)  # of the one that reads
+                    place = f"{caller.f_code.co_filename}:{caller.f_lineno}, in {caller.f_code.co_name}"
+                    self._before[read] = (len(value), _plain(value)), place
 
-    def check_reached(self) -> None:
-        """Refuse a point that the forward did not come to."""
+    def _check_write(self, module: nn.Module, name: str, value: Any) -> None:
+        if self._recorder.inside or self._names.get(module) not in self._divided:
+            return
+        before = {**vars(module), **module._buffers, **module._parameters}.get(name, NotImplemented)
+        if value is not before and (_plain(value) is NotImplemented or _plain(value) != _plain(before)):
+            raise _written(_full_name(self._names[module], name))
+
+    def check(self) -> None:
+        """Refuse a point that the forward did not come to, and collections of the model that it has changed."""
+        modules = {name: module for module, name in self._names.items()}
+        for (owner, name), (before, place) in self._before.items():
+            now = vars(modules[owner])[name]
+            if (len(now), _plain(now)) != before:
+                raise _written(f"{_full_name(owner, name)}, which it reads at {place}")
         if missing := [point for point in self._points if point not in self.reached]:
             raise ConfigError(
                 f"expected the forward to reach every split point, but it never calls {', '.join(missing)}",

@@ -14,7 +14,7 @@ memory: for models that need no such stages, `Pipeline` sends from the device.
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, override
 
 import msgspec
 import torch
@@ -144,8 +144,8 @@ class _SlicedStage(Stage):
         super().__init__(module, {"inputs": None}, labels=["targets"], ranks=ranks)
         self._transport: SlicedTransport
 
+    @override
     def connect(self, timeout_s: float) -> tuple[Transport, Iterable[dist.ProcessGroup]]:
-        """See `Part.connect`."""
         world = range(dist.get_world_size())
         groups = make_groups([world], chunks=1, backend=self.backend, timeout_s=timeout_s)
         assert groups is not None, "all ranks are in it"
@@ -154,12 +154,12 @@ class _SlicedStage(Stage):
         self._transport = SlicedTransport(wire, self.ranks.ranks_of, rank=dist.get_rank())
         return self._transport, groups.channels.values()
 
+    @override
     def share(self, batch: Batch) -> Batch:
-        """See `Part.share`."""
         return {key: value[self.ranks.slice_of(len(value))] for key, value in batch.items()}
 
+    @override
     def expect(self, plan: StagePlan, batches: Sequence[Batch]) -> None:
-        """See `Part.expect`."""
         self._transport.expect(plan.instructions, [len(batch["inputs"]) for batch in batches])
 
     def _find_arguments(self, module: nn.Module) -> dict[str, str]:

@@ -7,12 +7,11 @@ Sample i, or its piece, has positions offsets[i] to offsets[i + 1]; what is left
 nothing.
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Shape, input_positions, round_up, target_positions
+from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Shape, round_up, target_positions
 
 
 class RowOffsets(NamedTuple):
@@ -30,12 +29,6 @@ def row_offsets(family: ModelFamily, micro_batch: MicroBatch) -> RowOffsets:
         inputs=tuple(accumulate(micro_batch.positions(family), initial=0)),
         targets=tuple(accumulate(targets, initial=0)),
     )
-
-
-def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> Shape:
-    """The shape of samples packed into one row, given their lengths in tokens: `[1, inputs, targets]`."""
-    inputs = sum(input_positions(family, tokens) for tokens in input_tokens)
-    return Shape(1, round_up(inputs), round_up(sum(target_positions(family, tokens) for tokens in target_tokens)))
 
 
 def least_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:

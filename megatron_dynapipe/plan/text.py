@@ -54,7 +54,6 @@ _LOAD = re.compile(rf"LOAD{_N}")
 _PASS = re.compile(rf"(F|B|BI|BW){_INDEX}")
 _FREE = re.compile(rf"FREE_({'|'.join(b.name for b in Buffer)}){_INDEX}")
 _MOVE = re.compile(rf"(WAIT_SEND|SEND|WAIT_RECV|RECV)_([FB]){_INDEX}([<>]){_N}(?:\[([0-9x,]*)\])?")
-_STAGE = re.compile(rf"stage {_N}:(.*)")
 
 
 def format_instruction(instruction: Instruction) -> str:
@@ -90,27 +89,6 @@ def parse_instruction(word: str) -> Instruction:
 def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
     """A pipeline's lists, one line per stage."""
     return "\n".join(f"stage {stage}: {' '.join(map(format_instruction, each))}" for stage, each in enumerate(stages))
-
-
-def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
-    """The lists that `format_stages` wrote; empty lines and lines starting with # are passed over.
-
-    Raises:
-        PlanDecodeError: a line is not a stage, stages are out of order, or a word is not an instruction.
-    """
-    stages: list[tuple[Instruction, ...]] = []
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _STAGE.fullmatch(line)
-        if match is None or int(match[1]) != len(stages):
-            raise PlanDecodeError(f"line {number}: expected 'stage {len(stages)}: …', got {line[:40]!r}")
-        try:
-            stages.append(tuple(parse_instruction(word) for word in match[2].split()))
-        except PlanDecodeError as error:
-            raise PlanDecodeError(f"line {number}: {error.message}") from error
-    return tuple(stages)
 
 
 def point_at(instructions: Sequence[Instruction], step: int, *, around: int = 4) -> str:

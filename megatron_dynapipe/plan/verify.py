@@ -59,14 +59,7 @@ def verify(
             raise
 
 
-def verify_lists(
-    lists: Sequence[Sequence[Instruction]],
-    *,
-    micro_batches: int,
-    chunks: int = 1,
-    forward_only: bool = False,
-    ordered_starts: bool = False,
-) -> Steps:
+def verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps:
     """Verify that instruction lists, one per pipeline rank, run every pass once and never stall.
 
     Returns:
@@ -75,17 +68,6 @@ def verify_lists(
     Raises:
         PlanError: as `verify`.
     """
-    dimensions = Dimensions(
-        stages=len(lists),
-        chunks=chunks,
-        micro_batches=micro_batches,
-        forward_only=forward_only,
-        ordered_starts=ordered_starts,
-    )
-    return _verify_lists(dimensions, lists)
-
-
-def _verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps:
     traces = tuple(trace_stage(dimensions, stage, instructions) for stage, instructions in enumerate(lists))
     check_pairing(dimensions, traces)
     check_progress(dimensions, traces)
@@ -131,7 +113,7 @@ def _verify_replica(
         forward_only=plan.forward_only,
         ordered_starts=ordered_starts,
     )
-    steps = (fast_verify and fast_verify(dimensions, lists)) or _verify_lists(dimensions, lists)
+    steps = (fast_verify and fast_verify(dimensions, lists)) or verify_lists(dimensions, lists)
     check_shapes(plan, replica, steps.sends)
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])

@@ -11,6 +11,9 @@ _Flags = npt.NDArray[np.bool_]
 
 _Chosen = tuple[list[int], list[int], list[int], list[bool], list[int]]
 
+CONSTANTS: dict[str, object]
+"""What Python and the core both name and number."""
+
 class BatchProblem:
     """One batch: its samples, costs and pipeline, and the cache of costs that all steps of planning share."""
 
@@ -25,8 +28,10 @@ class BatchProblem:
         may_pack: bool,
         modes: Sequence[tuple[_Ints, ...]],
         packed: Sequence[tuple[_Ints, ...]],
-        encoder_layers: _Ints,
-        decoder_layers: _Ints,
+        kinds: int,
+        modules: _Ints,
+        cuts: _Ints,
+        even_two: bool,
         chunks: int,
         model_state: _Ints,
         memory_limit: int,
@@ -39,13 +44,11 @@ class BatchProblem:
         decoder_backward: _Flags,
         latency_ns: _Floats,
         gbps: _Floats,
-        receive_ahead: int = -1,
-        ordered_starts: bool = False,
-        of_stages: Sequence[npt.NDArray[np.int64]] = (),
+        receive_ahead: int,
+        ordered_starts: bool,
         chains: npt.NDArray[np.int32],
         extras: _Ints,
-        part_rates: _Ints,
-        division: int = 0,
+        division: int,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool
@@ -72,6 +75,8 @@ class BatchProblem:
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""
+    def uncovered_stage(self, *, size: int, input_length: int, target_length: int, mode: int) -> int:
+        """The first virtual stage on which a padded micro-batch has no costs, or -1."""
 
 def simulate(
     costs: Sequence[_Ints],
@@ -83,8 +88,8 @@ def simulate(
     peak_covers_backward: bool = False,
     receive_ahead: int = -1,
     ordered_starts: bool = False,
-) -> tuple[_Ints, _Ints, list[int], int, bool]:
-    """(starts, ends, peak bytes, makespan, whether it stalled)."""
+) -> tuple[_Ints, _Ints, list[int], int, list[int]]:
+    """(starts, ends, peak bytes, makespan, where it stalls the passes that each stage ran)."""
 
 def list_schedule(
     costs: Sequence[_Ints],

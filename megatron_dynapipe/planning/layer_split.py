@@ -17,13 +17,14 @@ import numpy as np
 from megatron_dynapipe.cost import (
     ABSENT,
     CostModel,
-    LayerTables,
-    Row,
+    CostTables,
+    Kind,
+    PipelineLayout,
+    Quantity,
     Split,
     in_halves,
     of_halves,
-    packed_layer_costs,
-    stage_times,
+    packed_costs,
 )
 from megatron_dynapipe.errors import DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
@@ -50,7 +51,7 @@ TOLERANCE = 1.03
 """Splits whose estimate is worse than the best one's by more than this are not tried."""
 
 _Work = IntArray
-"""One layer's costs of every micro-batch: int64 `[micro-batches, len(Row)]`. They do not depend on the split."""
+"""Modules' costs of micro-batches: int64 `[micro-batches, kinds, len(Quantity)]`. They do not depend on the split."""
 
 UNPLANNED = 2**62
 """Predicted time of a split under which a batch cannot be planned."""
@@ -193,8 +194,8 @@ class _Trials:
         last = len(self.results) + TRIALS
         improved = True
         while improved:
-            rows = [self._layer_costs(micro_batch) for micro_batch in self.results[best][1]]
-            self._work = np.array(rows, np.int64).reshape(-1, len(Row))
+            rows = [self._module_costs(micro_batch) for micro_batch in self.results[best][1]]
+            self._work = np.array(rows, np.int64).reshape(-1, *self._work.shape[1:])
             improved = False
             worst = self.estimate_ns(best) * TOLERANCE
             for split in sorted((each for step in steps for each in _neighbours(best, step)), key=self.estimate_ns):
@@ -217,7 +218,11 @@ class _Trials:
         """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
         s = self._settings
         layout = replace(s.layout, layers_per_stage=split)
-        times = stage_times(self._work, layout).reshape(-1, s.chunks, layout.stages).sum(axis=1)
+        times = (
+            stage_times(self._work, self._tables(s.recompute[0]).kinds, layout)
+            .reshape(-1, s.chunks, layout.stages)
+            .sum(axis=1)
+        )
         warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
 
@@ -227,18 +232,18 @@ class _Trials:
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
         tables = self._tables(self._settings.recompute[0])
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
-        return np.asarray(costs[(costs != ABSENT).all(axis=1)])
+        return np.asarray(costs[(costs != ABSENT).all(axis=(1, 2))])
 
-    def _tables(self, mode: Recompute) -> LayerTables:
+    def _tables(self, mode: Recompute) -> CostTables:
         return self._settings.tables(self._cost_model, mode)
 
-    def _layer_costs(self, micro_batch: MicroBatch) -> IntArray:
-        """One layer's costs of a planned micro-batch: int64[len(Row)]."""
+    def _module_costs(self, micro_batch: MicroBatch) -> IntArray:
+        """Modules' costs of a planned micro-batch: int64[kinds, len(Quantity)]."""
         tables, family = self._tables(micro_batch.recompute), self._settings.family
         if micro_batch.layout is BatchLayout.PACKED:
             inputs = np.array([input_positions(family, n) for n in micro_batch.input_lengths], np.int64)
             targets = np.array([target_positions(family, n) for n in micro_batch.target_lengths], np.int64)
-            row = packed_layer_costs(tables, inputs, targets)
+            row = packed_costs(tables, inputs, targets)
             assert row is not None
             return row
         size, inputs, targets = (np.array([number], np.int64) for number in micro_batch.shape)
@@ -293,6 +298,18 @@ class _Trials:
             return Planner(settings, self._cost_model)
         except InfeasibleError:
             return None
+
+
+def stage_times(work: IntArray, kinds: Sequence[Kind], layout: PipelineLayout) -> IntArray:
+    """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
+
+    Args:
+        work: modules' costs of every micro-batch, `[micro-batches, kinds, len(Quantity)]`.
+        kinds: of the modules.
+        layout: modules of every virtual stage.
+    """
+    times = work[:, :, Quantity.FORWARD] + work[:, :, Quantity.BACKWARD]
+    return np.asarray(times @ layout.counts(kinds).T)
 
 
 def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:

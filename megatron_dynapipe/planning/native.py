@@ -1,11 +1,13 @@
 """The planner's compiled core (`csrc/`), and the fast verification of instruction lists that it does."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COORDINATE, LARGEST_COST
 from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.instructions import Buffer, Instruction, Payload
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
 
 try:
@@ -16,10 +18,31 @@ except ImportError as error:
         hint="install this package again with this Python (pip install, or make setup in a checkout): that builds it",
     ) from error
 
-__all__ = ["NEVER", "core", "fast_verify"]
+__all__ = ["NEVER", "agree", "core", "fast_verify"]
 
 NEVER = 2**61
 """Above every time that the core predicts; what it returns where there is no time."""
+
+
+def agree(name: str, expected: object) -> None:
+    """Check that the core numbers something as Python does; raises InstallationError where it is of another version."""
+    if (actual := core.CONSTANTS.get(name)) != expected:
+        raise InstallationError(
+            f"expected a native core in which {name} is {expected}, got {actual}",
+            hint="install this package again with this Python: that builds it",
+        )
+
+
+for _name, _constant in (
+    ("ABSENT", ABSENT),
+    ("LARGEST_COST", LARGEST_COST),
+    ("LARGEST_COORDINATE", LARGEST_COORDINATE),
+    ("NEVER", NEVER),
+    ("Instruction", {kind.__name__: kind.__struct_config__.tag for kind in get_args(Instruction)}),
+    ("Buffer", dict(Buffer.__members__)),
+    ("Payload", dict(Payload.__members__)),
+):
+    agree(_name, _constant)
 
 _encode = msgspec.msgpack.Encoder().encode
 

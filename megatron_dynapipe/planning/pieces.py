@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_dynapipe.cost import LayerTables
+from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_costs
-from megatron_dynapipe.cost.tables import ABSENT, Row
+from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, Quantity
 from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.planning.samples import Samples, round_up_all
@@ -60,7 +60,7 @@ class Pieces:
         return np.where(self.is_piece == 1, np.searchsorted(cut, self.sample), -1)
 
 
-def cut(lengths: IntArray, most: int, multiple: int, tables: LayerTables, *, strict: bool = False) -> Pieces:
+def cut(lengths: IntArray, most: int, multiple: int, tables: CostTables, *, strict: bool = False) -> Pieces:
     """Samples longer than `most` positions in as few pieces of equal time as have at most about as many.
 
     Args:
@@ -88,11 +88,11 @@ def _inner_ends(length: int, parts: int, multiple: int, balance: float) -> list[
     return [end for each in exact if 0 < (end := round(each / multiple) * multiple) < length]
 
 
-def _linear_share(tables: LayerTables) -> float:
+def _linear_share(tables: CostTables) -> float:
     """v / g of a layer's time T(l) = u + v l + g l²; large where attention counts for little."""
     g = sum(pair / unit / 2 for _, _, pair, unit in prefix_costs(tables)[:2])
     values = tables.values if tables.separate is None else tables.separate
-    times = values[[Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD], 0, :, 0]
+    times = values[:2, [Quantity.FORWARD, Quantity.BACKWARD], 0, :, 0].reshape(4, -1)  # of attention and MLP
     feasible = np.flatnonzero((times != ABSENT).all(axis=0))
     if not len(feasible) or g <= 0:
         return 1e12
@@ -123,10 +123,7 @@ class CutBatch:
 
 def can_cut(problem: BatchProblem) -> bool:
     """Whether costs of pieces are known: those of models whose layers are alike and whose keys were counted."""
-    return all(
-        tables.of_stages is None and not tables.state.decoder_bytes and tables.key_value_channels > 0
-        for tables in problem.modes
-    )
+    return all(tables.kinds == (ATTENTION, MLP, HEAD) and tables.key_value_channels > 0 for tables in problem.modes)
 
 
 def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, LayerTables
+from megatron_dynapipe.cost import CostModel, CostTables
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -93,6 +93,8 @@ class Planner:
             del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
         if settings.expert_parallel == 1 and not settings.expert_layers:  # nor do plans without experts know of them
             del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
+        if not settings.pattern:
+            del named["pattern"]
         identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
@@ -339,7 +341,7 @@ class Planner:
         """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
         return fits_alone(self.problem(samples))
 
-    def _model_state(self, tables: LayerTables) -> IntArray:
+    def _model_state(self, tables: CostTables) -> IntArray:
         if self.settings.model_state_bytes is not None:
             return np.array(self.settings.model_state_bytes, np.int64)
         return self.layout.model_state_bytes(

@@ -14,24 +14,31 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import LayerTables, Links, PipelineLayout
-from megatron_dynapipe.cost.division import Peak
-from megatron_dynapipe.cost.tables import Row
+from megatron_dynapipe.cost import CostTables, Links, PipelineLayout, Quantity
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
-from megatron_dynapipe.planning.native import core
+from megatron_dynapipe.planning.native import agree, core
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Shape, round_up
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 SplitBackward = Literal["off", "auto", "on"]
-_DIVISIONS: tuple[SplitBackward, ...] = ("off", "auto", "on")
+SPLIT_BACKWARD: dict[SplitBackward, int] = {"off": 0, "auto": 1, "on": 2}
 """As the native core numbers them."""
 
-_COSTS = 7
-"""Arrays of costs of a `ScheduleProblem`."""
+_COST_FIELDS = (
+    "forward_ns",
+    "backward_ns",
+    "stored_bytes",
+    "peak_bytes",
+    "forward_transfer_ns",
+    "backward_transfer_ns",
+    "weight_ns",
+)
+"""Arrays of costs of a `ScheduleProblem`, in the native core's order."""
+_COSTS = len(_COST_FIELDS)
 
 PassOrder = tuple[tuple[Pass, ...], ...]
 """Per pipeline stage, its forward and backward passes in the order in which it runs them."""
@@ -39,6 +46,11 @@ PassOrder = tuple[tuple[Pass, ...], ...]
 PASS_KINDS: tuple[type[Pass], ...] = (Forward, Backward, BackwardInput, BackwardWeight)
 """As the native core numbers them: a pass is (micro-batch · chunks + chunk) · 4 + its kind."""
 _NUMBERS = {kind: number for number, kind in enumerate(PASS_KINDS)}
+
+agree("Quantity", {quantity.name: quantity.value for quantity in Quantity})
+agree("SplitBackward", SPLIT_BACKWARD)
+agree("Pass", {kind.__name__: number for kind, number in _NUMBERS.items()})
+agree("costs", list(_COST_FIELDS))
 
 
 def to_codes(order: PassOrder, chunks: int) -> IntArray:
@@ -73,7 +85,7 @@ class BatchProblem:
         inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
         input_positions, target_positions: int64[samples], without padding.
         layouts: that micro-batches may be given.
-        modes: one layer's costs under each recompute mode that may be chosen, in order of preference on ties.
+        modes: modules' costs under each recompute mode that may be chosen, in order of preference on ties.
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
         memory_limit_bytes: of one device, model state included.
@@ -87,7 +99,7 @@ class BatchProblem:
         transfers: when transfers are started, and what a start waits for.
         chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
             follow one another.
-        piece_costs: int64[modes, samples, 4], what pieces cost one layer besides (`cost.pieces`).
+        piece_costs: int64[modes, samples, 2, len(Quantity)], what pieces cost besides (`cost.pieces`).
         division: whether backward passes may be divided: where that is faster, or all that can be.
     """
 
@@ -96,7 +108,7 @@ class BatchProblem:
     input_positions: IntArray
     target_positions: IntArray
     layouts: tuple[BatchLayout, ...]
-    modes: tuple[LayerTables, ...]
+    modes: tuple[CostTables, ...]
     layout: PipelineLayout
     model_state_bytes: IntArray
     memory_limit_bytes: int
@@ -118,7 +130,7 @@ class BatchProblem:
         Raises:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
-        layout = self.layout
+        layout, kinds = self.layout, self.modes[0].kinds if self.modes else ()
         try:
             return core.BatchProblem(
                 inputs=np.ascontiguousarray(self.inputs),
@@ -129,8 +141,10 @@ class BatchProblem:
                 may_pack=BatchLayout.PACKED in self.layouts,
                 modes=[_mode(tables) for tables in self.modes],
                 packed=[_packed_mode(tables) for tables in self.modes],
-                encoder_layers=layout.encoder_parts,
-                decoder_layers=layout.decoder_parts,
+                kinds=len(kinds),
+                modules=np.array([kinds.index(kind) for kind in layout.modules], np.int64),
+                cuts=layout.cuts,
+                even_two=layout.decoder_layers > 0 or len(layout.expert_layers) > 0,
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
                 memory_limit=self.memory_limit_bytes,
@@ -143,12 +157,10 @@ class BatchProblem:
                 decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
                 latency_ns=self.links.latency_ns.ravel(),
                 gbps=self.links.gbps.ravel(),
-                of_stages=[np.ascontiguousarray(t.of_stages) for t in self.modes if t.of_stages is not None],
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
-                part_rates=np.array([rate for tables in self.modes for rate in _part_rates(tables)], np.int64),
-                division=_DIVISIONS.index(self.division),
+                division=SPLIT_BACKWARD[self.division],
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -199,17 +211,11 @@ class BatchProblem:
 
     def _schedule_problem(self, rows: IntArray) -> "ScheduleProblem":
         """The rows of the native core, `[_COSTS, micro-batches, virtual stages]`, as a problem."""
-        forward, backward, stored, peak, forward_transfer, backward_transfer, weight = rows
+        arrays: dict[str, IntArray] = dict(zip(_COST_FIELDS, rows, strict=True))
         return ScheduleProblem(
             stages=self.layout.stages,
             chunks=self.layout.chunks,
-            forward_ns=forward,
-            backward_ns=backward,
-            stored_bytes=stored,
-            peak_bytes=peak,
-            forward_transfer_ns=forward_transfer,
-            backward_transfer_ns=backward_transfer,
-            weight_ns=weight,
+            **arrays,
             model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=self.memory_limit_bytes,
             forward_only=self.forward_only,
@@ -218,29 +224,16 @@ class BatchProblem:
         )
 
 
-def _mode(tables: LayerTables) -> tuple[IntArray, ...]:
+def _mode(tables: CostTables) -> tuple[IntArray, ...]:
     separate = tables.values if tables.separate is None else tables.separate
     return (tables.sizes, tables.inputs, tables.targets, *map(np.ascontiguousarray, (tables.values, separate)))
 
 
-def _part_rates(tables: LayerTables) -> tuple[int, ...]:
-    """By which costs of rows with pieces are divided, as the native core takes them; zeros where nobody knows."""
-    division = tables.division.get("encoder")
-    if division is None:
-        return (0,) * 18
-    has_weights = (tables.values[Row.ENCODER_WEIGHT] > 0).any()  # nothing is divided that is recomputed in full
-    divided = (division.forward, division.backward, *division.stored)
-    rates = (rate for of in divided for rate in (of.linear, of.inner, of.mlp))
-    attention, mlp = division.peak or (Peak(0, 0, 0), Peak(0, 0, 0))
-    peaks = (attention.linear, attention.inner, attention.once, mlp.linear, mlp.once)
-    return *rates, *peaks, division.weight_per_mille if has_weights else 0
-
-
-def _packed_mode(tables: LayerTables) -> tuple[IntArray, ...]:
+def _packed_mode(tables: CostTables) -> tuple[IntArray, ...]:
     """Costs of packed rows; empty where they are derived."""
     packed = tables.packed
     if packed is None:
-        axis, values = np.zeros(0, np.int64), np.zeros((0, 0, 0), np.int64)
+        axis, values = np.zeros(0, np.int64), np.zeros((0, 0, 0, 0), np.int64)
         return axis, axis, values, axis, axis, values
     linear, attention = np.ascontiguousarray(packed.linear), np.ascontiguousarray(packed.attention)
     return packed.row_inputs, packed.row_targets, linear, packed.inputs, packed.targets, attention
@@ -298,15 +291,7 @@ class ScheduleProblem:
     @property
     def cost_arrays(self) -> list[IntArray]:
         """The costs as the native core takes them."""
-        return [
-            self.forward_ns,
-            self.backward_ns,
-            self.stored_bytes,
-            self.peak_bytes,
-            self.forward_transfer_ns,
-            self.backward_transfer_ns,
-            self.weight_ns,
-        ]
+        return [getattr(self, name) for name in _COST_FIELDS]
 
     @property
     def stage_times_ns(self) -> IntArray:

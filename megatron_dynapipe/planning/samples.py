@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, LARGEST_COST, stage_costs
+from megatron_dynapipe.cost import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
@@ -180,7 +180,9 @@ def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> Infeasibl
             hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
         )
     layers = problem.layout.layers_per_stage
-    v = int((stage_costs(problem.modes[0], problem.layout, one, *lengths).forward_ns[0] == ABSENT).argmax())
+    v = problem.native.uncovered_stage(
+        size=1, input_length=int(lengths[0][0]), target_length=int(lengths[1][0]), mode=0
+    )
     return InfeasibleError(
         f"{where} takes over {LARGEST_COST / 60e9:.0f} minutes or {LARGEST_COST / 1e12:.1f} TB on stage"
         f" {v % problem.layout.stages}, which has {layers[v]} layers",

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, LayerTables, Links, Network, PipelineLayout, ScatterGather, Split
+from megatron_dynapipe.cost import CostModel, CostTables, Kind, Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
-from megatron_dynapipe.cost.segments import SegmentCosts
+from megatron_dynapipe.cost.segments import SegmentCosts, stage_kinds
+from megatron_dynapipe.cost.tables import EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.partitioner import Partitioner
@@ -45,6 +46,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
         expert_layers: those with experts in a decoder-only model that has others too; empty where all are alike.
+        pattern: kinds of modules of a model that is not made of layers of attention and MLP; empty for others.
         expert_parallel: replicas that share experts.
         expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
             many times.
@@ -78,6 +80,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
     expert_layers: tuple[int, ...] = ()
+    pattern: tuple[Kind, ...] = ()
     expert_parallel: _AtLeastOne = 1
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     lockstep: bool | int = False
@@ -159,6 +162,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.split_backward if self.searches and not alone else "off"
 
     @property
+    def divides_apart(self) -> bool:
+        """Whether one replica may divide a backward pass that another runs whole."""
+        return self.division != "off" and self.in_step < self.data_parallel
+
+    @property
     def in_order_of_1f1b(self) -> "PlannerSettings":
         """These, with passes in no searched order."""
         return msgspec.structs.replace(self, schedule=replace(self.schedule, method="1f1b"))
@@ -169,7 +177,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         virtual = self.pipeline_parallel * self.chunks
         if self.layers_per_stage is None:
             equal = PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
-            return replace(equal, expert_layers=self.expert_layers)
+            return replace(equal, expert_layers=self.expert_layers, pattern=self.pattern)
         return PipelineLayout(
             family=self.family,
             encoder_layers=self.encoder_layers,
@@ -177,12 +185,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             layers_per_stage=self.layers_per_stage,
             chunks=self.chunks,
             expert_layers=self.expert_layers,
+            pattern=self.pattern,
         )
 
-    def tables(self, cost_model: CostModel, recompute: Recompute) -> LayerTables:
-        """A layer's costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
+    def tables(self, cost_model: CostModel, recompute: Recompute) -> CostTables:
+        """Modules' costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
         found = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
-        if self.family is ModelFamily.GPT and bool(found.state.decoder_bytes) != bool(self.expert_layers):
+        if not set(self.layout.modules) <= set(found.kinds) or (EXPERT_MLP in found.kinds) != bool(self.expert_layers):
             given = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"
             raise CostModelError(f"expected costs of a model with {given}, got another's: {cost_model.name}")
         parallel = ExpertParallel(self.expert_parallel, self.tensor_parallel, self.expert_imbalance)
@@ -211,7 +220,7 @@ def segment_settings(
     network: Network | None = None,
     schedule: ScheduleSettings | None = None,
 ) -> PlannerSettings:
-    """Settings of a planner that takes every virtual stage for one layer, as `costs.of_stages` does.
+    """Settings of a planner that takes every virtual stage for one module, as `costs.of_stages` does.
 
     Args:
         costs: of the segments.
@@ -226,6 +235,7 @@ def segment_settings(
     return PlannerSettings(
         family=ModelFamily.GPT,
         encoder_layers=virtual,
+        pattern=stage_kinds(virtual),
         hidden_size=costs.bytes_per_position(stage_of),
         element_bytes=1,
         data_parallel=replicas,

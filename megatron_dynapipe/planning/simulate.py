@@ -1,21 +1,21 @@
 """What a pass order costs: an event simulation in time and memory.
 
-The native core simulates (`csrc/simulate.cpp`). The Python here is the readable statement of the same rules; it says
-where an order stalls.
+The native core simulates (`csrc/simulate.cpp`, `csrc/transfers.cpp`); `tests/planning/simulate_oracle.py` states the
+same rules in Python.
 
     stage 0  F0 F1 ·· B0 F2 B1 …      a pass starts when its stage is free and its input has arrived;
     stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dynapipe.errors import PlanningError, StallError
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Event, Timeline
+from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.native import core
-from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem, native_rules, to_codes
+from megatron_dynapipe.planning.problem import IntArray, PassOrder, ScheduleProblem, native_rules, to_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,6 @@ class Simulation:
     busy_ns: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     """High-water mark, model state included."""
-
-    @property
-    def idle_ns(self) -> tuple[int, ...]:
-        """Time in which a stage runs no pass, from the iteration's first pass to its last."""
-        return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
 
 def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
@@ -52,14 +47,30 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
         PlanningError: the order stalls: a pass waits for one that can only run after it.
         StallError: it stalls by the problem's rules alone.
     """
-    run = _simulate_natively(problem, order, queue_links)
-    if run is None and not problem.transfers.are_plain:
-        simulate_in_python(problem, order)  # says where it stalls under any rules
-        raise StallError(
-            "the pass order stalls where starts of transfers wait: stages wait for one another to receive",
-            hint="let stages run fewer forwards ahead, or plan without ordered_starts",
-        )
-    return run or simulate_in_python(problem, order, queue_links=queue_links)
+    starts, ends, peaks, makespan, stalled_at = _run(problem, order, queue_links)
+    if stalled_at:
+        plain = replace(problem, transfers=TransferRules())
+        if not problem.transfers.are_plain and not (stalled_at := _run(plain, order, queue_links)[-1]):
+            raise StallError(
+                "the pass order stalls where starts of transfers wait: stages wait for one another to receive",
+                hint="let stages run fewer forwards ahead, or plan without ordered_starts",
+            )
+        stuck = [
+            f"stage {stage} at {format_instruction(passes[at])}"
+            for stage, (passes, at) in enumerate(zip(order, stalled_at, strict=True))
+            if at < len(passes)
+        ]
+        raise PlanningError(f"the pass order stalls: {', '.join(stuck)}")
+    timeline = tuple(
+        tuple(map(Event, passes, start, end))  # rows of stages with fewer passes are longer than these
+        for passes, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
+    )
+    return Simulation(
+        timeline=timeline,
+        makespan_ns=makespan,
+        busy_ns=tuple((ends - starts).sum(axis=1).tolist()),
+        peak_bytes=tuple(peaks),
+    )
 
 
 def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[tuple[Simulation, PassOrder]]:
@@ -76,37 +87,11 @@ def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[
     return runs
 
 
-def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
-    """`simulate` by the default rules of transfers, also of orders that leave passes out on a stage.
-
-    It says where an order stalls.
-    """
-    run = _Run(problem, queue_links)
-    position = [0] * problem.stages
-    events: list[list[Event]] = [[] for _ in range(problem.stages)]
-    moved = True
-    while moved:
-        moved = False
-        for stage, passes in enumerate(order):
-            while position[stage] < len(passes) and (event := run.attempt(stage, passes[position[stage]])):
-                events[stage].append(event)
-                position[stage] += 1
-                moved = True
-    stuck = [stage for stage in range(problem.stages) if position[stage] < len(order[stage])]
-    if stuck:
-        at = ", ".join(f"stage {stage} at {format_instruction(order[stage][position[stage]])}" for stage in stuck)
-        raise PlanningError(f"the pass order stalls: {at}")
-    return Simulation(
-        timeline=tuple(map(tuple, events)),
-        makespan_ns=max(run.free_ns, default=0),
-        busy_ns=tuple(sum(e.end_ns - e.start_ns for e in stage_events) for stage_events in events),
-        peak_bytes=tuple(run.peak_bytes),
-    )
-
-
-def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: bool) -> Simulation | None:
-    """None where the order stalls."""
-    starts, ends, peaks, makespan, stalled = core.simulate(
+def _run(
+    problem: ScheduleProblem, order: PassOrder, queue_links: bool
+) -> tuple[IntArray, IntArray, list[int], int, list[int]]:
+    """Starts and ends `[stages, passes]`, peak bytes, makespan; of an order that stalls, the passes each stage ran."""
+    return core.simulate(
         problem.cost_arrays,
         problem.chunks,
         problem.model_state_bytes,
@@ -116,90 +101,3 @@ def _simulate_natively(problem: ScheduleProblem, order: PassOrder, queue_links: 
         problem.peak_covers_backward,
         **native_rules(problem.transfers),
     )
-    if stalled:
-        return None
-    timeline = tuple(
-        tuple(map(Event, passes, start, end))  # rows of stages with fewer passes are longer than these
-        for passes, start, end in zip(order, starts.tolist(), ends.tolist(), strict=True)
-    )
-    return Simulation(
-        timeline=timeline,
-        makespan_ns=makespan,
-        busy_ns=tuple((ends - starts).sum(axis=1).tolist()),
-        peak_bytes=tuple(peaks),
-    )
-
-
-class _Run:
-    """State of a simulation: when each stage is free, what it holds, and when each message arrives."""
-
-    def __init__(self, problem: ScheduleProblem, queue_links: bool) -> None:
-        self.problem = problem
-        self.queue_links = queue_links
-        self.free_ns = [0] * problem.stages
-        self.held_bytes: list[int] = problem.model_state_bytes.tolist()
-        self.peak_bytes = list(self.held_bytes)
-        self.arrival_ns: dict[tuple[bool, int, int], int] = {}
-        """(forward?, micro-batch, virtual stage) → when its input is there; first stages' inputs are there at 0."""
-        self.link_free_ns: dict[tuple[bool, int], int] = {}
-        self.halved: set[tuple[int, int]] = set()
-        """(micro-batch, virtual stage) whose first half has run, and the second has not."""
-
-    def attempt(self, stage: int, step: Pass) -> Event | None:
-        """Run one pass if its input has been made; None otherwise."""
-        row, v = step.micro_batch, step.chunk * self.problem.stages + stage
-        ready = self._ready(step, row, v)
-        if ready is None:
-            return None
-        start = max(self.free_ns[stage], ready)
-        end = start + self._duration(step, row, v)
-        self.free_ns[stage] = end
-        self._hold(step, stage, row, v)
-        if not isinstance(step, BackwardWeight):
-            self._send(row, v, isinstance(step, Forward), end)
-        return Event(step, start, end)
-
-    def _ready(self, step: Pass, row: int, v: int) -> int | None:
-        """When what the pass needs is there; None while that is not known."""
-        match step:
-            case Forward():
-                return 0 if v == 0 else self.arrival_ns.get((True, row, v))
-            case Backward() | BackwardInput():
-                return self.arrival_ns.get((False, row, v)) if (True, row, v + 1) in self.arrival_ns else None
-            case BackwardWeight():
-                return 0 if (row, v) in self.halved else None
-
-    def _duration(self, step: Pass, row: int, v: int) -> int:
-        whole, weight = int(self.problem.backward_ns[row, v]), int(self.problem.weight_ns[row, v])
-        match step:
-            case Forward():
-                return int(self.problem.forward_ns[row, v])
-            case Backward():
-                return whole
-            case BackwardInput():
-                return whole - weight
-            case BackwardWeight():
-                return weight
-
-    def _hold(self, step: Pass, stage: int, row: int, v: int) -> None:
-        forward, first = isinstance(step, Forward), isinstance(step, BackwardInput)
-        stored = 0 if self.problem.forward_only else int(self.problem.stored_bytes[row, v])
-        others = self.held_bytes[stage] - (0 if forward else stored)
-        if forward or self.problem.peak_covers_backward:
-            high = others + int(self.problem.peak_bytes[row, v])
-            self.peak_bytes[stage] = max(self.peak_bytes[stage], high)
-        self.held_bytes[stage] = others + (stored if forward or first else 0)
-        (self.halved.add if first else self.halved.discard)((row, v))
-
-    def _send(self, row: int, v: int, forward: bool, end: int) -> None:
-        last = self.problem.virtual_stages - 1
-        times = self.problem.forward_transfer_ns if forward else self.problem.backward_transfer_ns
-        duration = int(times[row, v])
-        depart = end
-        if self.queue_links:
-            link = (forward, v % self.problem.stages)
-            depart = max(end, self.link_free_ns.get(link, 0))
-            self.link_free_ns[link] = depart + duration
-        self.arrival_ns[forward, row, v + 1 if forward else v - 1] = depart + duration
-        if forward and v == last:
-            self.arrival_ns[False, row, v] = end

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
 
+TRANSFER_BLOCKS = 8
+"""Of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineGroups:
@@ -55,7 +58,7 @@ def make_groups(
     mine: PipelineGroups | None = None
     for ranks in pipelines:
         groups = {
-            channel: group_of_each([ranks], backend=backend, timeout_s=timeout_s)
+            channel: group_of_each([ranks], backend=backend, timeout_s=timeout_s, for_transfers=True)
             for channel in channels(len(ranks), chunks)
         }
         if dist.get_rank() in ranks:
@@ -64,7 +67,11 @@ def make_groups(
 
 
 def group_of_each(
-    lists: Sequence[Sequence[int]], *, backend: str | None = None, timeout_s: float | None = None
+    lists: Sequence[Sequence[int]],
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    for_transfers: bool = False,
 ) -> dist.ProcessGroup | None:
     """Make a group of each list of global ranks that names several. Every rank of the job calls it with the same lists.
 
@@ -72,6 +79,7 @@ def group_of_each(
         lists: a rank is in one of them at most.
         backend: gloo or nccl; None takes the default group's.
         timeout_s: deadline of every operation; None takes torch's.
+        for_transfers: over NCCL, a pending operation occupies `TRANSFER_BLOCKS` thread blocks at most.
 
     Returns:
         That of the list this rank is in; None where it is in none, or alone.
@@ -80,11 +88,20 @@ def group_of_each(
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     for ranks in lists:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            options = _few_blocks(timeout) if for_transfers and backend == "nccl" else None
+            group = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in it"
                 mine = group
     return mine
+
+
+def _few_blocks(timeout: datetime.timedelta | None) -> object:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = TRANSFER_BLOCKS
+    if timeout is not None:
+        options._timeout = timeout  # torch warns of any other
+    return options
 
 
 def check_unbound(backend: str, device: torch.device | None) -> None:

@@ -22,7 +22,7 @@ from megatron_dynapipe.runtime.executor import Dtypes, PipelineExecutor
 from megatron_dynapipe.runtime.passes import PassContext, StageModel, pass_handlers
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import GatedTransport, Transport
+from megatron_dynapipe.runtime.transfer import GatedTransport, NoTransport, Transport
 from megatron_dynapipe.runtime.watchdog import watched
 
 
@@ -99,7 +99,7 @@ class StepRunner:
         control: ControlGroup | None = None,
     ) -> None:
         self.device, self.stage, self.stages, self.chunks = device, stage, stages, chunks
-        self._control = control
+        self._control, self._dtype = control, dtype
         self._transport = GatedTransport(transport)
         self.is_warm = False
         with ExitStack() as resources:
@@ -117,6 +117,12 @@ class StepRunner:
         if self.device.type == "cuda" and not self.is_warm:
             run()
         self.is_warm = True
+
+    def run_alone(self, step: Step) -> None:
+        """Run a step's list without the other stages: it sends nothing and receives zeros."""
+        executor = PipelineExecutor(NoTransport(), platform_of(self.device), stages=self.stages, dtype=self._dtype)
+        with step.around:
+            executor.execute(step.plan, pass_handlers(self._context(step)), dtypes=step.dtypes)
 
     def run(self, step: Step) -> StepTotals:
         """Run a step to its end.

@@ -150,6 +150,20 @@ def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
+class NoTransport:
+    """Sends nothing, and receives zeros."""
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Nothing is sent; see `Transport`."""
+        return JoinedWork([])
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Zeros have arrived; see `Transport`."""
+        for tensor in tensors:
+            tensor.zero_()
+        return JoinedWork([])
+
+
 class GatedTransport:
     """A transport whose first transfer of a step waits for the ranks' agreement on it.
 

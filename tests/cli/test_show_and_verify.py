@@ -4,7 +4,8 @@ import pytest
 from megatron_dynapipe.cli import show
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
-from megatron_dynapipe.plan.text import format_stages, parse_stages
+from megatron_dynapipe.plan.text import format_stages
+from tests.helpers.lists import parse_stages
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((2, 1), 2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, Row, TableCostModel
+from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel
 from megatron_dynapipe.cost.adaptive import AdaptiveGrid
 from megatron_dynapipe.cost.format import CostFile, encode_file
 from megatron_dynapipe.cost.tabulate import fitted_entry, lengths_up_to
@@ -67,8 +67,8 @@ def test_tables_are_filled_from_measurements() -> None:
     file = CostFile(name="n", source="s", device="d", units={}, model={}, keys={"tp1_none": entry})
     tables = TableCostModel.decode(encode_file(file)).tables(tensor_parallel=1, recompute=Recompute.NONE)
     at = tables.at_sizes(tables.at_lengths(np.array([32, 96, 128]), np.zeros(3, np.int64)), np.array([2, 4, 8]))
-    assert at[0, Row.ENCODER_FORWARD] == pytest.approx(6.4e6, rel=0.1)
-    assert at[1, Row.ENCODER_STORED] == pytest.approx(384e6, rel=0.05)  # beyond what was measured
+    assert at[0, 0, Quantity.FORWARD] == pytest.approx(6.4e6, rel=0.1)
+    assert at[1, 0, Quantity.STORED] == pytest.approx(384e6, rel=0.05)  # beyond what was measured
     assert (at[2] == ABSENT).all()  # ran out of memory
     assert file.keys["tp1_none"].measured is not None
     with pytest.raises(CostModelError, match=r"nothing was measured of time_ms of encoder\.forward"):

@@ -4,8 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Row, packed_layer_costs
-from megatron_dynapipe.cost.analytic import geometric, layer_costs, rates_of
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity, packed_costs
+from megatron_dynapipe.cost.analytic import geometric, layer_costs
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -54,12 +55,14 @@ def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:
 
 def test_recomputation_trades_time_for_memory() -> None:
     model = AnalyticCostModel(GPT, A100_RATES, max_size=16, max_length=512)
-    none, selective, full = (model.tables(tensor_parallel=1, recompute=mode).values[:, -1, -1, 0] for mode in Recompute)
-    assert none[Row.ENCODER_STORED] > selective[Row.ENCODER_STORED] > full[Row.ENCODER_STORED] == 16 * 512 * 64 * 2
-    assert none[Row.ENCODER_BACKWARD] < selective[Row.ENCODER_BACKWARD] < full[Row.ENCODER_BACKWARD]
-    assert full[Row.ENCODER_BACKWARD] == pytest.approx(none[Row.ENCODER_BACKWARD] + none[Row.ENCODER_FORWARD], abs=2000)
-    assert none[Row.ENCODER_FORWARD] == selective[Row.ENCODER_FORWARD] == full[Row.ENCODER_FORWARD]
-    assert (none[Row.ENCODER_PEAK] >= none[Row.ENCODER_STORED]).all()
+    none, selective, full = (
+        model.tables(tensor_parallel=1, recompute=mode).values[:2, :, -1, -1, 0].sum(axis=0) for mode in Recompute
+    )
+    assert none[Quantity.STORED] > selective[Quantity.STORED] > full[Quantity.STORED] == 16 * 512 * 64 * 2
+    assert none[Quantity.BACKWARD] < selective[Quantity.BACKWARD] < full[Quantity.BACKWARD]
+    assert full[Quantity.BACKWARD] == pytest.approx(none[Quantity.BACKWARD] + none[Quantity.FORWARD], abs=2000)
+    assert none[Quantity.FORWARD] == selective[Quantity.FORWARD] == full[Quantity.FORWARD]
+    assert (none[Quantity.PEAK] >= none[Quantity.STORED]).all()
 
 
 def test_nothing_is_faster_than_its_launch() -> None:
@@ -75,8 +78,9 @@ def test_costs_never_fall_as_micro_batches_grow() -> None:
     for shape in (GPT, T5):
         model = AnalyticCostModel(shape, A100_RATES, max_size=64, max_length=1024)
         values = model.tables(tensor_parallel=2, recompute=Recompute.NONE).values
-        for axis in (1, 2, 3):  # a half's share of what launches alone decide may fall
-            assert (np.diff(values[: Row.ENCODER_WEIGHT], axis=axis) >= 0).all()
+        layers = [values[first : first + 2].sum(axis=0) for first in range(0, len(values) - 1, 2)]
+        for axis in (1, 2, 3):  # a module's share of what launches alone decide may fall
+            assert all((np.diff(layer[: Quantity.WEIGHT], axis=axis) >= 0).all() for layer in [*layers, values[-1]])
 
 
 @pytest.mark.parametrize(
@@ -110,20 +114,26 @@ def test_packed_rows_are_counted_exactly(shape: ModelShape, recompute: Recompute
     rates = msgspec.structs.replace(A100_RATES, layer_overhead_us=0.0)
     tables = AnalyticCostModel(shape, rates).tables(tensor_parallel=1, recompute=recompute)
     inputs, targets = np.full(4, 64), np.full(4, 16 if shape is T5 else 0)
-    packed = packed_layer_costs(tables, inputs, targets)
+    packed = packed_costs(tables, inputs, targets)
     padded = tables.at_sizes(tables.at_lengths(inputs[:1], targets[:1]), np.array([4]))[0]
     assert packed is not None
-    for row in list(Row)[: Row.ENCODED_STORED + 1]:
-        if not row.name.endswith("PEAK"):  # of which the sum of a row's and attention's is an upper bound
-            assert packed[row] == pytest.approx(padded[row], rel=2e-3, abs=5), row.name
+    # The sum of a row's peak and attention's is an upper bound.
+    for quantity in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED):
+        layers, head = np.split(packed[:, quantity], [len(packed) - 1])
+        padded_layers, padded_head = np.split(padded[:, quantity], [len(packed) - 1])
+        for ours, theirs in (
+            (layers.reshape(-1, 2), padded_layers.reshape(-1, 2)),
+            (head[:, None], padded_head[:, None]),
+        ):
+            assert ours.sum(axis=1).tolist() == pytest.approx(theirs.sum(axis=1).tolist(), rel=2e-3, abs=5), quantity
 
 
 def test_long_samples_pay_for_their_attention() -> None:
     tables = AnalyticCostModel(GPT, A100_RATES).tables(tensor_parallel=1, recompute=Recompute.NONE)
     none = np.zeros(4, np.int64)
-    even, uneven = (packed_layer_costs(tables, np.array(row), none) for row in ([64] * 4, [8, 8, 8, 232]))
+    even, uneven = (packed_costs(tables, np.array(row), none) for row in ([64] * 4, [8, 8, 8, 232]))
     assert even is not None and uneven is not None
-    assert (uneven[[Row.ENCODER_FORWARD, Row.ENCODER_STORED]] > even[[Row.ENCODER_FORWARD, Row.ENCODER_STORED]]).all()
+    assert (uneven[0, [Quantity.FORWARD, Quantity.STORED]] > even[0, [Quantity.FORWARD, Quantity.STORED]]).all()
 
 
 @pytest.mark.parametrize(

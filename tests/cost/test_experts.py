@@ -8,21 +8,22 @@ import pytest
 from megatron_dynapipe.cost import (
     A100_RATES,
     AnalyticCostModel,
+    CostTables,
     Experts,
-    LayerTables,
     ModelShape,
     Network,
     PipelineLayout,
-    Row,
-    stage_costs,
+    Quantity,
 )
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning import Space, tune
 from megatron_dynapipe.tools.tuning.validate import layout_flags
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import batch
 
 GPT = ModelFamily.GPT
@@ -44,7 +45,7 @@ SETTINGS = PlannerSettings(
 )
 
 
-def tables(recompute: Recompute = Recompute.NONE) -> LayerTables:
+def tables(recompute: Recompute = Recompute.NONE) -> CostTables:
     return COSTS.tables(tensor_parallel=1, recompute=recompute)
 
 
@@ -54,13 +55,10 @@ def test_a_stage_costs_the_layers_of_each_kind_that_it_holds(split: tuple[float,
     layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=split, expert_layers=(1, 3))
     found = stage_costs(tables(), layout, *(np.array([n]) for n in (4, 64, 0)))
     row = tables().at_sizes(tables().at_lengths(np.array([64]), np.array([0])), np.array([4]))[0]
-    halves = []
-    for layer in range(4):
-        kind = "EXPERT" if layer in (1, 3) else "ENCODER"
-        attention = row[Row[f"{kind}_ATTENTION_FORWARD"]]
-        halves += [attention, row[Row[f"{kind}_FORWARD"]] - attention]
+    forward = [row[tables().kinds.index(kind), Quantity.FORWARD] for kind in layout.modules]
     first = round(2 * split[0])
-    assert found.forward_ns[0].tolist() == [sum(halves[:first]), sum(halves[first:]) + row[Row.HEAD_FORWARD]]
+    assert layout.modules[:4] == (ATTENTION, MLP, ATTENTION, EXPERT_MLP) and layout.cuts.tolist() == [first]
+    assert found.forward_ns[0].tolist() == [sum(forward[:first]), sum(forward[first:])]
     state = tables().state
     assert layout.parameter_bytes(state).sum() == layout.parameter_bytes(replace(state, expert_bytes=0)).sum()
     assert layout.expert_bytes(state).tolist() == [state.expert_bytes * n for n in ((first >= 4), 1 + (first < 4))]
@@ -107,14 +105,15 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
     network, alone = Network(devices_per_node=per_node, **links), tables(recompute)
     shared = with_expert_parallel(alone, ExpertParallel(ranks, 1, imbalance=1.0), network, recompute)
     at = np.searchsorted(alone.sizes, 1), np.searchsorted(alone.inputs, 8), 0
-    more = shared.values[(slice(None), *at)] - alone.values[(slice(None), *at)]
+    every = slice(None), slice(None)
+    more = shared.values[(*every, *at)] - alone.values[(*every, *at)]
     exchange_of_8 = exchange_ns + (exchange_ns - (9000 if per_node == 2 else 1000))
     times = 4 if recompute is Recompute.FULL else 2
-    assert more[Row.EXPERT_FORWARD] == pytest.approx(2 * exchange_of_8, abs=2)
-    assert more[Row.EXPERT_BACKWARD] == pytest.approx(times * exchange_of_8, abs=4)
-    raised = {Row.EXPERT_FORWARD, Row.EXPERT_BACKWARD}
-    raised |= {Row.EXPERT_PEAK, Row.EXPERT_ATTENTION_PEAK, Row.EXPERT_MLP_PEAK}  # whatever the stage ends with
-    assert not more[[row for row in Row if row not in raised]].any()
+    experts = alone.kinds.index(EXPERT_MLP)
+    assert more[experts, Quantity.FORWARD] == pytest.approx(2 * exchange_of_8, abs=2)
+    assert more[experts, Quantity.BACKWARD] == pytest.approx(times * exchange_of_8, abs=4)
+    more[experts, [Quantity.FORWARD, Quantity.BACKWARD]] = 0
+    assert not more.any()
     assert shared.state.expert_bytes * ranks == alone.state.expert_bytes
     layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=(4,), expert_layers=(1, 3))
     states = [
@@ -133,10 +132,11 @@ def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
         with_expert_parallel(tables(), ExpertParallel(2, 1, factor), fast, Recompute.NONE).values
         for factor in (1.0, 1.5)
     )
-    mlp = even[Row.EXPERT_FORWARD] - even[Row.EXPERT_ATTENTION_FORWARD]
-    assert (uneven - even)[Row.EXPERT_FORWARD] == pytest.approx(mlp / 2, abs=1)
-    assert (uneven - even)[Row.EXPERT_STORED] == pytest.approx(even[Row.EXPERT_MLP_STORED] / 2, abs=1)
-    assert (uneven == even)[[Row.ENCODER_FORWARD, Row.ENCODER_STORED, Row.EXPERT_ATTENTION_FORWARD]].all()
+    experts = tables().kinds.index(EXPERT_MLP)
+    for quantity in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED):
+        assert (uneven - even)[experts, quantity] == pytest.approx(even[experts, quantity] / 2, abs=1)
+    others = [kind for kind in range(len(even)) if kind != experts]
+    assert (uneven == even)[others].all()
 
 
 def test_costs_of_another_kind_of_model_are_refused() -> None:

@@ -14,17 +14,18 @@ from megatron_dynapipe.cost import (
     CPU_RATES,
     LARGEST_COST,
     AnalyticCostModel,
-    LayerState,
-    LayerTables,
+    CostTables,
     ModelShape,
-    Row,
+    Quantity,
     TableCostModel,
-    packed_layer_costs,
+    packed_costs,
 )
 from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
+from megatron_dynapipe.cost.tables import DECODER_ATTENTION
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cost.models import gpt_file
+from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 
 GOOD: dict[str, Any] = json.loads(encode_file(gpt_file()))
 
@@ -144,8 +145,8 @@ def test_files_as_they_are_and_compressed(tmp_path: Path) -> None:
 def test_units_are_ms_and_mb() -> None:
     tables = TableCostModel.decode(encode_file(gpt_file())).tables(tensor_parallel=1, recompute=Recompute.NONE)
     rows = tables.at_sizes(tables.at_lengths(np.array([16]), np.array([0])), np.array([2]))[0]
-    assert rows[Row.ENCODER_FORWARD] == 32_000_000  # ns
-    assert rows[Row.ENCODER_STORED] == 64_000_000  # bytes
+    assert rows[0, Quantity.FORWARD] == 32_000_000  # ns
+    assert rows[0, Quantity.STORED] == 64_000_000  # bytes
     assert tables.state.embedding_bytes == 4_000_000
 
 
@@ -157,7 +158,7 @@ def test_the_head_s_memory_may_be_left_out() -> None:
     for given, expected in ((GOOD, [0, 0]), (document, [5_000_000, 8_000_000])):
         model = TableCostModel.decode(json.dumps(given).encode())
         values = model.tables(tensor_parallel=1, recompute=Recompute.NONE).values
-        assert values[Row.HEAD_STORED : Row.HEAD_PEAK + 1, 0, 0, 0].tolist() == expected
+        assert values[-1, [Quantity.STORED, Quantity.PEAK], 0, 0, 0].tolist() == expected
     del document["keys"]["tp1_none"]["peak_activation_mb"]["postprocess"]
     with pytest.raises(CostModelError, match=r"peak_activation_mb of \['encoder', 'postprocess'\], got \['encoder'\]"):
         TableCostModel.decode(json.dumps(document).encode())
@@ -167,7 +168,7 @@ def test_the_last_of_repeated_rows_counts() -> None:
     document = json.loads(json.dumps(GOOD))
     document["keys"]["tp1_none"]["time_ms"]["encoder.forward"]["8"].append([1, 9.5])
     tables = TableCostModel.decode(json.dumps(document).encode()).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    assert tables.values[Row.ENCODER_FORWARD, 0, 0, 0] == 9_500_000
+    assert tables.values[0, Quantity.FORWARD, 0, 0, 0] == 9_500_000
 
 
 def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
@@ -178,7 +179,7 @@ def test_a_hole_is_infeasible_around_it_and_nowhere_else() -> None:
 
     def forward(size: int, length: int) -> int:
         grid_values = tables.at_lengths(np.array([length]), np.array([0]))
-        return int(tables.at_sizes(grid_values, np.array([size]))[0, Row.ENCODER_FORWARD])
+        return int(tables.at_sizes(grid_values, np.array([size]))[0, 0, Quantity.FORWARD])
 
     assert forward(4, 32) == forward(3, 32) == forward(4, 24) == forward(3, 24) == ABSENT
     assert forward(2, 32) == 64_000_000 and forward(4, 16) == 64_000_000
@@ -202,16 +203,16 @@ def test_the_encoder_s_output_may_be_left_out_and_a_decoder_only_model_has_none(
     grid = AnalyticCostModel(shape, CPU_RATES, max_size=2, max_length=16).tables(
         tensor_parallel=1, recompute=Recompute.NONE
     )
-    assert grid.values[Row.ENCODED_STORED, -1, -1, 0] == 2 * 16 * 32 * 4
+    assert grid.values[grid.kinds.index(DECODER_ATTENTION), Quantity.ENTRY_STORED, -1, -1, 0] == 2 * 16 * 32 * 4
 
 
 def test_packed_tables() -> None:
     tables = TableCostModel.decode(packed_file()).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    costs = packed_layer_costs(tables, np.array([8, 4]), np.zeros(2, np.int64))
+    costs = packed_costs(tables, np.array([8, 4]), np.zeros(2, np.int64))
     assert costs is not None
-    assert costs[Row.ENCODER_FORWARD] == 50_000_000 + 1_000_000 + 1_000_000
-    assert costs[Row.ENCODER_PEAK] == 50_000_000 + 500_000 + 500_000
-    assert costs[Row.HEAD_FORWARD] == 2_000_000
+    assert costs[0, Quantity.FORWARD] == 50_000_000 + 1_000_000 + 1_000_000
+    assert costs[0, Quantity.PEAK] == 50_000_000 + 500_000 + 500_000
+    assert costs[-1, Quantity.FORWARD] == 2_000_000
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
 
 
@@ -219,17 +220,13 @@ def test_packed_tables() -> None:
     ("change", "message"),
     [
         ({"sizes": np.array([3, 1])}, "sizes must increase"),
-        ({"inputs": np.array([8, 16, 24])}, "must have the shape"),
-        ({"values": np.full((len(Row), 2, 2, 1), -2)}, "between 0 and"),
-        ({"values": np.full((len(Row), 2, 2, 1), LARGEST_COST + 1)}, "between 0 and"),
-        ({"values": np.arange(4 * len(Row)).reshape(-1, 2, 2, 1) + ABSENT}, "absent from all rows or from none"),
-        ({"of_stages": np.zeros((3, len(Row), 2, 1, 1))}, "values of a stage must have the shape"),
+        ({"inputs": np.array([8, 2**21])}, "inputs must be at most"),
+        ({"values": np.full((3, len(Quantity), 2, 2, 1), LARGEST_COST + 1)}, "costs must be at most"),
     ],
 )
 def test_tables_that_are_no_grid_are_refused(change: dict[str, Any], message: str) -> None:
     grid = {"sizes": np.array([1, 3]), "inputs": np.array([8, 24]), "targets": np.array([0])}
-    good = grid | {"values": np.zeros((len(Row), 2, 2, 1), np.int64)}
-    state = LayerState(embedding_bytes=1, encoder_bytes=1)
-    LayerTables(**good, state=state)
+    good = grid | {"kinds": GPT_KINDS, "values": grid_values(GPT_KINDS, {}, 2, 2, 1), "state": STATE}
+    CostTables(**good)
     with pytest.raises(CostModelError, match=message):
-        LayerTables(**(good | change), state=state)
+        CostTables(**(good | change))

@@ -1,62 +1,47 @@
 """From layers to stages: sums, the head on the last stage, peaks, model state, boundaries, links."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import (
     LARGEST_COST,
-    LayerState,
-    LayerTables,
+    CostTables,
+    Kind,
+    ModelState,
     PipelineLayout,
-    Row,
+    Quantity,
     even_split,
     parse_split,
-    stage_costs,
 )
+from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.stage_costs import grid_values, stage_costs
 
 ONE = np.array([1], np.int64)
 EIGHT = np.array([8], np.int64)
+KINDS = (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
 COSTS = {
-    Row.ENCODER_FORWARD: 10,
-    Row.ENCODER_BACKWARD: 20,
-    Row.ENCODER_STORED: 3,
-    Row.ENCODER_PEAK: 7,
-    Row.DECODER_FORWARD: 100,
-    Row.DECODER_BACKWARD: 200,
-    Row.DECODER_STORED: 5,
-    Row.DECODER_PEAK: 4,
-    Row.HEAD_FORWARD: 1000,
-    Row.HEAD_BACKWARD: 2000,
-    Row.HEAD_STORED: 0,
-    Row.HEAD_PEAK: 0,
-    Row.ENCODED_STORED: 0,
-    Row.ENCODER_WEIGHT: 1,
-    Row.DECODER_WEIGHT: 10,
-    Row.ENCODER_ATTENTION_FORWARD: 4,
-    Row.ENCODER_ATTENTION_BACKWARD: 8,
-    Row.ENCODER_ATTENTION_STORED: 1,
-    Row.ENCODER_ATTENTION_PEAK: 5,
-    Row.ENCODER_MLP_STORED: 2,
-    Row.ENCODER_MLP_PEAK: 6,
-    Row.ENCODER_ATTENTION_WEIGHT: 0,
-    Row.DECODER_ATTENTION_FORWARD: 60,
-    Row.DECODER_ATTENTION_BACKWARD: 120,
-    Row.DECODER_ATTENTION_STORED: 3,
-    Row.DECODER_ATTENTION_PEAK: 3,
-    Row.DECODER_MLP_STORED: 2,
-    Row.DECODER_MLP_PEAK: 2,
-    Row.DECODER_ATTENTION_WEIGHT: 6,
+    ATTENTION: (4, 8, 1, 7, 0),
+    MLP: (6, 12, 2, 0, 1),
+    DECODER_ATTENTION: (60, 120, 3, 4, 6),
+    DECODER_MLP: (40, 80, 2, 0, 4),
+    HEAD: (1000, 2000, 0, 0, 0),
 }
+"""Forward, backward, stored, peak and weight; layers of 10, 20, 3, 7 and of 100, 200, 5, 4."""
+ENTRIES = {(MLP, Quantity.ENTRY_PEAK): 6, (DECODER_MLP, Quantity.ENTRY_PEAK): 2}
 
 
-def flat(**changes: int) -> LayerTables:
+def flat(changes: Mapping[tuple[Kind, Quantity], int] = MappingProxyType({})) -> CostTables:
     """The same costs at every point."""
-    costs = COSTS | {Row[name]: value for name, value in changes.items()}
-    values = np.array([costs[row] for row in Row], np.int64).reshape(-1, 1, 1, 1)
-    state = LayerState(embedding_bytes=1000, encoder_bytes=10, decoder_bytes=100, encoder_attention_bytes=4)
-    return LayerTables(sizes=ONE, inputs=EIGHT, targets=EIGHT, values=values, state=state)
+    costs = {(kind, Quantity(at)): cost for kind, five in COSTS.items() for at, cost in enumerate(five)}
+    values = grid_values(KINDS, costs | ENTRIES | dict(changes), 1, 1, 1)
+    modules = {ATTENTION: 4, MLP: 6, DECODER_ATTENTION: 40, DECODER_MLP: 60}
+    state = ModelState(embedding_bytes=1000, modules=modules)
+    return CostTables(kinds=KINDS, sizes=ONE, inputs=EIGHT, targets=EIGHT, values=values, state=state)
 
 
 def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
@@ -75,36 +60,48 @@ def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
         # [3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps.
         pytest.param({}, [6, 8, 10], [10, 8, 10], id="the largest over the layers"),
         pytest.param(
-            {"HEAD_STORED": 9, "HEAD_PEAK": 30}, [6, 8, 19], [10, 8, 10 + 30], id="the head's above the layers'"
+            {(HEAD, Quantity.STORED): 9, (HEAD, Quantity.PEAK): 30},
+            [6, 8, 19],
+            [10, 8, 10 + 30],
+            id="the head's above the layers'",
         ),
-        pytest.param({"HEAD_STORED": 9, "HEAD_PEAK": 2}, [6, 8, 19], [10, 8, 19], id="not below what the stage keeps"),
+        pytest.param(
+            {(HEAD, Quantity.STORED): 9, (HEAD, Quantity.PEAK): 2},
+            [6, 8, 19],
+            [10, 8, 19],
+            id="not below what the stage keeps",
+        ),
         # Not the stage that makes it, which keeps it as its last encoder layer's.
         pytest.param(
-            {"ENCODED_STORED": 50}, [6, 8, 60], [10, 8, 60], id="a decoder's stage keeps the encoder's output"
+            {(DECODER_ATTENTION, Quantity.ENTRY_STORED): 50},
+            [6, 8, 60],
+            [10, 8, 60],
+            id="a decoder's stage keeps the encoder's output",
         ),
     ],
 )
-def test_memory_of_stages(changes: dict[str, int], stored: list[int], peak: list[int]) -> None:
-    costs = stage_costs(flat(**changes), t5(2, 2, 2), ONE, EIGHT, EIGHT)
+def test_memory_of_stages(changes: dict[tuple[Kind, Quantity], int], stored: list[int], peak: list[int]) -> None:
+    costs = stage_costs(flat(changes), t5(2, 2, 2), ONE, EIGHT, EIGHT)
     assert (costs.stored_bytes.tolist(), costs.peak_bytes.tolist()) == ([stored], [peak])
 
 
-def test_halves_of_layers() -> None:
-    """3 + 3 layers; the first stage peaks in the attention it ends with, or in its last whole layer."""
+def test_cuts_within_layers() -> None:
+    """3 + 3 layers; the first stage peaks in the attention it ends with."""
     layout = t5(2.5, 1, 2.5)
-    assert [[*map(int, parts)] for parts in layout.encoder_parts] == [[0, 2, 1], [1, 0, 0], [0, 0, 0]]
-    assert [[*map(int, parts)] for parts in layout.decoder_parts] == [[0, 0, 0], [0, 0, 1], [1, 2, 0]]
+    assert layout.modules == (ATTENTION, MLP) * 3 + (DECODER_ATTENTION, DECODER_MLP) * 3 + (HEAD,)
+    assert layout.cuts.tolist() == [5, 7]
+    assert layout.counts(KINDS).tolist() == [[3, 2, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 2, 3, 1]]
     costs = stage_costs(flat(), layout, ONE, EIGHT, EIGHT)
     assert costs.forward_ns.tolist() == [[20 + 4, 6 + 60, 40 + 200 + 1000]]
     assert costs.backward_ns.tolist() == [[40 + 8, 12 + 120, 80 + 400 + 2000]]
     assert costs.stored_bytes.tolist() == [[6 + 1, 2 + 3, 2 + 10]]
-    assert costs.peak_bytes.tolist() == [[max(3 + 7 + 1, 6 + 5), max(6, 2 + 3), max(2, 2 + 5 + 4, 2 + 10)]]
-    recomputed = stage_costs(
-        flat(ENCODER_PEAK=9), layout, ONE, EIGHT, EIGHT
-    )  # a whole layer's is far above its halves'
-    assert recomputed.peak_bytes.tolist() == [[3 + 9 + 1, 6, 12]]
+    assert costs.peak_bytes.tolist() == [[6 + 7, max(6, 2 + 4), max(2, 2 + 5 + 4, 2 + 10)]]
+    recomputed = flat({(MLP, Quantity.ENTRY_STORED): 1, (MLP, Quantity.STORED): 0})  # an MLP keeps its input where
+    costs = stage_costs(recomputed, layout, ONE, EIGHT, EIGHT)  # no attention before it does
+    assert costs.stored_bytes.tolist() == [[3, 1 + 3, 2 + 10]]
+    assert costs.peak_bytes.tolist() == [[2 + 7, 6, 12]]
     state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
-    assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 0 + 1000), 8 * (100 + 200)]
+    assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 40 + 1000), 8 * (60 + 200)]
     stages = layout.virtual_stage_layers
     assert [stage.ends_encoder for stage in stages] == [False, True, False]
     assert [stage.starts_decoder for stage in stages] == [False, True, False]
@@ -161,11 +158,11 @@ def test_a_split_is_numbers_of_layers() -> None:
             parse_split(text, expected="numbers")
 
 
-@pytest.mark.parametrize("row", ["ENCODER_FORWARD", "ENCODER_STORED", "ENCODER_PEAK"])
-def test_a_stage_above_the_limit_makes_the_micro_batch_infeasible(row: str) -> None:
-    tables = flat(**{row: LARGEST_COST // 2})
+@pytest.mark.parametrize("row", [Quantity.FORWARD, Quantity.STORED, Quantity.PEAK])
+def test_a_stage_above_the_limit_makes_the_micro_batch_infeasible(row: Quantity) -> None:
+    tables = flat({(ATTENTION, row): LARGEST_COST // 2 - 9})
     assert stage_costs(tables, t5(2, 4), ONE, EIGHT, EIGHT).feasible.tolist() == [True]
-    assert stage_costs(tables, t5(3, 3), ONE, EIGHT, EIGHT).feasible.tolist() == [row == "ENCODER_PEAK"]
+    assert stage_costs(tables, t5(3, 3), ONE, EIGHT, EIGHT).feasible.tolist() == [row is Quantity.PEAK]
 
 
 def test_an_equal_split_must_divide() -> None:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import PipelineLayout, TableCostModel, boundary_bytes, stage_costs
+from megatron_dynapipe.cost import PipelineLayout, TableCostModel
 from megatron_dynapipe.cost.division import AS_THE_LAYER, Rates
 from megatron_dynapipe.units import Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.stage_costs import boundary_bytes, parts_of, stage_costs
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 8])
@@ -56,15 +57,15 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
 
 def test_files_without_divisions_are_divided_by_flops() -> None:
     h, c, f = 1024, 128 * 128, 65536  # of the published T5
-    division = TableCostModel.load(A100_COSTS["t5"]).tables(tensor_parallel=1, recompute=Recompute.NONE).division
+    division = TableCostModel.load(A100_COSTS["t5"]).file.division_by_flops(Recompute.NONE)
     n, m = 700, 1000  # positions of a piece, and those before it
-    linears, inside, mlp = division["encoder"].forward.parts([n, 40], [m + n, 40])
+    linears, inside, mlp = parts_of(division["encoder"].forward, [n, 40], [m + n, 40])
     assert linears / mlp == 8 * h * c * 740 / (4 * h * f * 740)
     assert inside / mlp == 4 * c * (n * (m + n) + 40 * 40) / (4 * h * f * 740)
-    linears, inside, mlp = division["decoder"].backward.parts([200], [200 + n], [n])
+    linears, inside, mlp = parts_of(division["decoder"].backward, [200], [200 + n], [n])
     assert linears / mlp == (12 * h * c * 200 + 4 * h * c * n) / (4 * h * f * 200)
     assert inside / mlp == 4 * c * 200 * (200 + n) / (4 * h * f * 200)
     assert division["decoder"].parameters == (4 * c, f)
     assert division["decoder"].stored == (Rates(13, 0, 21), Rates(13, 0, 21)) and division["decoder"].peak is None
     full = TableCostModel.load(A100_COSTS["t5"]).tables(tensor_parallel=1, recompute=Recompute.FULL).division
-    assert full["encoder"].stored == AS_THE_LAYER
+    assert full is not None and full.stored == AS_THE_LAYER

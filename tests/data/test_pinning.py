@@ -1,12 +1,14 @@
 """A micro-batch in one buffer is the same micro-batch; the thread that reads ahead makes it."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, in_one_buffer, pinning
+from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.integration.execution.step_functions import copy_buffer
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import collator_of, micro_batch, write_dataset
 from tests.helpers.plans import stage_entry
@@ -18,11 +20,13 @@ def tensors(batch) -> dict[str, torch.Tensor | None]:
     found = {f.name: getattr(batch, f.name) for f in fields(batch)}
     for name in ("input_segments", "decoder_segments"):
         if (row := found.pop(name)) is not None:
-            found |= {f"{name}.offsets": row.offsets, f"{name}.positions": row.positions}
+            found |= {f"{name}.{part}": getattr(row, part) for part in ("offsets", "positions", "key_offsets")}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 PADDED, PACKED = micro_batch([0, 1], Shape(2, 8, 8)), micro_batch([0, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
+CUT = RowSegments.of([0, 4, 6], 8, {0: CutSegment(5, 4, False)})
+"""A row whose first sample is a piece that begins at position 4."""
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,18 @@ def test_one_buffer_holds_the_same(required, plan, tmp_path):
         assert after[name].data_ptr() % 16 == after[name].untyped_storage().data_ptr() % 16, name
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == 1
     assert (made.index, made.family, made.shape) == (batch.index, batch.family, batch.shape)
+
+
+def test_a_cut_row_is_copied_to_a_device_as_one_buffer(tmp_path):
+    """Its keys' offsets too: else the training thread would pin and copy all of it again."""
+    whole = collator_of(write_dataset(tmp_path), ALL)(0, PACKED, ModelFamily.T5)
+    batch = replace(whole, input_segments=CUT, decoder_segments=None)
+    made = in_one_buffer(batch, pin=False)
+    row = made.input_segments
+    assert torch.equal(row.key_offsets, CUT.key_offsets) and not torch.equal(row.key_offsets, row.offsets)
+    parts = [made.tokens, made.labels, row.offsets, row.positions, row.key_offsets]
+    copies = copy_buffer(torch.device("cpu"), parts)
+    assert copies is not None and all(torch.equal(*pair) for pair in zip(parts, copies, strict=True))
 
 
 def test_the_iterator_prepares_what_it_yields(tmp_path):

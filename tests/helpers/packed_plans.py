@@ -13,8 +13,8 @@ from megatron_dynapipe.plan.instructions import (
     TensorShape,
 )
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
-from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from tests.helpers.lists import packed_shape
 
 LAYOUTS: dict[str, Callable[[int], bool]] = {
     "padded": lambda _index: False,

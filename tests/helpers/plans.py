@@ -8,13 +8,13 @@ import numpy as np
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan, Totals
-from megatron_dynapipe.plan.packing import packed_shape
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from tests.helpers.lists import packed_shape
 
 NO_LIMIT = 10**9
 

@@ -53,11 +53,11 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
         iteration += 1
 
 
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, layer=None):
     args = get_args()
     return GPTModel(
         config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        transformer_layer_spec=layer or get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dynapipe.cost import ABSENT, Row
+from megatron_dynapipe.cost import ABSENT, Quantity
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules import profile
@@ -133,14 +133,12 @@ def test_every_stage_is_planned_with_its_own_costs():
     """A micro-batch of one sample of 32 positions: by its weight a segment keeps 0.32 MB and peaks at 0.48."""
     costs = costs_of(1, 2, 5)
     tables = costs.of_stages([0, 0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE)
-    assert tables.of_stages is not None
-    own = tables.of_stages[:, :, 0, 1, 0]
-    assert own[:, Row.ENCODER_FORWARD].tolist() == [960_000, 1_600_000]
-    assert own[:, Row.ENCODER_BACKWARD].tolist() == [1_920_000, 3_200_000]
-    assert own[:, Row.ENCODER_STORED].tolist() == [960_000, 1_600_000]
-    assert own[:, Row.ENCODER_PEAK].tolist() == [320_000 + 960_000, 2_400_000], (
-        "what the first keeps, the second's peak"
-    )
+    assert tables.kinds == ("stage 0", "stage 1", "head")
+    own = tables.values[:2, :, 0, 1, 0]
+    assert own[:, Quantity.FORWARD].tolist() == [960_000, 1_600_000]
+    assert own[:, Quantity.BACKWARD].tolist() == [1_920_000, 3_200_000]
+    assert own[:, Quantity.STORED].tolist() == [960_000, 1_600_000]
+    assert own[:, Quantity.PEAK].tolist() == [320_000 + 960_000, 2_400_000], "what the first keeps, the second's peak"
     plan = ModulePlanner(costs, [0, 0, 1], stages=2, memory_limit_bytes=10**9).plan([32], 0)
     (micro_batch,) = plan.replicas[0].micro_batches
     assert micro_batch.stored_bytes == (960_000, 1_600_000)
@@ -154,8 +152,8 @@ def test_shapes_that_were_not_measured_are_absent():
         for table in [*each["time_ms"].values(), *(value for key, value in each.items() if key.endswith("_mb"))]:
             table["64"].pop()  # 16 samples of 64 positions
     costs = SegmentCosts.decode(msgspec.json.encode(file))
-    own = costs.of_stages([0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE).of_stages
-    assert own is not None and (own[:, :, 2, 2] == ABSENT).all()
+    own = costs.of_stages([0, 1]).tables(tensor_parallel=1, recompute=Recompute.NONE).values
+    assert (own[:, :, 2, 2] == ABSENT).all()
     assert (own == ABSENT).sum() == own[:, :, 2, 2].size
     with pytest.raises(CostModelError, match="no table for tensor parallelism 2"):
         costs.of_stages([0, 1]).tables(tensor_parallel=2, recompute=Recompute.NONE)

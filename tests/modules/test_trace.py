@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
@@ -271,6 +272,78 @@ def test_what_cannot_be_followed_is_refused_with_its_place(between, said):
     with pytest.raises(ConfigError, match=said) as raised:
         trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
     assert "test_trace.py:" in str(raised.value)
+
+
+class Changing(Steps):
+    """A model whose forward, between its modules, changes what the model holds."""
+
+    def __init__(self, change) -> None:
+        super().__init__(lambda x, first: (change(self), x)[1])
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.log, self.counts = 0, [], {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.seen + self.mean)
+
+
+class Updated(nn.Module):
+    """Changes a buffer that it is given."""
+
+    def forward(self, buffer: torch.Tensor) -> None:
+        buffer.add_(1)
+
+
+UPDATED = Updated()
+CHANGES = {
+    "a buffer": (lambda model: model.seen.add_(1), "seen is changed in place between modules"),
+    "a buffer's data": (lambda model: model.seen.data.add_(1), "seen is changed in place"),
+    "an entry": (lambda model: model.mean.__setitem__(0, 1.0), "mean is changed in place"),
+    "a view": (lambda model: model.mean[1:].mul_(2), "mean is changed in place"),
+    "an output": (lambda model: torch.add(model.mean, 1, out=model.mean), "mean is changed in place"),
+    "many at once": (lambda model: torch._foreach_add_([model.mean], 1), "mean is changed in place"),
+    "statistics": (
+        lambda model: F.batch_norm(torch.ones(3, 4), model.mean, torch.ones(4), training=True),
+        "mean is changed in place",
+    ),
+    "a weight": (lambda model: model.scale.detach().clamp_(max=1), "scale is changed in place"),
+    "a module's argument": (lambda model: UPDATED(model.seen), "seen is changed in place"),
+    "another buffer": (lambda model: setattr(model, "seen", model.seen + 1), "changes the model's attribute seen"),
+    "a counter": (lambda model: setattr(model, "calls", model.calls + 1), "changes the model's attribute calls"),
+    "a list": (lambda model: model.log.append(1), "changes the model's attribute log, which it reads at .*test_trace"),
+    "a dict": (lambda model: model.counts.update(n=1), "changes the model's attribute counts"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES)
+def test_what_the_forward_changes_between_modules_is_refused_with_its_place(change, said):
+    """Stages would each change a copy of their own, or nothing at all after the first step."""
+    model = Changing(change)
+    with pytest.raises(ConfigError, match=said) as raised:
+        trace(model, {"x": torch.randn(3, 4)}, cut_points(model))
+    assert "test_trace.py:" in str(raised.value)
+
+
+def test_what_a_whole_module_changes_is_its_own():
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            self.calls += 1
+            return super().forward(x) * self.seen
+
+    model = Steps()
+    model.layers[1], model.calls = Counting(), 3
+    model.between = lambda x, first: (setattr(model, "calls", 3), x)[1]  # no change
+    batch = {"x": torch.randn(3, 4)}
+    output, _ = run_divided(model, batch, batch)
+    assert model.layers[1].seen == 1
+    model.layers[1].seen.zero_()
+    assert torch.equal(output, model(**batch))
 
 
 @pytest.mark.parametrize(

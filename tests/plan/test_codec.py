@@ -5,9 +5,9 @@ from megatron_dynapipe.errors import PlanDecodeError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan
-from megatron_dynapipe.plan.text import parse_stages
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
+from tests.helpers.lists import parse_stages
 from tests.helpers.plans import make_plan
 from tests.plan.test_fuzz import signed
 

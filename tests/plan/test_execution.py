@@ -18,7 +18,6 @@ from megatron_dynapipe.plan.instructions import (
     Payload,
 )
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.schedules import SCHEDULES
@@ -26,6 +25,7 @@ from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, l
 from megatron_dynapipe.runtime.executor import PipelineExecutor
 from megatron_dynapipe.runtime.platform import CpuPlatform
 from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import divided, layout_of, random_problem
 from tests.helpers.processes import run_ranks
 from tests.plan.strict_transport import StrictTransport

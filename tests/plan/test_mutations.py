@@ -6,9 +6,9 @@ import pytest
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction, RecvStart, SendStart
-from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.native import fast_verify
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import make_plan
 from tests.plan.toy_executor import ToyError, ToyPipeline
 

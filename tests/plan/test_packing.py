@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import RowOffsets, packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import RowOffsets, row_offsets
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from tests.helpers.lists import packed_shape
 
 
 def packed(family, inputs, targets):

@@ -18,7 +18,8 @@ from megatron_dynapipe.plan.instructions import (
     SendWait,
     channel_of,
 )
-from megatron_dynapipe.plan.text import format_instruction, format_stages, parse_instruction, parse_stages, point_at
+from megatron_dynapipe.plan.text import format_instruction, format_stages, parse_instruction, point_at
+from tests.helpers.lists import parse_stages
 from tests.helpers.plans import make_plan
 
 A, G = Payload.ACTIVATION, Payload.GRADIENT

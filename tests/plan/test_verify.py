@@ -4,11 +4,12 @@ import pytest
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.text import format_stages, parse_stages
+from megatron_dynapipe.plan.text import format_stages
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.plan.verify import verify, verify_lists
+from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import make_plan
 
 replace = msgspec.structs.replace

@@ -6,22 +6,22 @@ from itertools import permutations, product
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, LayerTables, Row
+from megatron_dynapipe.cost import ABSENT, CostTables
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import BatchLayout, round_up
 
 
-def derived_costs(tables: LayerTables, inputs: IntArray, targets: IntArray) -> list[Fraction] | None:
-    """One layer's costs of a row, each the sum over samples of 1/b of a padded micro-batch of b samples like it."""
+def derived_costs(tables: CostTables, inputs: IntArray, targets: IntArray) -> list[Fraction] | None:
+    """Modules' costs of a row, each the sum over samples of 1/b of a padded micro-batch of b samples like it."""
     positions = round_up(int(inputs.sum())) + round_up(int(targets.sum()))
-    by_size = tables.at_lengths(inputs, targets, separate=True)
+    by_size = tables.at_lengths(inputs, targets, separate=True).reshape(len(inputs), -1, len(tables.sizes))
     sizes = tables.sizes.tolist()
-    sums = [Fraction(0)] * len(Row)
+    sums = [Fraction(0)] * by_size.shape[1]
     for costs, own in zip(by_size.tolist(), (inputs + targets).tolist(), strict=True):
         b = max(Fraction(positions, own), Fraction(1))
-        for row in range(len(Row)):
+        for row in range(len(sums)):
             points = dict(zip(sizes, costs[row], strict=True))
             if points[sizes[0]] == ABSENT:
                 return None

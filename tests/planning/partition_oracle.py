@@ -1,16 +1,16 @@
 """Small random batches, and the best partition of an order that trying everything finds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LayerState, LayerTables, Network, PipelineLayout, Row, of_halves, stage_costs
+from megatron_dynapipe.cost import ABSENT, CostTables, Kind, Network, PipelineLayout, Quantity, of_halves
+from megatron_dynapipe.cost.tables import ATTENTION, DECODER_MLP, MLP
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-
-STATE = LayerState(embedding_bytes=1, encoder_bytes=1, decoder_bytes=1)
+from tests.helpers.stage_costs import STATE, stage_costs
 
 
 @st.composite
@@ -20,36 +20,17 @@ def axes(draw: st.DrawFn, largest: int) -> IntArray:
 
 
 @st.composite
-def layer_tables(draw: st.DrawFn, family: ModelFamily) -> LayerTables:
+def cost_tables(draw: st.DrawFn, kinds: tuple[Kind, ...]) -> CostTables:
     """A grid of arbitrary costs: neither rising nor smooth, some points absent."""
     sizes, inputs = draw(axes(8)), draw(axes(64))
-    targets = draw(axes(64)) if family is ModelFamily.T5 else np.zeros(1, np.int64)
+    targets = draw(axes(64)) if DECODER_MLP in kinds else np.zeros(1, np.int64)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     highest = draw(st.sampled_from([3, 100, 10**7]))
-    values = random.integers(0, highest, (len(Row), len(sizes), len(inputs), len(targets)), endpoint=True)
-    bound_attention(values)
-    absent = random.random(values.shape[1:]) < draw(st.sampled_from([0, 0.1, 0.4]))
-    values[:, absent] = ABSENT
-    return LayerTables(sizes=sizes, inputs=inputs, targets=targets, values=values, state=STATE)
-
-
-def bound_attention(values: IntArray) -> None:
-    """Attention takes no longer than its layer; halves are absent where it is."""
-    for kind in ("ENCODER", "DECODER"):
-        for half in ("ATTENTION_FORWARD", "ATTENTION_BACKWARD", "ATTENTION_STORED", "ATTENTION_WEIGHT", "MLP_STORED"):
-            row, layer = Row[f"{kind}_{half}"], Row[f"{kind}_{half.split('_')[1]}"]
-            values[row] = np.minimum(values[row], values[layer])
-
-
-@st.composite
-def with_stages_that_differ(draw: st.DrawFn, tables: LayerTables, stages: int) -> LayerTables:
-    """The same grid, every stage with costs of its own."""
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    own = random.integers(0, draw(st.sampled_from([3, 10**7])), (stages, *tables.values.shape), endpoint=True)
-    for values in own:
-        bound_attention(values)
-    own[:, tables.values == ABSENT] = ABSENT
-    return replace(tables, of_stages=own)
+    shape = (len(kinds), len(Quantity), len(sizes), len(inputs), len(targets))
+    values = random.integers(0, highest, shape, endpoint=True)
+    absent = random.random(shape[2:]) < draw(st.sampled_from([0, 0.1, 0.4]))
+    values[:, :, absent] = ABSENT
+    return CostTables(kinds=kinds, sizes=sizes, inputs=inputs, targets=targets, values=values, state=STATE)
 
 
 @st.composite
@@ -63,8 +44,20 @@ def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     split = of_halves(counts)
     layers = sum(counts) // 2
     encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
+    experts = pattern = ()
+    if family is ModelFamily.GPT and draw(st.booleans()):  # modules in any order, each of them a layer
+        pattern = tuple(draw(st.sampled_from([ATTENTION, MLP, "another"])) for _ in range(sum(counts)))
+        layers, encoder, split = len(pattern), len(pattern), tuple(counts)
+    elif family is ModelFamily.GPT and layers > 1 and draw(st.booleans()):
+        experts = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1, max_size=layers - 1))))
     return PipelineLayout(
-        family=family, encoder_layers=encoder, decoder_layers=layers - encoder, layers_per_stage=split, chunks=chunks
+        family=family,
+        encoder_layers=encoder,
+        decoder_layers=layers - encoder,
+        layers_per_stage=split,
+        chunks=chunks,
+        expert_layers=experts,
+        pattern=pattern,
     )
 
 
@@ -79,9 +72,7 @@ def batch_problems(
     targets = np.array(draw(lengths) if family is ModelFamily.T5 else [0] * samples, np.int64)
     layout = draw(pipeline_layouts(family))
     in_flight = st.lists(st.integers(1, 4), min_size=layout.stages, max_size=layout.stages)
-    modes = draw(st.lists(layer_tables(family), min_size=1, max_size=3))
-    if BatchLayout.PACKED not in layouts and draw(st.booleans()):
-        modes = [draw(with_stages_that_differ(each, layout.virtual_stages)) for each in modes]
+    modes = draw(st.lists(cost_tables(tuple(dict.fromkeys(layout.modules))), min_size=1, max_size=3))
     return BatchProblem(
         inputs=inputs,
         targets=targets,

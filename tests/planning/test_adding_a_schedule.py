@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.simulate import simulate
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import random_problem
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "adding-a-schedule.md"

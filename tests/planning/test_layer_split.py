@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import A100_RATES, LayerState, LayerTables, Network, Row
+from megatron_dynapipe.cost import A100_RATES, CostTables, ModelState, Network, Quantity
+from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning import layer_split
 from megatron_dynapipe.planning.layer_split import choose_layer_split
@@ -17,6 +18,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.stage_costs import GPT_KINDS, grid_values
 from tests.planning.planner_cases import batch_of, cost_model
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -39,17 +41,26 @@ class Costs:
         self.family = family
         self._times = {"ENCODER": encoder, "DECODER": decoder, "HEAD": head}
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         targets = LENGTHS if self.family is T5 else np.zeros(1, np.int64)
         size, inputs, target = np.meshgrid(SIZES, LENGTHS, targets, indexing="ij")
-        values = np.zeros((len(Row), *size.shape), np.int64)
-        for row in list(Row)[: Row.ENCODED_STORED]:
-            kind, what = row.name.split("_")
-            positions = size * (inputs if self.family is GPT or kind == "ENCODER" else target)
-            memory = 0 if kind == "HEAD" else BYTES
-            values[row] = positions * (memory if what in ("STORED", "PEAK") else self._times[kind])
-        state = LayerState(embedding_bytes=0, encoder_bytes=STATE, decoder_bytes=STATE * (self.family is T5))
-        return LayerTables(sizes=SIZES, inputs=LENGTHS, targets=targets, values=values, state=state)
+        values = {}
+        for kind, layer in {ATTENTION: "ENCODER", DECODER_ATTENTION: "DECODER", HEAD: "HEAD"}.items():
+            if self.family is GPT and kind == DECODER_ATTENTION:
+                continue
+            positions = size * (inputs if self.family is GPT or kind == ATTENTION else target)
+            memory = 0 if kind == HEAD else BYTES
+            values |= {(kind, what): positions * self._times[layer] for what in (Quantity.FORWARD, Quantity.BACKWARD)}
+            values |= {(kind, what): positions * memory for what in (Quantity.STORED, Quantity.PEAK)}
+        kinds = GPT_KINDS if self.family is GPT else (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
+        return CostTables(
+            kinds=kinds,
+            sizes=SIZES,
+            inputs=LENGTHS,
+            targets=targets,
+            values=grid_values(kinds, values, *size.shape),
+            state=ModelState(embedding_bytes=0, modules={ATTENTION: STATE, DECODER_ATTENTION: STATE}),
+        )
 
 
 def chosen(

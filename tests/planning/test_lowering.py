@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait, SendStart, SendWait
-from megatron_dynapipe.plan.text import format_instruction, parse_stages
-from megatron_dynapipe.plan.verify import verify_lists
+from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.planning.boundary import BoundarySettings, BoundaryTensor, boundary_tensors
 from megatron_dynapipe.planning.lowering import (
     Topology,
@@ -20,6 +19,7 @@ from megatron_dynapipe.planning.lowering import (
 )
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import random_problem
 
 SHAPE = ((8, 1, 4),)

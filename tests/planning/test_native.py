@@ -9,9 +9,9 @@ import pytest
 
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.memory import message_elements
-from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.native import core, fast_verify
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import make_plan
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LARGEST_COST, Row
+from megatron_dynapipe.cost import ABSENT, LARGEST_COST, Quantity
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.partition import partition
@@ -19,16 +19,13 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-NOT_MEASURED = (ints(), ints(), np.zeros((0, 0, 0), np.int64)) * 2
-
-
-def layers(*whole: int) -> Any:
-    """Whole layers of every stage."""
-    return np.stack([np.zeros(len(whole), np.int64), ints(*whole), np.zeros(len(whole), np.int64)], axis=1)
+NOT_MEASURED = (ints(), ints(), np.zeros((0, 0, 0, 0), np.int64)) * 2
+ONES = np.ones((2, len(Quantity), 2, 1, 1), np.int64)
+ONES[:, [Quantity.ENTRY_STORED, Quantity.ENTRY_PEAK]] = 0
 
 
 def good() -> dict[str, Any]:
-    """Three equal samples on two stages of a layer, each pass 1 ns and 1 byte."""
+    """Three equal samples on two stages of a module, each pass 1 ns and 1 byte; the last has the head besides."""
     return {
         "inputs": ints(8, 8, 8),
         "targets": ints(0, 0, 0),
@@ -36,10 +33,12 @@ def good() -> dict[str, Any]:
         "target_positions": ints(0, 0, 0),
         "may_pad": True,
         "may_pack": False,
-        "modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1), np.int64)] * 2)],
+        "modes": [(ints(1, 4), ints(8), ints(0), ONES, ONES)],
         "packed": [NOT_MEASURED],
-        "encoder_layers": layers(1, 1),
-        "decoder_layers": layers(0, 0),
+        "kinds": 2,
+        "modules": ints(0, 0, 1),
+        "cuts": ints(1),
+        "even_two": False,
         "chunks": 1,
         "model_state": ints(0, 0),
         "memory_limit": 100,
@@ -54,7 +53,9 @@ def good() -> dict[str, Any]:
         "gbps": np.array([100.0]),
         "chains": np.zeros(0, np.int32),
         "extras": ints(),
-        "part_rates": ints(),
+        "receive_ahead": -1,
+        "ordered_starts": False,
+        "division": 0,
     }
 
 
@@ -97,29 +98,27 @@ def put(index: tuple[int, ...], value: int) -> Any:
     return change
 
 
-def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
-    values = np.ones((stages, len(Row), 2, 1, 1), np.int64)
-    change(values)
-    return values
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"inputs": ints()}, "between 1 and 2\\^24 samples"),
         ({"targets": ints(0)}, "as many target lengths as input lengths"),
         ({"inputs": ints(8, -1, 8)}, "lengths from 0 to 2\\^20"),
-        ({"encoder_layers": layers(1)}, "encoder and decoder layers of the same stages"),
-        ({"encoder_layers": layers(1, -1)}, "0 to 65536 layers"),
-        ({"encoder_layers": layers(1, 2**62), "decoder_layers": layers(0, 2**62)}, "0 to 65536 layers"),
-        ({"encoder_layers": np.array([[0, 1, 2], [1, 1, 0]])}, "at most one MLP and one attention"),
-        ({"encoder_layers": np.ones((2, 2), np.int64)}, "MLPs, layers and attentions"),
+        ({"modules": ints(0, -1, 1)}, "kinds of modules that there are"),
+        ({"modules": ints(0, 2, 1)}, "kinds of modules that there are"),
+        ({"modules": np.zeros(2**18, np.int64)}, "at most 131072 modules on a stage"),
+        ({"modules": ints()}, "cuts in order between modules"),
+        ({"cuts": ints(4)}, "cuts in order between modules"),
+        ({"cuts": ints(-1)}, "cuts in order between modules"),
+        ({"kinds": 3}, "as many grid values"),
+        ({"kinds": -1}, "between 1 and 4096 kinds"),
+        ({"division": 3}, "a division that there is"),
         ({"chunks": 65}, "between 1 and 64 chunks"),
-        ({"chunks": 2}, "layers of every virtual stage"),
+        ({"chunks": 2}, "modules of every virtual stage"),
         ({"chunks": 2, "model_state": ints(0), "in_flight": np.array([[1]])}, "several chunks only on several stages"),
         ({"in_flight": np.full((1, 2), 2**15, np.int64)}, "1 to 16384 micro-batches in flight"),
-        ({"encoder_layers": layers(1, 1, 1), "decoder_layers": layers(0, 0, 0)}, "layers of every virtual stage"),
-        ({"model_state": ints()}, "between 1 and 4096 stages"),
+        ({"cuts": ints(1, 2)}, "modules of every virtual stage"),
+        ({"model_state": ints(), "in_flight": np.zeros((1, 0), np.int64)}, "between 1 and 4096 stages"),
         ({"model_state": ints(0)}, "in flight for every stage"),
         ({"model_state": ints(0, -1)}, "model state from 0"),
         ({"memory_limit": -1}, "a memory limit from 0"),
@@ -137,19 +136,14 @@ def own_values(stages: int, change: Any = lambda values: None) -> np.ndarray:
         ({"input_positions": ints(8)}, "positions of every sample"),
         ({"target_positions": ints(0, 0, -1)}, "lengths from 0 to 2\\^20"),
         ({"may_pad": False}, "at least one layout"),
-        ({"modes": with_values(put((0, 0, 0, 0), -2))}, "costs of a layer from 0"),
-        ({"modes": with_values(put((0, 0, 0, 0), LARGEST_COST + 1))}, "costs of a layer from 0"),
-        ({"modes": with_values(put((3, 0, 0, 0), ABSENT))}, "absent from all rows or from none"),
+        ({"modes": with_values(put((0, 0, 0, 0, 0), -2))}, "costs of a module from 0"),
+        ({"modes": with_values(put((0, 0, 0, 0, 0), LARGEST_COST + 1))}, "costs of a module from 0"),
+        ({"modes": with_values(put((1, 3, 0, 0, 0), ABSENT))}, "absent from all rows or from none"),
         ({"modes": [(ints(1), ints(8), ints(0), *good()["modes"][0][3:])]}, "as many grid values"),
         ({"modes": [(ints(4, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "strictly increasing"),
         ({"modes": [(ints(0, 1), ints(8), ints(0), *good()["modes"][0][3:])]}, "sizes of at least 1"),
         ({"modes": [(ints(1, 2**40), ints(8), ints(0), *good()["modes"][0][3:])]}, "grid axes from 0 to 2\\^20"),
-        ({"of_stages": [own_values(1)]}, "grid values of every virtual stage, or of none"),
-        ({"of_stages": [own_values(2)] * 2}, "stages' own costs under every recompute mode"),
-        ({"of_stages": [own_values(2)], "may_pack": True}, "no packed rows with them"),
-        ({"of_stages": [own_values(2, put((1, 0, 0, 0, 0), ABSENT))]}, "absent from all stages or from none"),
-        ({"of_stages": [own_values(2, put((1, 0, 0, 0, 0), -2))]}, "costs of a layer from 0"),
-        ({"modes": [(ints(), ints(8), ints(0), *[np.ones((len(Row), 0, 1, 1), np.int64)] * 2)]}, "grid axes from 0"),
+        ({"modes": [(ints(), ints(8), ints(0), ONES[:, :, :0], ONES[:, :, :0])]}, "grid axes from 0"),
     ],
 )
 def test_wrong_problems_raise(change: dict[str, Any], message: str) -> None:
@@ -210,10 +204,12 @@ def test_wrong_calls_raise(method: str, change: dict[str, Any], message: str) ->
         {"inputs": np.array([8, 8, 8], np.int32)},
         {"gbps": ints(100)},
         {"decoder_forward": ints(0)},
-        {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2, 1, 1))] * 2)]},
+        {"modes": [(ints(1, 4), ints(8), ints(0), ONES * 1.0, ONES)]},
         {"inputs": np.array([[8]])},
         {"inputs": None},
-        {"modes": [(ints(1, 4), ints(8), ints(0), *[np.ones((len(Row), 2), np.int64)] * 2)]},
+        {"inputs": None, "another": 1},
+        {"may_pad": 1},
+        {"modes": [(ints(1, 4), ints(8), ints(0), ONES[0], ONES)]},
         {"replicas": 2**70},
         {"packed": [NOT_MEASURED[:5]]},
     ],
@@ -255,15 +251,11 @@ def test_fuzz(data: st.DataObject) -> None:
                 changed.flat[place] = data.draw(numbers)
                 axis = data.draw(arrays)
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
-            case "encoder_layers" | "decoder_layers":
-                counts = data.draw(arrays)
-                last = data.draw(st.sampled_from([counts % 2, counts]))
-                arguments[name] = np.stack([counts % 2, counts, last], axis=1)
             case _ if name in TYPED:
                 arguments[name] = TYPED[name](data.draw(arrays))
             case "packed":
                 axes = [data.draw(arrays) for _ in range(4)]
-                values = np.full((len(Row), len(axes[0]), len(axes[1])), data.draw(numbers), np.int64)
+                values = np.full((2, len(Quantity), len(axes[0]), len(axes[1])), data.draw(numbers), np.int64)
                 arguments[name] = [(*axes[:2], values, *axes[2:], values)]
             case _ if isinstance(arguments[name], bool):
                 arguments[name] = data.draw(st.booleans())

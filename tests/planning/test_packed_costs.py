@@ -6,11 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, LayerTables, PackedTables, Row, packed_layer_costs, stage_times
+from megatron_dynapipe.cost import ABSENT, CostTables, PackedTables, Quantity, packed_costs
+from megatron_dynapipe.cost.tables import ATTENTION
+from megatron_dynapipe.planning.layer_split import stage_times
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import BatchLayout
+from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 from tests.planning.packed_oracle import derived_costs
-from tests.planning.partition_oracle import STATE, batch_problems, bound_attention
+from tests.planning.partition_oracle import batch_problems
 
 PACKED = (BatchLayout.PACKED,)
 
@@ -23,17 +26,15 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
     modes = []
     for tables in problem.modes:
         separate = tables.values.copy()
-        whole = separate[: Row.ENCODER_ATTENTION_FORWARD]
-        whole[random.random(whole.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
-        bound_attention(separate)
+        read = separate[:, : Quantity.WEIGHT]  # what no stage needs is not read
+        read[random.random(read.shape) < draw(st.sampled_from([0, 0.2]))] = ABSENT
         packed = None
         if draw(st.booleans()):
             t5 = bool(problem.targets.any())
             axes = [np.array([1, 40, 600]), np.array([1, 90, 600]) if t5 else np.zeros(1, np.int64)]
             own = [np.array([1, 30, 66]), np.array([1, 66]) if t5 else np.zeros(1, np.int64)]
-            linear, attention = (random.integers(0, 99, (len(Row), len(x), len(y))) for x, y in (axes, own))
-            bound_attention(linear)
-            bound_attention(attention)
+            rows = len(tables.kinds), len(Quantity)
+            linear, attention = (random.integers(0, 99, (*rows, len(x), len(y))) for x, y in (axes, own))
             packed = PackedTables(
                 row_inputs=axes[0],
                 row_targets=axes[1],
@@ -55,12 +56,12 @@ def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -
     costs, covered = problem.costs_of(members, PACKED * len(members), modes)
     for row, (samples_of_row, mode) in enumerate(zip(members, modes, strict=True)):
         lengths = problem.input_positions[samples_of_row], problem.target_positions[samples_of_row]
-        expected = packed_layer_costs(problem.modes[mode], *lengths)
+        expected = packed_costs(problem.modes[mode], *lengths)
         assert covered[row] == (expected is not None)
         if expected is None:
             continue
         both = costs.forward_ns[row] + costs.backward_ns[row]
-        assert both.tolist() == stage_times(expected[None], problem.layout)[0].tolist()
+        assert both.tolist() == stage_times(expected[None], problem.modes[mode].kinds, problem.layout)[0].tolist()
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,17 +71,17 @@ def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataO
     rows = data.draw(st.lists(st.integers(0, len(problem.inputs) - 1), min_size=1, unique=True))
     lengths = problem.input_positions[rows], problem.target_positions[rows]
     expected = derived_costs(tables, *lengths)
-    found = packed_layer_costs(tables, *lengths)
+    found = packed_costs(tables, *lengths)
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
-        assert all(abs(f - e) <= len(rows) + 1 for f, e in zip(found.tolist(), expected, strict=True))
+        assert all(abs(f - e) <= len(rows) + 1 for f, e in zip(found.ravel().tolist(), expected, strict=True))
 
 
 def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:
-    """An encoder layer's forward; of padded micro-batches nothing is asked."""
-    linear, own = np.zeros((len(Row), 2, 1), np.int64), np.zeros((len(Row), 3, 1), np.int64)
-    linear[Row.ENCODER_FORWARD, :, 0] = [10, 90]
-    own[Row.ENCODER_FORWARD, :, 0] = [1, 4, ABSENT]
+    """An attention's forward; of padded micro-batches nothing is asked."""
+    forward = ATTENTION, Quantity.FORWARD
+    linear = grid_values(GPT_KINDS, {forward: [[10], [90]]}, 2, 1)
+    own = grid_values(GPT_KINDS, {forward: [[1], [4], [ABSENT]]}, 3, 1)
     eight, none = np.array([8]), np.array([0])
     packed = PackedTables(
         row_inputs=np.array([8, 24]),
@@ -90,9 +91,16 @@ def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:
         targets=none,
         attention=own,
     )
-    padded = np.zeros((len(Row), 1, 1, 1), np.int64)
-    measured = LayerTables(sizes=np.array([1]), inputs=eight, targets=none, values=padded, state=STATE, packed=packed)
-    costs = packed_layer_costs(measured, np.array([8, 8]), np.zeros(2, np.int64))
-    assert costs is not None and costs[Row.ENCODER_FORWARD] == 50 + 1 + 1
-    assert packed_layer_costs(measured, np.array([16, 16]), np.zeros(2, np.int64)) is None  # a longer row than measured
-    assert packed_layer_costs(measured, np.array([20]), none) is None  # a longer sample than fits
+    measured = CostTables(
+        kinds=GPT_KINDS,
+        sizes=np.array([1]),
+        inputs=eight,
+        targets=none,
+        values=grid_values(GPT_KINDS, {}, 1, 1, 1),
+        state=STATE,
+        packed=packed,
+    )
+    costs = packed_costs(measured, np.array([8, 8]), np.zeros(2, np.int64))
+    assert costs is not None and costs[0, Quantity.FORWARD] == 50 + 1 + 1
+    assert packed_costs(measured, np.array([16, 16]), np.zeros(2, np.int64)) is None  # a longer row than measured
+    assert packed_costs(measured, np.array([20]), none) is None  # a longer sample than fits

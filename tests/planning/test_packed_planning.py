@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerTables
+from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
@@ -39,7 +39,7 @@ class _Derived:
         self.name, self.family, self.digest, self.links = "derived", family, "d", self._model.links
         self.hidden_size = self._model.hidden_size
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         return replace(self._model.tables(tensor_parallel=tensor_parallel, recompute=recompute), packed=None)
 
 

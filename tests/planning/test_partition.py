@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerTables, Network, PipelineLayout, Row
+from megatron_dynapipe.cost import CostTables, Network, PipelineLayout, Quantity
+from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.planning.balance import assign, pipeline_time
 from megatron_dynapipe.planning.partition import candidate_orders
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning.partition_oracle import STATE, batch_problems, brute_force
+from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
+from tests.planning.partition_oracle import batch_problems, brute_force
 
 Found = tuple[list[int], list[int], int, int]
 """Sizes, modes, warm-up and total of a partition, as the native core returns them."""
@@ -119,10 +121,9 @@ def test_assigns_everything_and_comes_near_the_best(given: list[list[int]], repl
 def test_a_large_order_is_partitioned_block_by_block() -> None:
     """Pairs are best: 6 ns for two samples, 5 for one; of 20,001 one is left over."""
     samples, one = 20_001, np.array([8])
-    values = np.zeros((len(Row), 2, 1, 1), np.int64)
-    values[Row.ENCODER_FORWARD, :, 0, 0] = [5, 6]
+    values = grid_values(GPT_KINDS, {(ATTENTION, Quantity.FORWARD): [[[5]], [[6]]]}, 2, 1, 1)
     none = np.zeros(1, np.int64)
-    tables = LayerTables(sizes=np.arange(1, 3), inputs=one, targets=none, values=values, state=STATE)
+    tables = CostTables(kinds=GPT_KINDS, sizes=np.arange(1, 3), inputs=one, targets=none, values=values, state=STATE)
     inputs, targets = np.full(samples, 8), np.zeros(samples, np.int64)
     large = BatchProblem(
         inputs=inputs,

@@ -9,16 +9,15 @@ from megatron_dynapipe.cost import (
     A100_RATES,
     LARGEST_COST,
     AnalyticCostModel,
-    LayerTables,
+    CostTables,
     ModelShape,
-    boundary_bytes,
-    stage_costs,
 )
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.stage_costs import boundary_bytes, stage_costs
 from tests.planning.partition_oracle import batch_problems
 from tests.planning.planner_cases import batch, batch_of, cost_model
 from tests.planning.planner_cases import settings as settings_of
@@ -56,9 +55,11 @@ def test_ninety_six_layers_on_one_stage_are_planned() -> None:
 class _Slow(AnalyticCostModel):
     """A layer's forward takes a third of the limit."""
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
-        tables.values[0][tables.values[0] >= 0] = LARGEST_COST // 3
+        forward = tables.values[:2, 0].sum(axis=0)
+        tables.values[0, 0][forward >= 0] = LARGEST_COST // 3
+        tables.values[1, 0] = np.minimum(tables.values[1, 0], 0)
         return tables
 
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.verify import verify_lists
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
 from megatron_dynapipe.planning.schedules.list_scheduling import NEVER, Policy, Rule, list_schedule, policies
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, gpipe, one_f_one_b, sequences
 from megatron_dynapipe.planning.simulate import simulate
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import random_problem
 from tests.planning.list_schedule_oracle import list_schedule_by_rules
 

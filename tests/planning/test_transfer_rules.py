@@ -12,7 +12,7 @@ from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, MANY_QUEUES_RULES, TransferRules, cuda_rules
-from megatron_dynapipe.plan.verify import verify, verify_lists
+from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.native import fast_verify
@@ -21,6 +21,7 @@ from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, l
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.lists import verify_lists
 from tests.helpers.plans import divided, random_problem
 from tests.planning.planner_cases import batch, planner
 from tests.planning.transfer_oracle import ListsStallError, run_lists

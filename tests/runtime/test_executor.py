@@ -11,9 +11,10 @@ import torch
 from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load, RecvStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.text import format_instruction, parse_stages
+from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.runtime import BufferTable, CpuPlatform, PipelineExecutor, Work
 from megatron_dynapipe.runtime.trace import Trace
+from tests.helpers.lists import parse_stages
 
 
 class Loopback:

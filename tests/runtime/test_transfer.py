@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load, Payload
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.text import parse_stages
 from megatron_dynapipe.runtime import (
     CpuPlatform,
     HostStagedTransport,
@@ -23,6 +22,7 @@ from megatron_dynapipe.runtime import (
     Transport,
     Work,
 )
+from tests.helpers.lists import parse_stages
 from tests.helpers.processes import RanksFailedError, run_ranks
 
 WHOLE = float("inf")

@@ -4,14 +4,17 @@ Imports no Megatron: on a machine without a GPU, the CPU platform must be active
 Asks torch for no device before the environment is set: that may load the driver, which reads some of it.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import EarlyFlags
-from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
@@ -35,6 +38,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         early = config.early_flags(sys.argv[1:], EarlyFlags)
         wanted = device or early.dynapipe_device
         prepare_environment(early.tensor_model_parallel_size, wanted)  # before anything asks for a device
+        check_driver(wanted)
         cpu.quieten()
         if cpu.enable(wanted):
             cpu.silence_prints()
@@ -73,8 +77,6 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
         "CUDA_MODULE_LOADING": "EAGER",
         # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32",
-        # A pending receive occupies a thread block per channel; NVLink would get 16 or more for messages of a few MB.
-        "NCCL_MAX_P2P_NCHANNELS": "8",
         # Micro-batches of many shapes fragment segments of fixed sizes.
         ALLOCATOR[1]: "expandable_segments:True",
     }
@@ -102,21 +104,59 @@ def prepare_environment(
         print(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}", flush=True)
 
 
+def check_driver(device: str) -> None:
+    """Refuse to train on the CPU, unasked, on a machine whose GPUs PyTorch cannot use.
+
+    Raises:
+        ConfigError: the driver lists GPUs, none of them is hidden, and PyTorch sees none.
+    """
+    if device == "cpu" or cpu.is_enabled() or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    with _management() as nvml:
+        devices = len(_capabilities_by(nvml))
+        driver = _driver_version(nvml)
+    if devices and not torch.cuda.is_available():
+        raise ConfigError(
+            f"expected PyTorch to see the {devices} GPUs that driver {driver} lists, got none: PyTorch is"
+            f" {f'built for CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'}",
+            hint="install a newer driver, or a PyTorch for this one; --dynapipe-device cpu trains on the CPU",
+        )
+
+
 def _capabilities() -> list[int]:
-    """Each device's major compute capability, by NVML, which makes no CUDA context; empty without a driver."""
+    """Each device's major compute capability; empty without a driver."""
+    with _management() as nvml:
+        return _capabilities_by(nvml)
+
+
+@contextlib.contextmanager
+def _management() -> Iterator[ctypes.CDLL | None]:
+    """The driver's management library, which makes no CUDA context; None without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
     try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        return [major for index in range(count.value) if (major := _capability(nvml, index))]
+        yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+def _capabilities_by(nvml: ctypes.CDLL | None) -> list[int]:
+    count = ctypes.c_uint()
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return []
+    return [major for index in range(count.value) if (major := _capability(nvml, index))]
+
+
+def _driver_version(nvml: ctypes.CDLL | None) -> str:
+    version = ctypes.create_string_buffer(96)
+    if nvml is not None:
+        nvml.nvmlSystemGetDriverVersion(version, len(version))
+    return version.value.decode()
 
 
 def _capability(nvml: ctypes.CDLL, index: int) -> int:

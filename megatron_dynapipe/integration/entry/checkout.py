@@ -85,6 +85,7 @@ def _check_model_flags() -> None:
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
+        ("--dynapipe-softmax-scale", "leave it out"),
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
         ("--dynapipe-elastic", "use this project's entry scripts"),
     ):

@@ -194,7 +194,7 @@ class MegatronPipeline:
             planned = replica.micro_batches[index]
             self._state.begin(plan.iteration, index, planned.recompute, planned)
 
-        result, _ = run_iteration(
+        result, _, _ = run_iteration(
             self._runner,
             replica.stages[self._runner.stage],
             self._models,
@@ -205,6 +205,7 @@ class MegatronPipeline:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=not all(replica.micro_batches for replica in plan.replicas),
+            divides_apart=self.planner.settings.divides_apart,
         )
         if not forward_only:
             self.iteration += 1

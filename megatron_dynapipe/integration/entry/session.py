@@ -90,6 +90,7 @@ class Session:
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
+        self._labels: torch.Tensor | None = None
         self._move_bar: Callable[[], object] = lambda: None
         self._tasks: Sequence[str] = ()
         self.shape: Shape | None = None
@@ -143,7 +144,7 @@ class Session:
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
         self._record_checkpoint()
-        result, losses = run_iteration(
+        result, losses, labels = run_iteration(
             self._runner,
             item.entry.stage_plan,
             models,
@@ -154,13 +155,14 @@ class Session:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=0 in item.entry.totals.micro_batches,
+            divides_apart=self._planner.divides_apart,
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)
         if forward_only:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
-        self._trained, self._trace = item, result.trace
+        self._trained, self._trace, self._labels = item, result.trace, labels
         self._recorder.add(item, result.trace, losses)
         self._move_bar()
         count_flops(item, self._device)
@@ -220,6 +222,11 @@ class Session:
         """Of the latest training iteration, where a batch's size is given in tokens."""
         in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
+        return self._labels is None or bool(self._labels)
 
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.

@@ -6,8 +6,9 @@ in return it wants gradients accumulated and finalized and the loss reports of t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,8 +19,10 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     LoadMicroBatch,
     MegatronStage,
     PrepareMicroBatch,
+    WeightDone,
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
+from megatron_dynapipe.integration.models.experts import forget_iteration
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.plan.iteration import StagePlan
@@ -38,8 +41,9 @@ def run_iteration(
     forward_only: bool = False,
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
-) -> tuple[StepTotals, list[dict[str, torch.Tensor]]]:
-    """Run a plan that all ranks have agreed on, and Megatron's finalisation; with the last stage's loss reports.
+    divides_apart: bool = False,
+) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
+    """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
         runner: of this rank.
@@ -52,9 +56,13 @@ def run_iteration(
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
+        divides_apart: one replica may end a chunk's backward passes by a second half where another does not.
     """
+    is_last = runner.stage == runner.stages - 1
+    divided = {(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)}
+    make_stage = partial(MegatronStage, models, forward_step, load, is_last=is_last, prepare=prepare, divided=divided)
     if not forward_only:
-        runner.warm_up(warm_up)
+        runner.warm_up(lambda: _before_first_list(warm_up, runner, plan, models, make_stage))
     config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,
@@ -63,19 +71,14 @@ def run_iteration(
         is_first_stage=runner.stage == 0,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
-        at_end=has_idle_replica,
+        at_end=has_idle_replica or (divides_apart and _have_experts_apart(models)),
     )
     gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
-    stage = MegatronStage(
-        models,
-        forward_step,
-        load,
-        is_last=runner.stage == runner.stages - 1,
-        prepare=prepare,
+    stage = make_stage(
         before_forward=gathers.before_forward,
         before_backward=reduction.before_backward,
+        during_weights=reduction.during_weights,
         after_weights=reduction.after_weights,
-        divided={(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)},
     )
     step = Step(
         plan=plan,
@@ -85,7 +88,38 @@ def run_iteration(
         finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        return runner.run(step), stage.reports()
+        return runner.run(step), stage.reports(), stage.labels
+
+
+def _have_experts_apart(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether gradients of experts are reduced over a communicator of their own.
+
+    A whole backward pass starts reductions on it and on the others' as gradients become ready, a second half as buckets
+    are numbered: where one replica ends by the one and another by the other, they would start them in two orders.
+    """
+    return any(_wrapped(model).expert_parallel_bucket_groups for model in models)
+
+
+def _before_first_list(
+    warm_up: Callable[[], None],
+    runner: StepRunner,
+    plan: StagePlan,
+    models: Sequence[torch.nn.Module],
+    make_stage: Callable[[], MegatronStage],
+) -> None:
+    """Warm up, then run the list without the other stages: so its shapes, cut rows and halves have been run before any
+    receive is pending, for cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.
+    """
+    warm_up()
+    clear_kept_keys(models)
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(without_timers(get_model_config(models[0])))
+        for model in map(_wrapped, models):
+            resources.enter_context(model.no_sync())
+            resources.callback(model.zero_grad_buffer)
+        runner.run_alone(Step(plan=plan, model=make_stage()))
+    clear_kept_keys(models)
+    forget_iteration(models)
 
 
 @contextlib.contextmanager
@@ -102,10 +136,10 @@ def _passes(
 class _GradientReduction(AbstractContextManager["_GradientReduction"]):
     """Holds back Megatron's overlapped gradient reduction until each chunk's last backward of the iteration.
 
-    The last backward is known from the plan: during it the hooks reduce; or after it, where it is the second half of a
-    divided one. Chunks for which they do not are reduced once all passes are done: all of them where some replica has
-    no micro-batches (`at_end`), and with `grad_sync_func` (aligned reduction) all but the first stage's, as in
-    Megatron's schedules.
+    The last backward is known from the plan: during it the hooks reduce; where it is the second half of a divided one,
+    bucket groups are reduced here one by one, in the order of their numbers, in which a whole one makes them ready.
+    Chunks for which neither does are reduced once all passes are done: all of them if `at_end`, and with
+    `grad_sync_func` (aligned reduction) all but the first stage's, as in Megatron's schedules.
     """
 
     def __init__(
@@ -139,8 +173,16 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         if self._may_release(instruction):
             self._release(instruction.chunk)
 
+    def during_weights(self, instruction: BackwardWeight) -> WeightDone | None:
+        """What reduces bucket groups while this half runs, if it is the chunk's last; other gradients are there."""
+        model: Any = self._models[instruction.chunk]
+        has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
+        if not (self._overlaps and has_handles and self._may_release(instruction)):
+            return None
+        return partial(self._start, model, held=True)
+
     def after_weights(self, instruction: BackwardWeight) -> None:
-        """Reduce the chunk's gradients if this was the last of its backward passes' halves."""
+        """Reduce what is left of the chunk's gradients if this was the last of its backward passes' halves."""
         if self._may_release(instruction):
             self._release(instruction.chunk)
             if self._overlaps:
@@ -163,9 +205,12 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
             if self._overlaps and kind is None:
                 self._start(self._models[chunk], held=held)
 
-    def _start(self, model: Any, *, held: bool) -> None:
+    def _start(self, model: Any, pending: Collection[torch.Tensor] = (), *, held: bool) -> None:
+        """Start what has not begun, up to the first bucket group with a gradient that is still to come."""
         has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
         for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+            if pending and not group.params.isdisjoint(pending):
+                return
             if has_handles:
                 begun = group.grad_reduce_handle is not None or group.grad_reduce_finished
             else:
@@ -175,6 +220,11 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
 
     def _release(self, chunk: int) -> None:
         self._held.pop(chunk).__exit__(None, None, None)
+
+
+def _wrapped(model: torch.nn.Module) -> Any:
+    """Megatron's wrapper has attributes that `nn.Module` does not know."""
+    return model
 
 
 def _per_chunk(function: Any, chunks: int) -> Sequence[Callable[..., Any] | None]:

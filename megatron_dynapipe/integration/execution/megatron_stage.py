@@ -26,6 +26,9 @@ PrepareMicroBatch = Callable[[int], None]
 ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
 """Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
 
+WeightDone = Callable[[Collection[torch.Tensor]], None]
+"""Called after a weight's gradient has been added, with the weights of this second half that are still to come."""
+
 
 class MegatronStage:
     """One step's passes through this rank's model chunks; see `runtime.StageModel`.
@@ -38,9 +41,13 @@ class MegatronStage:
         is_last: whether this rank's last chunk ends the pipeline.
         prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
         before_forward: called with each forward pass before it runs (gathers of parameters).
-        before_backward: called with each whole backward pass before it runs, and `after_weights` with each second half
-            of a divided one after it (overlapped gradient reduction).
+        before_backward: called with each whole backward pass before it runs (overlapped gradient reduction).
+        during_weights: called with each second half of a divided one before it runs; what it gives is called after each
+            weight with those still to come. `after_weights` is called after it.
         divided: (micro-batch, chunk) of the backward passes that run in halves.
+
+    Attributes:
+        labels: of the global batch, once Megatron's finalisation has counted them; else None.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class MegatronStage:
         prepare: PrepareMicroBatch = lambda _: None,
         before_forward: Callable[[Forward], None] = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
+        during_weights: Callable[[BackwardWeight], WeightDone | None] = lambda _: None,
         after_weights: Callable[[BackwardWeight], None] = lambda _: None,
         divided: Collection[tuple[int, int]] = (),
     ) -> None:
@@ -61,7 +69,8 @@ class MegatronStage:
         self._forward_step = forward_step
         self._is_last = is_last
         self._prepare, self._before_forward = prepare, before_forward
-        self._before_backward, self._after_weights = before_backward, after_weights
+        self._before_backward = before_backward
+        self._during_weights, self._after_weights = during_weights, after_weights
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -69,6 +78,7 @@ class MegatronStage:
         self._losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self.labels: torch.Tensor | None = None
 
     def begin_pass(self, instruction: Pass) -> None:
         """Set recomputation and the random state; start the collectives among replicas that are due."""
@@ -82,8 +92,9 @@ class MegatronStage:
 
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """The second half of a divided backward pass."""
-        self._halves.add_weight_gradients((micro_batch, chunk))
-        self._after_weights(BackwardWeight(micro_batch, chunk))
+        instruction = BackwardWeight(micro_batch, chunk)
+        self._halves.add_weight_gradients((micro_batch, chunk), self._during_weights(instruction))
+        self._after_weights(instruction)
 
     def differentiable(self, micro_batch: int, boundary: int) -> None:
         """Every state is."""
@@ -129,9 +140,10 @@ class MegatronStage:
     def finalize(self, *, force_all_reduce: bool) -> None:
         """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
         if self._config.finalize_model_grads_func is not None:
+            self.labels = self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None
             self._config.finalize_model_grads_func(
                 list(self._models),
-                self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None,
+                self.labels,  # which it adds up over replicas, in place
                 pg_collection=self._groups,
                 force_all_reduce=force_all_reduce,
             )
@@ -141,8 +153,13 @@ class MegatronStage:
     def reports(self) -> list[dict[str, torch.Tensor]]:
         """The loss function's report of each micro-batch, on the last stage.
 
-        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing.
+        Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing, and divides
+        their sums: of a batch without labels the loss is 0, by a number that is not.
         """
-        if self._is_last and not self._losses:
-            return [{LOSS_NAME: torch.zeros(2, device=self._device)}]
-        return self._losses
+        if not self._is_last:
+            return self._losses
+        first, *others = self._losses or [{LOSS_NAME: torch.zeros(2, device=self._device)}]
+        if self.labels is not None:
+            count = torch.stack([torch.zeros_like(self.labels), self.labels == 0])
+            first = first | {LOSS_NAME: first[LOSS_NAME] + count.to(first[LOSS_NAME])}
+        return [first, *others]

@@ -1,4 +1,4 @@
-"""Passes of small micro-batches of every kind, before any list is run.
+"""Communicators, and passes of small micro-batches of every kind, before any list is run.
 
 CUDA loads a kernel when it is first used, cuBLAS picks one, compiled functions are compiled: each may wait for the
 device. Inside a list the device may stand at a receive, whose sender may wait likewise. Here nothing is pending.
@@ -6,6 +6,8 @@ device. Inside a list the device may stand at a receive, whose sender may wait l
 Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU among them) are compiled for one shape,
 then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
 told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
+What picks a kernel by its sizes, as cuBLAS does, meets those of the first plan when its list is run alone
+(`forward_backward.run_iteration`).
 """
 
 import importlib
@@ -16,6 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch._dynamo import config as dynamo
 
@@ -30,7 +34,9 @@ from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 
 LENGTH = 8 * LENGTH_MULTIPLE
-"""Positions of the longer micro-batches, where samples may be as long."""
+"""Positions of the longer padded micro-batches, where samples may be as long."""
+ROWS = (272, 400)
+"""Positions of packed rows: three and four blocks of `flex_attention`, none of which is full."""
 
 
 def warm_up(
@@ -61,9 +67,10 @@ def warm_up(
         dtype: of the states between stages.
     """
     _prepare_compiler()
+    device = next(models[0].parameters()).device
+    _make_communicators(models, device)
     micro_batches = _micro_batches(settings, longest, required)
     config, stages = get_model_config(models[0]), settings.pipeline_parallel
-    device = next(models[0].parameters()).device
     runs = [(mode, False) for mode in settings.recompute] + [(settings.recompute[0], True)]
     for (mode, forward_only), host in itertools.product(runs, micro_batches):
         prepare(mode)
@@ -86,6 +93,32 @@ def warm_up(
 
 def _load(make_batch: Callable[[HostMicroBatch], DeviceBatch], host: HostMicroBatch, _index: int) -> DeviceBatch:
     return make_batch(host)
+
+
+def _make_communicators(models: Sequence[torch.nn.Module], device: torch.device) -> None:
+    """Use every group that passes and reductions use, once; all ranks use them in one order.
+
+    NCCL makes a group's communicator at its first use, for which the host waits and memory is allocated: inside a list
+    others may be waiting for this stage meanwhile.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    used = [groups.tp, groups.embd]
+    if get_model_config(models[0]).num_moe_experts is not None:
+        used += [groups.ep, groups.tp_ep]
+    for model in map(_wrapped, models):
+        for reduced in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+            used += [getattr(reduced, name, None) for name in _REDUCTION_GROUPS]
+    for group in {id(group): group for group in used}.values():
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+_REDUCTION_GROUPS = (
+    "data_parallel_group",
+    "intra_distributed_optimizer_instance_group",
+    "inter_distributed_optimizer_instance_group",
+)
+"""Attributes of Megatron's groups of buckets."""
 
 
 def _prepare_compiler() -> None:
@@ -121,19 +154,20 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
-    """Of two lengths, as far as samples are as long: one padded row and two, and a packed one."""
-    made = []
+    """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
+    family, layouts, made = settings.family, settings.micro_batch_layouts, []
     longer = [min(LENGTH, length) for length in longest[1:]]
     for lengths in (longer, [round_up(length // 2) for length in longer]):
-        for rows, layout in ((1, BatchLayout.PADDED), (2, BatchLayout.PADDED), (1, BatchLayout.PACKED)):
-            if layout in settings.micro_batch_layouts:
-                packed = layout is BatchLayout.PACKED
-                made.append(_micro_batch(settings.family, Shape(rows, *lengths), required, packed=packed))
+        sizes = (1, 2) if BatchLayout.PADDED in layouts else ()
+        made += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
+    for positions in ROWS if BatchLayout.PACKED in layouts else ():
+        shape = Shape(1, positions, positions if family is ModelFamily.T5 else 0)
+        made.append(_micro_batch(family, shape, required, samples=-(-positions // min(filter(None, longest[1:])))))
     return made
 
 
-def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *, packed: bool) -> HostMicroBatch:
-    """Samples of padding tokens that fill their rows, in a packed row one; every label counts."""
+def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *, samples: int = 0) -> HostMicroBatch:
+    """Samples of padding tokens that fill their rows, in a packed row so many; every label counts."""
     t5 = family is ModelFamily.T5
     size, inputs, outputs = shape
     row = torch.zeros(size, inputs, dtype=torch.int64)
@@ -144,13 +178,18 @@ def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *,
         shape=shape,
         input_lengths=torch.full((size,), inputs, dtype=torch.int32),
         decoder_lengths=torch.full((size,), outputs, dtype=torch.int32) if t5 else None,
-        input_segments=RowSegments.of([0, inputs], inputs) if packed else None,
-        decoder_segments=RowSegments.of([0, outputs], outputs) if packed and t5 else None,
+        input_segments=_segments(inputs, samples) if samples else None,
+        decoder_segments=_segments(outputs, samples) if samples and t5 else None,
         tokens=row if required.tokens else None,
         decoder_tokens=targets if t5 and required.decoder_tokens else None,
         labels=targets if required.labels else None,
         loss_mask=torch.ones(targets.shape) if required.labels else None,
     )
+
+
+def _segments(positions: int, samples: int) -> RowSegments:
+    """A row of samples of nearly one length."""
+    return RowSegments.of([positions * sample // samples for sample in range(samples + 1)], positions)
 
 
 def _wrapped(model: torch.nn.Module) -> Any:

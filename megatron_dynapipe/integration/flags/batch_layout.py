@@ -17,9 +17,10 @@ from megatron.core.utils import is_te_min_version
 from megatron_dynapipe.cost.shape import expert_layers
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
-from megatron_dynapipe.integration.models.relative_attention import has_triton
+from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
+from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
 
 FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
@@ -192,6 +193,7 @@ def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
     engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
+    biased = kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative"
     unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
         (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
@@ -206,8 +208,12 @@ def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
             f"PyTorch's attention over packed rows has no heads of {head} channels",
         ),
         (
-            kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative" and not has_triton(),
-            "PyTorch's attention over packed rows with biases, which relative positions are, needs Triton",
+            biased and bool(missing_for_kernels()),
+            f"PyTorch compiles attention over packed rows with relative positions, found no {missing_for_kernels()}",
+        ),
+        (
+            biased and head < LEAST_HEAD_SIZE,
+            f"PyTorch's attention over packed rows with relative positions wants heads of {LEAST_HEAD_SIZE} channels",
         ),
     )
 

@@ -16,12 +16,13 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.batch_layout import first_reason
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit")
+_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit", "softmax_scale")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
@@ -45,6 +46,7 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
         print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
     _check_length_of_training(args)
     _check_warm_up(args)
+    check_trackers(args)
     _check_pretrained(args)
 
 
@@ -90,6 +92,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         softmax != "vanilla" and sdpa,
         f"--softmax-type {softmax}",
         "--dynapipe-attention sdpa has the plain softmax alone; megatron has it",
+    )
+    yield (
+        softmax == "learnable" and args.use_dynapipe and args.tensor_model_parallel_size > 1,
+        "--softmax-type learnable with --tensor-model-parallel-size",
+        "this Megatron does not say that sinks are divided over the ranks, so that the gradient's norm would be wrong",
     )
     fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
     yield (

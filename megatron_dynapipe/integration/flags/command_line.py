@@ -226,6 +226,12 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
         " gates, as T5 v1.1 has it",
     )
+    add(
+        "--dynapipe-softmax-scale",
+        type=float,
+        metavar="X",
+        help="factor of attention's scores, 1 for a T5 of HuggingFace's (default: 1 / √(head size))",
+    )
 
 
 def _add_run_flags(add: Callable[..., Any]) -> None:
@@ -306,9 +312,10 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
         family: of the model.
         known: Megatron's own arguments, as `megatron_flags.own_actions` has them.
     """
-    from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
+    from megatron_dynapipe.integration.flags import checks, from_megatron, kernels, layer_split
 
     checks.check(args, family, known)
+    kernels.settle(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:

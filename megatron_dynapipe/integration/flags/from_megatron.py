@@ -193,6 +193,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         rope_scaling=args.rope_scaling_factor if args.use_rope_scaling else None,
         tied=not args.untie_embeddings_and_output_weights,
         activation=args.dynapipe_activation,
+        softmax_scale=args.dynapipe_softmax_scale,
         normalization=args.normalization,
         qk_layernorm=args.qk_layernorm,
         sequence_parallel=args.sequence_parallel,

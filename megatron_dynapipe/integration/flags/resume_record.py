@@ -284,7 +284,7 @@ def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Sp
     folder = resumed(checkpoints)
     if not checkpoints.one_layout or folder is None or not folder.is_dir():
         return None
-    even, record = even_split(layers, stages), _read_record(folder / NAME)
+    even, record = even_split(layers, stages), read_record(folder / NAME)
     with suppress(msgspec.DecodeError):  # "null": equal
         text = "" if record is None else record.settings.get("planner.layers_per_stage", "")
         saved = msgspec.json.decode(text, type=tuple[int | float, ...])
@@ -303,7 +303,7 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
     folder = resumed(checkpoints)
     if folder is None or not folder.is_dir():
         return None
-    saved = _read_record(folder / NAME)
+    saved = read_record(folder / NAME)
     if saved is None:
         return f"{folder} does not say what it was trained on: its data, model and settings are not compared"
     model = _differences(saved.model, record.model, absent="Megatron's default")
@@ -334,7 +334,8 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
     return f"resuming {folder} with other settings: {named(found.values())}" if found else None
 
 
-def _read_record(path: Path) -> ResumeRecord | None:
+def read_record(path: Path) -> ResumeRecord | None:
+    """A checkpoint's record; None where it has none; raises ConfigError where it cannot be read."""
     if not path.exists():
         return None
     try:

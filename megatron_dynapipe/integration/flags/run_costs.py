@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, DeviceRates, ModelShape
-from megatron_dynapipe.cost.analytic import rates_of
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 

@@ -31,6 +31,10 @@ class PlannedRun(Protocol):
         """Tokens of the latest training iteration, where the size of a batch is given in tokens."""
 
     @property
+    def has_labels(self) -> bool:
+        """Whether any token of the latest training iteration counts."""
+
+    @property
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
 
@@ -97,6 +101,8 @@ def log_line(line: str) -> str:
     has_loss = f" {LOSS_NAME}: " in line
     if not has_loss and (_logged_loss or " number of skipped iterations:   0 |" in line):
         line = line.replace(" loss scale: ", f" {LOSS_NAME}: nan | loss scale: ", 1)
+    if not _run.has_labels:
+        line += " no token of this batch counts |"
     _logged_loss = _logged_loss or has_loss
     if _run.tokens is not None:
         line = _BATCH_SIZE.sub(f"{_run.tokens} tokens", line, count=1)

@@ -5,7 +5,9 @@ Each replacement calls the function of `active_run` that a patched checkout call
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
@@ -42,6 +44,12 @@ def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     return print_line
 
 
+def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
+    """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, of which planned runs use none."""
+    makefile = Path(inspect.getfile(compile_helpers)).with_name("Makefile")
+    return compile_helpers if makefile.is_file() else lambda: None
+
+
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.core.pipeline_parallel.schedules",
@@ -64,6 +72,13 @@ TABLE: tuple[Replacement, ...] = (
         make=_logging,
         parameters=("message",),
         why="prints the lines of iterations and evaluations",
+    ),
+    Replacement(
+        owner="megatron.core.datasets.utils",
+        name="compile_helpers",
+        make=_compiling,
+        parameters=(),
+        why="initialize_megatron runs make in the package's folder and ends the process where that fails",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""

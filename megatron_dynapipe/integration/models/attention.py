@@ -178,7 +178,7 @@ class SdpaCoreAttention(MegatronModule):
 
     def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:
         own = isinstance(row, PackedRow) and row.positions is not None
-        return own and biases_take_kernel(query.device, dropout=self.training and self.dropout > 0)
+        return own and biases_take_kernel(query.device, query.size(2), dropout=self.training and self.dropout > 0)
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""

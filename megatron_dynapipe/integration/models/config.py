@@ -37,6 +37,7 @@ class ModelConfig:
         rope_scaling: factor of LLaMA's scaling of rotary frequencies; None for none.
         tied: whether the head's weight is the word embeddings'.
         activation: `GELU_TANH`, or None for Megatron's own.
+        softmax_scale: factor of attention's scores; None for Megatron's own, 1 / √(head size).
         normalization: Megatron's name of the norm.
         qk_layernorm: norms of queries and keys.
         sequence_parallel: whether states between layers are sharded over the tensor-parallel ranks.
@@ -65,6 +66,7 @@ class ModelConfig:
     rope_scaling: float | None
     tied: bool
     activation: str | None
+    softmax_scale: float | None
     normalization: str
     qk_layernorm: bool
     sequence_parallel: bool
@@ -112,7 +114,7 @@ class ModelConfig:
         )
 
     def transformer_config(self, made: TransformerConfig | None = None) -> TransformerConfig:
-        """Megatron's configuration, with the activation that the run names.
+        """Megatron's configuration, with the activation and the scale of scores that the run names.
 
         To Megatron and to the planner, a model whose gates are GELU is one with `--swiglu`: its shapes are the same.
 
@@ -123,6 +125,8 @@ class ModelConfig:
         if self.activation == GELU_TANH:
             config.activation_func = partial(gelu, approximate="tanh")
             config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own
+        if self.softmax_scale is not None:
+            config.softmax_scale = self.softmax_scale
         return config
 
 

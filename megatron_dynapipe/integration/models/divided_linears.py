@@ -15,7 +15,8 @@ Between the halves a tensor-parallel rank keeps its share of a sequence, as plan
 linear before is computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -118,18 +119,23 @@ class WeightHalves:
         """Keep a linear's product for the second half."""
         self._left.setdefault(key, []).append(product)
 
-    def add_weight_gradients(self, key: Key) -> None:
-        """Run the second half: one pass through a graph of the weights alone, so that the hooks on them run.
+    def add_weight_gradients(self, key: Key, done: Callable[[Collection[Tensor]], None] | None = None) -> None:
+        """Run the second half, through graphs of the weights alone, so that the hooks on them run.
 
         Products come in the order in which they were left, the last layer's first, as their gradients do in whole
         passes: the latest node runs first.
+
+        Args:
+            key: of the first half.
+            done: called after each product with the weights that are still to come; without it all are one graph.
         """
         products = self._left.pop(key, [])
-        followed = reversed([*zip(products, [*products[1:], None], strict=True)])
-        ends = [_WeightGradient.apply(each, after, *each.weights) for each, after in followed]  # type: ignore[no-untyped-call]
-        del products  # each node drops its own
-        if ends:
-            torch.autograd.backward(ends, ends)
+        pending = Counter(weight for product in products for weight in product.weights)
+        while products and done is not None:
+            pending -= Counter(products[0].weights)
+            _add_gradients([products.pop(0)], *products[:1])
+            done(pending)
+        _add_gradients(products)
 
     def clear(self) -> None:
         """Drop what an iteration that did not end has left."""
@@ -186,6 +192,16 @@ class _DividedLinear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return None, None, None, made, of_bias
+
+
+def _add_gradients(products: list[Product], following: Product | None = None) -> None:
+    """Add up the gradients of these products, which are dropped; another follows them."""
+    if not products:
+        return
+    followed = reversed([*zip(products, [*products[1:], following], strict=True)])
+    ends = [_WeightGradient.apply(each, after, *each.weights) for each, after in followed]  # type: ignore[no-untyped-call]
+    products.clear()  # each node drops its own
+    torch.autograd.backward(ends, ends)
 
 
 class _WeightGradient(torch.autograd.Function):

@@ -177,7 +177,10 @@ def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | No
         config, group = routers[0].config, routers[0].tp_group
         if config.sequence_parallel:
             rows = np.split(rows, group.size())[group.rank()]
-        samples = torch.from_numpy(rows.reshape(-1)).to(routers[0].weight.device, non_blocking=True)
+        device, samples = routers[0].weight.device, torch.from_numpy(rows.reshape(-1))
+        if device.type == "cuda":  # a copy from other memory would wait for the device's work
+            samples = samples.pin_memory()
+        samples = samples.to(device, non_blocking=True)
     for router in routers:
         router.begin(samples, number)
 
@@ -191,6 +194,14 @@ def sample_numbers(planned: MicroBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         return numbers[:, None]
     rows = np.array((*lengths, *[0] * (size - len(lengths))))
     return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
+
+
+def forget_iteration(models: Sequence[nn.Module]) -> None:
+    """Drop what the routers have counted since the last iteration."""
+    for router in routers_of(models):
+        router.sums.zero_()
+        if router.enable_expert_bias:
+            router.local_tokens_per_expert.zero_()
 
 
 def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:

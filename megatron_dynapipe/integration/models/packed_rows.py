@@ -8,12 +8,14 @@ are picked by position once for all layers. Transformer Engine's layers are give
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
@@ -143,12 +145,20 @@ def attention_row(
 def rotate_by_sample(models: Sequence[nn.Module]) -> None:
     """Let the blocks of model chunks pick rotations by position where they are given a packed row.
 
-    Megatron's `GPTModel` makes rotations for the longest sample and hands them to its block, for all layers.
+    Megatron's `GPTModel` makes rotations for the longest sample and hands them to its block, for all layers. It keeps
+    those of the latest 32 lengths: here lengths are powers of two, so that all of them together are a few megabytes.
     """
     for model in models:
         for module in model.modules():
             if isinstance(module, TransformerBlock):
                 module.register_forward_pre_hook(_pick_rotations, with_kwargs=True)
+            elif type(module) is RotaryEmbedding:
+                vars(module)["forward"] = partial(_of_power_of_two, module.forward)
+
+
+def _of_power_of_two(make: Callable[..., torch.Tensor], length: int, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """Rotations of the first `length` positions."""
+    return make(1 << max(length - 1, 0).bit_length(), *arguments, **keywords)[:length]
 
 
 def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -13,10 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from megatron_dynapipe.cost import PipelineLayout, StageLayers
 from megatron_dynapipe.data.collate import RequiredFields
@@ -97,7 +99,7 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
             first = get_transformer_layer_offset(config, vp_stage, stage)
             layers = layers[first : first + get_num_layers_to_build(config, vp_stage, stage)]
         scaling = {} if model.rope_scaling is None else {"rope_scaling_factor": model.rope_scaling}
-        return GPTModel(
+        model_part = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
             vocab_size=model.vocabulary,
@@ -116,8 +118,20 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
             vp_stage=vp_stage,
             **scaling,
         )
+        mark_sinks(model_part)
+        return model_part
 
     return provide
+
+
+def mark_sinks(model: nn.Module) -> None:
+    """Say that attention sinks, one for each head, are divided over tensor-parallel ranks.
+
+    Megatron 0.19 does not, so that the gradient's norm would count those of the first rank alone.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("core_attention.softmax_offset") and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def gpt_layers(model: ModelConfig, config: TransformerConfig) -> list[ModuleSpec]:

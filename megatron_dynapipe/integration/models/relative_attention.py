@@ -10,31 +10,32 @@ row of a sample of 3 and one of 2         biases by distance, key minus query
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
 from megatron_dynapipe.integration.models.packed_attention import has_kernel
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
 
 BLOCK = 128
 """Positions of a block's sides."""
+LEAST = BLOCK + 1
+"""Positions that a row is padded to, so that all rows are of one compiled kernel: one of fewer positions than a block
+is another, and a single block would be compiled in.
+"""
+LEAST_HEAD_SIZE = 16
+"""Channels of a head, of which flex_attention's kernels take no fewer."""
 
 
-def biases_take_kernel(device: torch.device, *, dropout: bool) -> bool:
-    """Whether attention with biases runs in one kernel: of Triton, without dropout."""
-    return not dropout and has_kernel(device) and has_triton()
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled."""
-    return importlib.util.find_spec("triton") is not None
+def biases_take_kernel(device: torch.device, head_size: int, *, dropout: bool) -> bool:
+    """Whether attention with biases runs in one kernel: a compiled one, without dropout."""
+    return not dropout and head_size >= LEAST_HEAD_SIZE and has_kernel(device) and not missing_for_kernels()
 
 
 def attend_with_biases(
@@ -54,6 +55,9 @@ def attend_with_biases(
     Returns:
         [t, heads, channels].
     """
+    length = query.size(0)
+    missing = max(LEAST - length, 0)
+    query, key, value = (functional.pad(t, (0, 0, 0, 0, 0, missing)) if missing else t for t in (query, key, value))
     # In fp32, in which the kernel's backward adds the gradients of a distance's many pairs up.
     biases = by_distance(bias.float())
     mask = _mask(row, query.device, causal=causal)
@@ -72,7 +76,7 @@ def attend_with_biases(
         scale=scale,
         enable_gqa=query.size(1) != key.size(1),
     )
-    return attended[0].transpose(0, 1)
+    return attended[0].transpose(0, 1)[:length]
 
 
 def by_distance(bias: Tensor) -> Tensor:
@@ -97,14 +101,18 @@ def _mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.BlockMa
 
 def _make_mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.BlockMask:
     assert not row.cuts, "a row of whole samples"
-    length = sum(row.lengths_q)
+    length = max(sum(row.lengths_q), LEAST)
     segment = torch.bucketize(torch.arange(length, device=device), row.cu_seqlens_q[1:], right=True)
 
     def same_sample(_batch: Tensor, _head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
         same = segment[of_query] == segment[of_key]
         return same & (of_key <= of_query) if causal else same
 
-    counts, indices = (torch.from_numpy(part).to(device, non_blocking=True) for part in _blocks(row, causal=causal))
+    # Tensors of their own: of views, Dynamo takes a size for a place in their buffer where the two are equal by chance.
+    counts, indices = (
+        [kind.clone() for kind in torch.from_numpy(part).to(device, non_blocking=True)]
+        for part in _blocks(row, causal=causal)
+    )
     return flex.BlockMask(
         seq_lengths=(length, length),
         kv_num_blocks=counts[0],
@@ -128,6 +136,8 @@ def _blocks(row: PackedRow, *, causal: bool) -> tuple[np.ndarray[Any, Any], np.n
         for each of queries, with a mask and without one, then blocks of queries for each of keys, likewise.
     """
     ends = np.cumsum(row.lengths_q)
+    if ends[-1] < LEAST:  # padding is a segment of its own
+        ends = np.append(ends, LEAST)
     length = int(ends[-1])
     first = np.arange(0, length, BLOCK)
     last = np.minimum(first + BLOCK, length) - 1

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Kind, Peak, Rates
+from megatron_dynapipe.cost.division import PEAK_UNIT, Division, LayerKind, Peak, Rates
 from megatron_dynapipe.cost.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
@@ -54,7 +54,7 @@ class Halves(NamedTuple):
     mlp: Floats
 
 
-HalvesByMode = Mapping[tuple[Kind, Recompute], Halves]
+HalvesByMode = Mapping[tuple[LayerKind, Recompute], Halves]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class DivisionProfiler:
 
     def padded(self) -> HalvesByMode:
         """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
-        kinds: tuple[Kind, ...] = ("encoder", "decoder", "expert")
+        kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
         found = [self._of_kind(kind) for kind in kinds if kind in self.scope.parts]
         return {place: each for one in found for place, each in one.items()} if all(found) else {}
 
@@ -80,7 +80,7 @@ class DivisionProfiler:
             measured: rows of every kind and mode, with what a layer takes.
             padded: what `padded` gave.
         """
-        found: dict[tuple[Kind, Recompute], Halves] = {}
+        found: dict[tuple[LayerKind, Recompute], Halves] = {}
         for (kind, mode), halves in padded.items():
             rows = measured.get((kind, mode), [])[: ROWS[kind]]
             part = self.scope.parts[kind]
@@ -118,8 +118,8 @@ class DivisionProfiler:
             prefixes[mode] = np.array([_solved(terms, column) for column in more.T])
         return prefixes
 
-    def _of_kind(self, kind: Kind) -> HalvesByMode:
-        part, points, found = self.scope.parts[kind], self._points(kind), dict[tuple[Kind, Recompute], Halves]()
+    def _of_kind(self, kind: LayerKind) -> HalvesByMode:
+        part, points, found = self.scope.parts[kind], self._points(kind), dict[tuple[LayerKind, Recompute], Halves]()
         small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
         terms = _terms([_row(kind, point) for point in (*points, small)])
         layers = [partial(self._values, part, Recompute.NONE, None, point) for point in points]
@@ -140,7 +140,7 @@ class DivisionProfiler:
             found[kind, mode] = Halves(msgspec.structs.replace(division, weight_per_mille=per_mille), mlp)
         return found
 
-    def _points(self, kind: Kind) -> list[Point]:
+    def _points(self, kind: LayerKind) -> list[Point]:
         within = self.scope.within
         inputs, targets = within.input_length, within.target_length
         lengths: list[Point] = [(inputs,), (round_up(inputs // SHARE),)]
@@ -168,7 +168,7 @@ class DivisionProfiler:
         return np.array(found, float) if all(found) else None
 
 
-def _row(kind: Kind, point: Point) -> Row:
+def _row(kind: LayerKind, point: Point) -> Row:
     """The samples of a padded micro-batch."""
     size, inputs, *targets = point
     return Row((inputs,) * size, tuple(targets) * size if kind == "decoder" else ())

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.division import Division, Kind
+from megatron_dynapipe.cost.division import Division, LayerKind
 from megatron_dynapipe.cost.format import (
     FORMAT,
     PACKED_FORMAT,
@@ -175,12 +175,12 @@ def _points(
     return points
 
 
-def _divisions(halves: HalvesByMode, mode: Recompute) -> dict[Kind, Division]:
+def _divisions(halves: HalvesByMode, mode: Recompute) -> dict[LayerKind, Division]:
     return {kind: each.division for (kind, its), each in halves.items() if its is mode}
 
 
 def _packed_entry(
-    tables: PackedTables, prefix: Prefix | None, division: dict[Kind, Division], setup: ProfileSetup
+    tables: PackedTables, prefix: Prefix | None, division: dict[LayerKind, Division], setup: ProfileSetup
 ) -> PackedEntry:
     """Tables of packed rows as the file has them."""
     parts = {

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron_dynapipe import cpu
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
+from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, kernels, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.models.config import ModelConfig
@@ -146,6 +146,7 @@ def _parse(
 ) -> argparse.Namespace:
     def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
+        kernels.settle(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas
         args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None

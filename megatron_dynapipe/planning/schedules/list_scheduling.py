@@ -22,7 +22,7 @@ from enum import IntEnum
 import numpy as np
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
-from megatron_dynapipe.planning.native import NEVER, core
+from megatron_dynapipe.planning.native import NEVER, agree, core
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b_within_memory, sequences
 from megatron_dynapipe.planning.simulate import simulate_all
@@ -38,6 +38,9 @@ class Rule(IntEnum):
     FORWARD_FIRST = 1
     STRICT = 2
     """1F1B: wait for the forward until `depth` are in flight, and for the backward then."""
+
+
+agree("Rule", {rule.name: rule.value for rule in Rule})
 
 
 @dataclass(frozen=True, slots=True)

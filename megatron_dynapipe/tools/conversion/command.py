@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.resume_record import named
+from megatron_dynapipe.integration.flags.resume_record import NAME, named, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
-from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, Flags, family, flags, read_config
+from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, Flags, family, flags, read_config
 from megatron_dynapipe.tools.conversion.names import entries
 from megatron_dynapipe.tools.conversion.tensors import Entry
 from megatron_dynapipe.units import ModelFamily
@@ -86,7 +86,7 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
     like = like or folder
     config = read_config(like)
     with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
-        table = entries(config)
+        table = entries(config, divides_scores=_divides_scores(config, folder))
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
     dtype = config.dtype or torch.float32
@@ -98,6 +98,13 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
             if (like / name).is_file():
                 shutil.copyfile(like / name, fresh / name)
     return target
+
+
+def _divides_scores(config: Any, folder: Path) -> bool:
+    """Whether a T5's run had Megatron's scale of scores: its record says so, which what was converted does not have."""
+    path = newest(folder)
+    record = None if config.model_type not in T5_LIKE or path is None else read_record(path / NAME)
+    return record is not None and "softmax_scale" not in record.model
 
 
 def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], progress: Progress = iter) -> None:

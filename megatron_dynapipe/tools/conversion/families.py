@@ -190,6 +190,7 @@ def _t5(config: Any) -> Flags:
         )
     gate: Flags = {"dynapipe-activation": "gelu_tanh"} if config.feed_forward_proj == "gated-gelu" else {}
     return gate | {
+        "dynapipe-softmax-scale": 1.0,  # a T5 does not divide its scores by √c
         "encoder-num-layers": config.num_layers,
         "decoder-num-layers": config.num_decoder_layers,
         "hidden-size": config.d_model,

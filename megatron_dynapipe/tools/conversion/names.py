@@ -1,7 +1,8 @@
 """The parameters of each family: Megatron's names beside HuggingFace's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, experts
@@ -19,9 +20,15 @@ BOTH = ("weight", "bias")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def entries(config: Any) -> list[Entry]:
-    """Every parameter of the model that a configuration of `transformers` describes."""
-    tables = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
+def entries(config: Any, *, divides_scores: bool = False) -> list[Entry]:
+    """Every parameter of the model that a configuration of `transformers` describes.
+
+    Args:
+        config: the configuration.
+        divides_scores: whether a T5 was trained with Megatron's scale of scores, 1 / √c, in place of its own, 1.
+    """
+    t5 = partial(_t5, query_scale=math.sqrt(config.d_kv) if divides_scores else 1.0)
+    tables: Mapping[str, Callable[[Any], Iterator[Entry]]] = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, t5)}
     return list(tables.get(config.model_type, _llama)(config))
 
 
@@ -87,20 +94,19 @@ def _gated(ours: str, theirs: str, names: Sequence[str] = _GATED) -> Iterator[En
     yield Entry(f"{ours}linear_fc2.weight", (down,))
 
 
-def _t5(config: Any) -> Iterator[Entry]:
+def _t5(config: Any, query_scale: float) -> Iterator[Entry]:
+    heads = Heads(config.num_heads, config.num_heads, scale=query_scale)
     yield Entry(WORDS, ("shared.weight",), rows=config.vocab_size)
     for stack, layers in (("encoder", config.num_layers), ("decoder", config.num_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield Entry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (bias,))
         for layer in range(layers):
-            yield from _t5_layer(config, f"{stack}.layers.{layer}.", f"{stack}.block.{layer}.layer.", stack)
+            yield from _t5_layer(heads, f"{stack}.layers.{layer}.", f"{stack}.block.{layer}.layer.", stack)
         yield Entry(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",))
     yield Entry(HEAD, ("lm_head.weight",), rows=config.vocab_size)
 
 
-def _t5_layer(config: Any, ours: str, theirs: str, stack: str) -> Iterator[Entry]:
-    # A T5 does not divide its scores by √c; Megatron's attention does.
-    heads = Heads(config.num_heads, config.num_heads, scale=math.sqrt(config.d_kv))
+def _t5_layer(heads: Heads, ours: str, theirs: str, stack: str) -> Iterator[Entry]:
     yield Entry(f"{ours}input_layernorm.weight", (f"{theirs}0.layer_norm.weight",))
     own = tuple(f"{theirs}0.SelfAttention.{name}.weight" for name in "qkv")
     yield Entry(f"{ours}self_attention.linear_qkv.weight", own, heads.join, heads.split)

@@ -11,7 +11,7 @@ point or of the sample's own length; costs are first made to rise with length:
 Packed rows derived from padded costs charge a sample the same shares. Where packed rows were measured, a row costs at
 least its positions times the least cost of a position, and the attention of its samples.
 
-Then with all samples' shares on a stage's layers, a replica's busiest stage works for `work / replicas`, after a
+Then with all samples' shares on a stage's modules, a replica's busiest stage works for `work / replicas`, after a
 micro-batch has come through the stages before it and before one has gone back through them. However small it is, a
 micro-batch takes the least of all costs: launching kernels takes time.
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import ABSENT, CostModel, LayerTables, Links, PackedTables, PipelineLayout, Row
+from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, Kind, Links, PackedTables, PipelineLayout, Quantity
 from megatron_dynapipe.cost.tables import at_point
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -35,12 +35,6 @@ Reals = npt.NDArray[np.float64]
 
 _ROUNDING_NS = 2.0
 """By how much the planner's integer interpolation may come out below exact costs."""
-_KINDS = (
-    (Row.ENCODER_FORWARD, Row.ENCODER_BACKWARD),
-    (Row.DECODER_FORWARD, Row.DECODER_BACKWARD),
-    (Row.HEAD_FORWARD, Row.HEAD_BACKWARD),
-)
-
 
 type _Reached = tuple[tuple[float, float], tuple[int, ...]]
 
@@ -50,11 +44,13 @@ class LeastWork:
     """The least work of one batch under one tensor parallelism, in ns: forward and backward.
 
     Attributes:
-        samples: of every sample on an encoder layer, a decoder (or expert) layer, the head: `[samples, 3]`.
-        total: of all samples: `[3]`; at least the sum of `samples`.
-        floor: of any micro-batch: `[3]`.
+        kinds: of modules.
+        samples: of every sample on a module of each kind: `[samples, kinds]`.
+        total: of all samples: `[kinds]`; at least the sum of `samples`.
+        floor: of any micro-batch: `[kinds]`.
     """
 
+    kinds: tuple[Kind, ...]
     samples: Reals
     total: Reals
     floor: Reals
@@ -65,7 +61,8 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     samples = Samples.of(batch, settings.family)
     modes = [settings.tables(cost_model, mode) for mode in settings.recompute]
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
-    floor = np.full(len(_KINDS), np.inf)
+    kinds = modes[0].kinds
+    floor = np.full(len(kinds), np.inf)
     for tables in modes:
         if pads or tables.packed is None:
             floor = np.minimum(floor, _floor(tables, samples, LENGTH_MULTIPLE if packs else 1))
@@ -74,7 +71,7 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     # By whichever positions packed rows are charged: inputs, targets, or both.
     by_measure = []
     for measure in range(3):
-        least = np.full((len(batch), len(_KINDS)), np.inf)
+        least = np.full((len(batch), len(kinds)), np.inf)
         for tables in modes:
             measured = packs and tables.packed is not None
             if pads or (packs and not measured):
@@ -84,51 +81,50 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
                 least = np.minimum(least, _packed_shares(tables.packed, samples, measure))
         by_measure.append(np.where(np.isfinite(least), least, 0.0))
     total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
-    return LeastWork(samples=by_measure[-1], total=total, floor=np.where(np.isfinite(floor), floor, 0.0))
+    floor = np.where(np.isfinite(floor), floor, 0.0)
+    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor)
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
     layout, links = settings.layout, settings.links
     latency = links.latency_ns.min(axis=0)
-    layers = np.array([*layout.layers_by_kind, 1])
-    through = max(float((work.samples @ layers).max(initial=0)), float(work.floor @ layers)) + 2 * float(latency.sum())
+    modules = layout.counts(work.kinds).sum(axis=0)
+    through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(
+        latency.sum()
+    )
     if any_split:
-        busiest = float(work.total @ layers) / layout.stages / settings.data_parallel
+        busiest = float(work.total @ modules) / layout.stages / settings.data_parallel
     else:
         busiest = _busiest_ns(layout, links, work, settings.data_parallel)
     return int(max(through, busiest) * (1 - 1e-9))
 
 
-def stage_work(layout: PipelineLayout, work: Reals) -> Reals:
-    """LeastWork on every virtual stage: `[…, virtual stages]`, from that on a layer of each kind, `[…, 3]`.
-
-    Halves of layers count as nothing.
-    """
-    head = np.zeros(layout.virtual_stages)
-    head[-1] = 1
-    return np.asarray(work @ np.stack([layout.encoder_parts[:, 1], layout.decoder_parts[:, 1], head]))
+def stage_work(layout: PipelineLayout, kinds: Sequence[Kind], work: Reals) -> Reals:
+    """Least work on every virtual stage: `[…, virtual stages]`, from that on a module of each kind, `[…, kinds]`."""
+    return np.asarray(work @ layout.counts(kinds).T)
 
 
 def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas: int) -> float:
-    busy = stage_work(layout, work.total).reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
-    each = stage_work(layout, work.samples)[:, : layout.stages]  # [samples, stages], of the first chunk
-    before = np.zeros((len(each), layout.stages))
-    before[:, 1:] = np.cumsum(each, axis=1)[:, :-1]
-    least = np.cumsum(stage_work(layout, work.floor)[: layout.stages])
+    total, samples, floor = (stage_work(layout, work.kinds, of) for of in (work.total, work.samples, work.floor))
+    busy = total.reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
+    first = samples[:, : layout.stages]  # [samples, stages], of the first chunk
+    before = np.zeros((len(first), layout.stages))
+    before[:, 1:] = np.cumsum(first, axis=1)[:, :-1]
+    least = np.cumsum(floor[: layout.stages])
     before[:, 1:] = np.maximum(before[:, 1:], least[:-1])
     crossed = np.zeros(layout.stages)
     crossed[1:] = 2 * np.cumsum(links.latency_ns.min(axis=0)[: layout.stages - 1])
-    return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(each) else 0.0
+    return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(first) else 0.0
 
 
-def _shares(tables: LayerTables, samples: Samples) -> Reals:
-    """Of padded micro-batches, and of packed rows derived from them: `[samples, 3]`, infinite where none is known."""
+def _shares(tables: CostTables, samples: Samples) -> Reals:
+    """Of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite where none is known."""
     return np.asarray(np.maximum((_by_size(tables, samples) / tables.sizes).min(axis=-1) - _ROUNDING_NS, 0))
 
 
-def _floor(tables: LayerTables, samples: Samples, row_multiple: int) -> Reals:
-    """Of any padded micro-batch, and any packed row derived from them: `[3]`.
+def _floor(tables: CostTables, samples: Samples, row_multiple: int) -> Reals:
+    """Of any padded micro-batch, and any packed row derived from them: `[kinds]`.
 
     A row's cost is a mean of its samples' costs at the row's positions, weighted by their own positions over the row's;
     rounding the row up takes these weights below 1 together.
@@ -139,17 +135,17 @@ def _floor(tables: LayerTables, samples: Samples, row_multiple: int) -> Reals:
     return np.asarray(least * shortest / (shortest + axes * (row_multiple - 1)))
 
 
-def _by_size(tables: LayerTables, samples: Samples) -> Reals:
-    """Forward and backward of each kind at every size, rising with length: `[samples, 3, sizes]`."""
+def _by_size(tables: CostTables, samples: Samples) -> Reals:
+    """Forward and backward of each kind at every size, rising with length: `[samples, kinds, sizes]`."""
     values = tables.values if tables.separate is None else tables.separate
     rising = replace(tables, separate=_envelope(values), packed=None)
     costs = rising.at_lengths(samples.input_positions, samples.target_positions, separate=True)
     known = np.where(costs == ABSENT, np.inf, costs)
-    return np.stack([known[:, forward] + known[:, backward] for forward, backward in _KINDS], axis=1)
+    return np.asarray(known[:, :, Quantity.FORWARD] + known[:, :, Quantity.BACKWARD])
 
 
 def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The least value at lengths of at least a point's own, along both axes of `[rows, sizes, inputs, targets]`."""
+    """The least value at lengths of at least a point's own, along both axes of `[…, inputs, targets]`."""
     known = np.where(values == ABSENT, np.iinfo(np.int64).max, values)
     for axis in (-1, -2):
         known = np.flip(np.minimum.accumulate(np.flip(known, axis), axis=axis), axis)
@@ -157,10 +153,10 @@ def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _packed_floor(packed: PackedTables) -> Reals:
-    """Of any measured packed row: `[3]`."""
+    """Of any measured packed row: `[kinds]`."""
     known = np.where(packed.linear == ABSENT, np.inf, packed.linear)
-    least = [(known[forward] + known[backward]).min(initial=np.inf) for forward, backward in _KINDS]
-    return np.maximum(np.array(least) - _ROUNDING_NS, 0)
+    least = (known[:, Quantity.FORWARD] + known[:, Quantity.BACKWARD]).min(axis=(1, 2), initial=np.inf)
+    return np.asarray(np.maximum(least - _ROUNDING_NS, 0))
 
 
 def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Reals:
@@ -168,16 +164,16 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
     inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
     positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
     own = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
-    attention = at_point(
-        packed.attention, packed.inputs, packed.targets, samples.input_positions, samples.target_positions
-    )
+    both = [Quantity.FORWARD, Quantity.BACKWARD]
+    times = packed.attention[:, both].reshape(-1, *packed.attention.shape[2:])
+    attention = at_point(times, packed.inputs, packed.targets, samples.input_positions, samples.target_positions)
+    inside = np.maximum(attention, 0).reshape(len(attention), -1, 2).sum(axis=2)
     shares = []
-    for forward, backward in _KINDS:
-        known = (packed.linear[forward] != ABSENT) & (packed.linear[backward] != ABSENT) & (positions > 0)
-        whole = (packed.linear[forward] + packed.linear[backward])[known]
+    for kind, (forward, backward) in enumerate(packed.linear[:, both]):
+        known = (forward != ABSENT) & (backward != ABSENT) & (positions > 0)
+        whole = (forward + backward)[known]
         least = float((whole / positions[known]).min(initial=np.inf))
-        inside = np.maximum(attention[:, forward], 0) + np.maximum(attention[:, backward], 0)
-        shares.append(own[measure] * (least if np.isfinite(least) else 0.0) + inside)
+        shares.append(own[measure] * (least if np.isfinite(least) else 0.0) + inside[:, kind])
     return np.asarray(np.maximum(np.stack(shares, axis=1) - _ROUNDING_NS, 0))
 
 
@@ -186,9 +182,9 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
 
     A dynamic program over layers × stages; ties go to the split that is nearest to equal.
     """
-    encoder, decoder, head = np.sum([work.total for work in works], axis=0)
-    layers = np.array([encoder] * settings.encoder_layers + [decoder] * settings.decoder_layers)
-    layers[list(settings.expert_layers)] = decoder
+    total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
+    *modules, head = (total[kind] for kind in settings.layout.modules)
+    layers = np.array(modules).reshape(-1, 2).sum(axis=1)
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
     count = len(layers)

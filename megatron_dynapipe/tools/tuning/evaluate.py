@@ -24,7 +24,7 @@ from typing import Self
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, LayerState
+from megatron_dynapipe.cost import CostModel, ModelState
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.planning.planner import Planner
@@ -166,7 +166,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def step_ns(settings: PlannerSettings, state: LayerState, rates: StepRates) -> tuple[int, int]:
+def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> tuple[int, int]:
     """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
     layout, shared = settings.layout, settings.expert_parallel
     everything, experts = layout.parameter_bytes(state), layout.expert_bytes(state)

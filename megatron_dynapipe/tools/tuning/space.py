@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.cost import CostModel, even_split
+from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily
@@ -188,7 +189,7 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             raise ConfigError(f"{data} replicas do not divide global batches of {space.global_batch_size} samples")
         if data % experts:
             raise ConfigError(f"{data} replicas cannot share experts by {experts}")
-        if cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).of_stages is not None:
+        if ATTENTION not in cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).kinds:
             raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
         layers, stages = base.encoder_layers + base.decoder_layers, layout.pipeline_parallel * layout.chunks
         settings = msgspec.structs.replace(

@@ -9,10 +9,11 @@ from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import packed_shape, row_offsets
+from megatron_dynapipe.plan.packing import row_offsets
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import build, start, t5_split
+from tests.helpers.lists import packed_shape
 
 ROW = (0, 2, 8, 5, 11)
 """Samples of the row, of very different lengths."""

@@ -2,6 +2,7 @@
 
 import gc
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +16,7 @@ from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.runtime import StepRunner
 from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
@@ -113,8 +115,56 @@ def warmed(layout: Layout, *, warm: bool) -> dict[str, object]:
         pipeline.warm_up(pipeline.plan(trainer.batch))
         pipeline.planner = planner(layout)
         pipeline._state.begin = begin
+        pipeline._runner.warm_up = run_once(pipeline._runner)  # as on a GPU: the list alone, too
     losses = [pipeline.step(trainer.batch).loss for _ in range(3)]
     return {"losses": losses, "modes": modes, "weights": trainer.weights()}
+
+
+def run_once(runner: StepRunner) -> Callable[[Callable[[], None]], None]:
+    """What warms a runner up, on any device."""
+    left = [None]
+
+    def warm_up(run: Callable[[], None]) -> None:
+        if left:
+            left.clear()
+            run()
+
+    return warm_up
+
+
+def groups_in_first_list(layout: Layout) -> tuple[int, list[str]]:
+    """How many process groups the first list of a warm pipeline uses, and those that nothing used before."""
+    before: set[str] = set()
+    inside: set[str] = set()
+    used = before
+    uses = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast", "send", "recv")
+    uses += ("allreduce_coalesced", "allgather", "reduce_scatter", "barrier")
+
+    def noting(method: Callable[..., object]) -> Callable[..., object]:
+        def call(group: dist.ProcessGroup, *arguments: object, **named: object) -> object:
+            used.add(f"{group.group_name}: {dist.get_process_group_ranks(group)}")
+            return method(group, *arguments, **named)
+
+        return call
+
+    for name in uses:
+        setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name)))
+    trainer = Trainer(layout)
+    runner = trainer.pipeline._runner
+    runner.warm_up = run_once(runner)
+    execute = runner._executor.execute
+
+    def first_list(*arguments: object, **named: object) -> object:
+        nonlocal used
+        used = inside
+        try:
+            return execute(*arguments, **named)
+        finally:
+            used = set()
+
+    runner._executor.execute = first_list
+    trainer.pipeline.run(trainer.batch)
+    return len(inside), sorted(inside - before)
 
 
 def activations(layout: Layout) -> list[list[tuple[bool, list[int]]]]:

@@ -1,15 +1,16 @@
 """The variables of CUDA, NCCL and PyTorch that a run on GPUs sets; no GPU is needed to say which."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import bootstrap
 
 ALL = {
     "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_MAX_P2P_NCHANNELS": "8",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -47,7 +48,7 @@ def test_rank_0_says_what_was_set(clean, capsys):
     bootstrap.prepare_environment(2, "auto", capabilities=lambda: [9, 9])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
-    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_")
+    assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_")
     assert said.count("\n") == 1
 
 
@@ -63,3 +64,55 @@ def test_a_host_without_a_driver_has_no_devices(monkeypatch):
 
     monkeypatch.setattr(bootstrap.ctypes, "CDLL", missing)
     assert bootstrap._capabilities() == []
+
+
+def fill(value):
+    """A function of the driver's management library that writes `value` where its pointers lead."""
+
+    def call(*arguments):
+        for pointer in arguments[-2:]:
+            if hasattr(pointer, "_obj"):
+                pointer._obj.value = value
+        return 0
+
+    return call
+
+
+def named(version, length):
+    version.value = b"550.54"
+    return 0
+
+
+def library(name):
+    """That library, of a machine with two GPUs."""
+    done = dict.fromkeys(("nvmlInit_v2", "nvmlShutdown", "nvmlDeviceGetHandleByIndex_v2"), lambda *_: 0)
+    counts = {"nvmlDeviceGetCount_v2": fill(2), "nvmlDeviceGetCudaComputeCapability": fill(9)}
+    return SimpleNamespace(**done, **counts, nvmlSystemGetDriverVersion=named)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(bootstrap.ctypes, "CDLL", library)
+    monkeypatch.setattr(bootstrap.cpu, "is_enabled", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(device, two_gpus, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"the 2 GPUs that driver 550\.54 lists, got none: .* CUDA 13\.0") as refused:
+        bootstrap.check_driver(device)
+    assert "--dynapipe-device cpu" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "sees", "environ"),
+    [("cpu", False, {}), ("auto", True, {}), ("auto", False, {"CUDA_VISIBLE_DEVICES": ""})],
+    ids=["asked for the CPU", "torch sees them", "they are hidden"],
+)
+def test_gpus_that_are_used_or_not_wanted(device, sees, environ, two_gpus, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: sees)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    bootstrap.check_driver(device)

@@ -120,6 +120,9 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
         assert active_run.log_line(lost) == said + plan
         assert active_run.log_line(good) == good + plan
         assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
+        monkeypatch.setattr(FakeSession, "has_labels", False)
+        assert " no token of this batch counts |" in active_run.log_line(good)
+        monkeypatch.setattr(FakeSession, "has_labels", True)
         monkeypatch.setattr(FakeSession, "tokens", 16_301)
         assert "| global batch size: 16301 tokens | lm" in active_run.log_line(
             f" | global batch size:    80 | lm{good}"

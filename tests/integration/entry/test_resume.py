@@ -102,3 +102,18 @@ def test_another_model_goes_on_to_finetune_alone_and_other_settings_are_named(sa
     for said in ("layernorm_epsilon 0.01", "hidden_dropout 0.1 (was 0.0)", "loss targets (was everything)"):
         assert said in line
     assert "truncate left (was right)" in line and "seed 9 (was 7)" in line
+
+
+@pytest.mark.parametrize("content", ["latest", None])
+def test_a_tracker_that_is_damaged_or_gone_ends_with_one_line_and_files_untouched(
+    saved: Path, tmp_path: Path, content: str | None
+) -> None:
+    checkpoints = shutil.copytree(saved / "checkpoints", tmp_path / "checkpoints")
+    (checkpoints / TRACKER).unlink()
+    if content is not None:
+        (checkpoints / TRACKER).write_text(content)
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    flags = f"--train-iters 4 --load {checkpoints} --save {checkpoints} --save-interval 1"
+    (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
+    assert run["stderr"].count("error: expected") == 1 and TRACKER in run["stderr"]
+    assert before == {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}

@@ -1,5 +1,7 @@
 """A warmed-up pipeline trains as a cold one: nothing of the small micro-batch is left."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch._dynamo
@@ -21,6 +23,48 @@ def test_a_warm_pipeline_trains_as_a_cold_one(layout):
         assert list(dict.fromkeys(warm["modes"])) == ["none", "selective", "full"] and cold["modes"] == []
         for one, other in zip(cold["weights"], warm["weights"], strict=True):
             assert relative_error(one[3], other[3]) == 0.0
+
+
+GROUPS = (
+    "gpt 1x1x2, divided, overlapped *",
+    "gpt 2x2x2, divided, overlapped, distributed optimizer",
+)
+
+
+@pytest.mark.parametrize("layout", table(GROUPS))
+def test_no_group_is_first_used_inside_a_list(layout):
+    """NCCL makes a communicator at a group's first use, for which the host waits."""
+    for count, first in on_ranks("probes.groups_in_first_list", layout):
+        assert count > 0 and first == []
+
+
+def test_rows_with_biases_are_compiled_in_the_warm_up_alone():
+    """Rows of a block or less too: they are padded to more than one, whose number would be compiled in."""
+    import importlib
+
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    from megatron_dynapipe.integration.execution.warm_up import ROWS
+    from tests.integration.models.packed_ranks import row_of
+
+    relative = importlib.import_module("megatron_dynapipe.integration.models.relative_attention")
+    torch._dynamo.reset()
+
+    def run(lengths: list[int]) -> None:
+        row, positions = row_of(lengths, lengths), sum(lengths)
+        tensors = [torch.zeros(positions, 2, 16) for _ in range(3)]
+        bias = torch.zeros(1, 2, max(lengths), max(lengths))
+        attended = relative.attend_with_biases(*tensors, row, bias, causal=True, scale=1.0)
+        assert attended.shape == tensors[0].shape
+
+    compiled = torch.compile(flex.flex_attention, backend="eager", dynamic=True)
+    with mock.patch.object(relative, "_attend", return_value=compiled):
+        for positions in ROWS:
+            run([positions // 2, positions - positions // 2])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for lengths in ([20, 9], [128], [100, 156], [300, 84, 7], [640, 2]):
+                run(lengths)
 
 
 @pytest.mark.parametrize("family", ["gpt", "t5"])

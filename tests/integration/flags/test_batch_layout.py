@@ -110,3 +110,9 @@ def test_a_cpu_computes_them_by_sample(changes: dict[str, object]) -> None:
 def test_a_patched_checkout_gets_our_attention_for_packed_rows() -> None:
     found = batch_layouts(args(use_dynapipe=True, dynapipe_attention="megatron"), ModelFamily.GPT, on_cpu=True)
     assert found.allowed == BOTH
+
+
+def test_small_heads_with_relative_positions_pad() -> None:
+    small = args(position_embedding_type="relative", hidden_size=128)
+    found = batch_layouts(small, ModelFamily.T5, on_cpu=False)
+    assert found.allowed == PADDED and "wants heads of 16 channels" in found.reason

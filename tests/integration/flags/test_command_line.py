@@ -22,11 +22,11 @@ from tests.helpers.processes import run_ranks
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
---dynapipe-expert-imbalance
+--dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
---dynapipe-slices --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
+--dynapipe-slices --dynapipe-softmax-scale --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
 """Flags that scripts may rely on. A change here is a change for users: say it in the changelog."""
@@ -36,6 +36,8 @@ def test_our_flags_are_frozen() -> None:
     made = command_line.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {option for option in made._option_string_actions if option.startswith(("--dynapipe", "--use-dynapipe"))}
     assert flags == set(OURS.split())
+    of_fork = {"--use-dynapipe", "--dynapipe-cost-model", "--dynapipe-device-memory-limit", "--dynapipe-limit-rc-type"}
+    assert len(flags - of_fork - {"--dynapipe-reserve-all-memory"}) <= 30
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ REFUSED = {
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
     "--dataloader-type ordered": "--dataloader-type ordered is not taken",
     "--dynapipe-device-memory-limit 0": "expected --dynapipe-device-memory-limit above 0, got 0.0",
+    "--dynapipe-softmax-scale 0": "expected --dynapipe-softmax-scale above 0, got 0.0",
     "--dynapipe-timeout-s nan": "expected --dynapipe-timeout-s above 0, got nan",
     "--dynapipe-calibrate -1": "expected --dynapipe-calibrate of at least 0, got -1.0",
     "--dynapipe-lookahead 0": "expected --dynapipe-lookahead above 0, got 0",

@@ -88,6 +88,7 @@ CHANGES = {
     "--norm-epsilon 1e-3": ("", "layernorm_epsilon"),
     "--squared-relu": ("", "activation_func"),
     "--dynapipe-activation gelu_tanh": ("", "activation_func"),
+    "--dynapipe-softmax-scale 1": ("", "softmax_scale"),
     "--moe-router-topk 3": (EXPERTS, "moe_router_topk"),
     "--moe-router-pre-softmax": (EXPERTS, "moe_router_pre_softmax"),
     "--moe-router-topk-scaling-factor 2.5 --moe-router-pre-softmax": (

@@ -1,5 +1,7 @@
 """Cross entropy in chunks against PyTorch's, whole and over a sharded vocabulary."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.helpers.processes import run_ranks
@@ -22,14 +24,22 @@ def errors_of_all(*, rank: int, world_size: int) -> dict[str, dict[str, float]]:
     }
 
 
-def errors(rank: int, world_size: int, dtype: str, elements: int) -> dict[str, float]:
+def errors_on_gpu(*, rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", init_method="env://")
+    return {f"{dtype}, on a GPU": errors(rank, world_size, dtype, 2 * VOCABULARY, "cuda") for dtype in BOUNDS}
+
+
+def errors(rank: int, world_size: int, dtype: str, elements: int, device: str = "cpu") -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
     from megatron_dynapipe.integration.hooks import cross_entropy
 
     cross_entropy.CPU_ELEMENTS = elements
-    draw = torch.Generator().manual_seed(5)
+    torch.set_default_device(device)
+    draw = torch.Generator(device).manual_seed(5)
     whole = (30 * torch.randn(ROWS, COLUMNS, VOCABULARY, generator=draw)).to(getattr(torch, dtype)).requires_grad_()
     labels = torch.randint(VOCABULARY, (ROWS, COLUMNS), generator=draw)
     outer = torch.rand(ROWS, COLUMNS, generator=draw)
@@ -50,9 +60,12 @@ def errors(rank: int, world_size: int, dtype: str, elements: int) -> dict[str, f
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_losses_and_gradients_are_pytorchs(ranks: int) -> None:
-    for of_rank in run_ranks(errors_of_all, ranks):
+@pytest.mark.parametrize(
+    ("function", "ranks"),
+    [*((errors_of_all, ranks) for ranks in (1, 2, 3)), pytest.param(errors_on_gpu, 1, marks=pytest.mark.gpu)],
+)
+def test_losses_and_gradients_are_pytorchs(function: Callable[..., object], ranks: int) -> None:
+    for of_rank in run_ranks(function, ranks):
         for case, found in of_rank.items():
             assert found["loss"] < 2e-5 and found["without gradient"] < 2e-5, case
             assert found["gradient"] < BOUNDS[case.partition(",")[0]], case

@@ -43,15 +43,16 @@ def test_other_optimizers_stay_as_they_are() -> None:
     assert sgd.param_groups[0] == before
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("inputs", "buffer"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
     ids=str,
 )
-def test_a_weight_gradient_is_added_to_its_buffer(inputs: torch.dtype, buffer: torch.dtype) -> None:
+def test_a_weight_gradient_is_added_to_its_buffer(inputs: torch.dtype, buffer: torch.dtype, device: str) -> None:
     draw = torch.Generator().manual_seed(1)
     x, g, into = (torch.randn(shape, generator=draw) for shape in ((24, 8), (24, 16), (16, 8)))
-    x, g, into = x.to(inputs), g.to(inputs), into.to(buffer)
+    x, g, into = x.to(device, inputs), g.to(device, inputs), into.to(device, buffer)
     expected = into.double() + g.double().t() @ x.double()
     kernels = fused_kernels.WeightGradients
     add = kernels.wgrad_gemm_accum_fp32 if buffer == torch.float32 else kernels.wgrad_gemm_accum_fp16

@@ -1,6 +1,7 @@
 """What is replaced in Megatron at run time: once, in every module that holds the name, and reverted."""
 
 import ast
+import runpy
 
 import pytest
 
@@ -18,6 +19,7 @@ class FakeSession:
     shape = None
     samples = 19
     tokens: int | None = None
+    has_labels = True
 
     def forward_backward(self) -> str:
         return "planned"
@@ -29,7 +31,7 @@ class FakeSession:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("row", replacements.TABLE, ids=lambda row: row.name)
 def test_targets_have_the_parameters_relied_on(row, version):
-    module = row.owner if row.everywhere or row.name == "train_step" else "megatron.training.utils.common_utils"
+    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else row.owner
     (function,) = [
         node
         for node in ast.parse(source(version, module)).body
@@ -76,6 +78,17 @@ def test_replacements_are_installed_once_and_reverted():
     assert "got a second one" in said
     assert line.endswith("| micro-batches: 3 |")
     assert other == "something else"
+
+
+@pytest.mark.parametrize("has_makefile", [True, False])
+def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
+    (tmp_path / "utils.py").write_text("calls = []\n\n\ndef compile_helpers():\n    calls.append('make')\n")
+    if has_makefile:
+        (tmp_path / "Makefile").touch()
+    module = runpy.run_path(str(tmp_path / "utils.py"))
+    (row,) = [row for row in replacements.TABLE if row.name == "compile_helpers"]
+    row.make(module["compile_helpers"])()
+    assert module["calls"] == ["make"] * has_makefile
 
 
 @pytest.mark.parametrize(

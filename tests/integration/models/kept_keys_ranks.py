@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -95,6 +96,24 @@ def compare(groups: int, *, recompute: bool, dropout: float = 0.0) -> list[float
         length = ENDS[at + 1] - ENDS[at]
         differences.append((each[length : length + OTHERS[at]] - alone[at]).abs().max().item())
     return differences
+
+
+def compare_on_gpu(rank: int, world_size: int) -> list[list[float]]:
+    """In bf16, by the kernel itself."""
+    start()
+    on_host, row_on_host = inputs, row_of
+
+    def on_gpu(*lengths: Any) -> Heads:
+        return [tensor.to("cuda", torch.bfloat16) for tensor in on_host(*lengths)]
+
+    def row_on_gpu(piece: int) -> PackedRow:
+        row = row_on_host(piece)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "positions"):
+            setattr(row, name, getattr(row, name).cuda())
+        return row
+
+    with patch.dict(globals(), inputs=on_gpu, row_of=row_on_gpu):
+        return [compare(groups, recompute=recompute) for groups in (4, 2) for recompute in (False, True)]
 
 
 def refuse(rank: int, world_size: int) -> dict[str, str]:

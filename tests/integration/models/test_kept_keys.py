@@ -33,6 +33,12 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
     assert max(differences()[name]) < 1e-5
 
 
+@pytest.mark.gpu
+def test_pieces_in_the_kernel_attend_as_the_whole_sample():
+    """Within bf16's rounding of sums."""
+    assert all(max(found) < 0.1 for found in run_ranks(f"{RANKS}:compare_on_gpu", 1)[0])
+
+
 def test_a_piece_without_those_before_it_is_refused_and_a_broken_iteration_is_cleared_away():
     assert run_ranks(f"{RANKS}:refuse", 1)[0] == {
         "first": "expected keys of 7 earlier positions of sample 5, found 0",

@@ -90,7 +90,8 @@ def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
     layout = PipelineLayout(
         family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=tuple(split)
     )
-    assert layout.encoder_parts[:, 1].tolist() == [len(stage.encoder) for stage in stages]
+    counts = layout.counts(tuple(dict.fromkeys(layout.modules)))
+    assert counts[:, 1].tolist() == [len(stage.encoder) for stage in stages]
     crossing = boundary_tensors(layout)
     both = (BoundaryTensor.ENCODER, BoundaryTensor.DECODER)
     assert crossing == tuple(both if stage.decoder else both[:1] for stage in stages[:-1])

@@ -82,10 +82,11 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
 def test_blocks_with_and_without_a_mask_cover_the_pairs_of_each_sample(lengths, causal):
     import torch
 
-    from megatron_dynapipe.integration.models.relative_attention import BLOCK, _blocks
+    from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks
     from tests.integration.models.packed_ranks import row_of
 
-    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    padded = [*lengths, max(LEAST - sum(lengths), 0)]
+    of = torch.arange(len(padded)).repeat_interleave(torch.tensor(padded))
     pairs = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril(0 if causal else len(of))
     blocks = -(-len(of) // BLOCK)
     square = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
@@ -119,6 +120,34 @@ def test_no_queries_are_without_keys(queries, keys, offsets):
     row = row_of(queries, keys)
     assert [row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] == offsets
     assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[20, 9], [100, 156], [300, 84, 7]])
+def test_relative_biases_compiled_are_those_uncompiled(lengths):
+    """`flex_attention` in fp32, on the device and on the CPU; gradients of biases too."""
+    import torch
+
+    from megatron_dynapipe.integration.models.relative_attention import attend_with_biases
+    from tests.integration.models.packed_ranks import row_of
+
+    draw = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(sum(lengths), 4, 32, generator=draw) for _ in range(4)]
+    longest = max(lengths)
+    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
+    found = []
+    for device in ("cpu", "cuda"):
+        row = row_of(lengths, lengths)
+        row.cu_seqlens_q, row.positions = row.cu_seqlens_q.to(device), row.positions.to(device)
+        leaves = [
+            tensor.to(device).requires_grad_() for tensor in (*tensors[:3], torch.arange(8.0 * longest - 4).sin())
+        ]
+        bias = leaves[3].view(4, -1)[:, distances.to(device)][None]
+        result = attend_with_biases(*leaves[:3], row, bias, causal=True, scale=0.2)
+        result.backward(tensors[3].to(device))
+        found.append([result.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=2e-2)
 
 
 def test_segments_that_do_not_cover_the_row_are_refused_and_cudnn_is_out_of_the_choice():

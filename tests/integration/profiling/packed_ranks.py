@@ -14,6 +14,7 @@ from megatron_dynapipe.integration.profiling.packed import MeasuredRows, PackedP
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
+from tests.helpers.stage_costs import parts_of
 
 WITHIN = Shape(size=8, input_length=64, target_length=32)
 LONG = Shape(size=1, input_length=1024, target_length=32)
@@ -81,9 +82,9 @@ def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
                 assert division.peak is not None
                 name = f"{layout} {kind}, {mode}, {half}"
                 of = division.peak[at]
-                linears, inside, _ = Rates(of.linear, of.inner, 0, of.memory).parts(own, keys, encoder)
+                linears, inside, _ = parts_of(Rates(of.linear, of.inner, 0, of.memory), own, keys, encoder)
                 found[f"{name}, peak"] = (of.once + (linears + inside) / PEAK_UNIT, measured.peak_bytes)
-                linears, inside, mlp = division.stored[at].parts(own, keys, encoder)
+                linears, inside, mlp = parts_of(division.stored[at], own, keys, encoder)
                 share = (linears + inside, mlp)[at] / (linears + inside + mlp)
                 found[f"{name}, stored"] = (share * layer.stored_bytes, measured.stored_bytes)
     return found

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import LayerState, LayerTables, PipelineLayout, Row, stage_costs
+from megatron_dynapipe.cost import CostTables, PipelineLayout, Quantity
+from megatron_dynapipe.cost.tables import ATTENTION, MLP
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
+from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values, stage_costs
 from tests.integration.profiling.chained_ranks import compare
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
 
@@ -24,13 +26,15 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
             assert stored == pytest.approx(alone[0], rel=0.1)  # what a stage keeps once is divided
             assert peak == pytest.approx(alone[1], rel=0.15)
     for mode, (layer, attention, mlp, real) in found["halves"].items():
-        costs = dict(zip((Row.ENCODER_STORED, Row.ENCODER_PEAK), layer, strict=True))
-        costs |= dict(zip((Row.ENCODER_ATTENTION_STORED, Row.ENCODER_ATTENTION_PEAK), attention, strict=True))
-        costs |= dict(zip((Row.ENCODER_MLP_STORED, Row.ENCODER_MLP_PEAK), mlp, strict=True))
-        values, axis = np.zeros((len(Row), 1, 1, 1), np.int64), np.ones(1, np.int64)
-        values[list(costs)] = np.reshape(list(costs.values()), (-1, 1, 1, 1))
-        state = LayerState(embedding_bytes=1, encoder_bytes=1)
-        tables = LayerTables(sizes=axis, inputs=axis, targets=axis, values=values, state=state)
+        costs = {
+            (ATTENTION, Quantity.STORED): attention[0],
+            (ATTENTION, Quantity.PEAK): layer[1],
+            (MLP, Quantity.STORED): layer[0] - attention[0],
+            (MLP, Quantity.ENTRY_STORED): max(attention[0] + mlp[0] - layer[0], 0),
+            (MLP, Quantity.ENTRY_PEAK): mlp[1],
+        }
+        axis, values = np.ones(1, np.int64), grid_values(GPT_KINDS, costs, 1, 1, 1)
+        tables = CostTables(kinds=GPT_KINDS, sizes=axis, inputs=axis, targets=axis, values=values, state=STATE)
         split = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(2.5, 0.5))
         stage = stage_costs(tables, split, axis, axis, axis)
         assert stage.stored_bytes[0, 0] == pytest.approx(real[0], rel=0.05), mode

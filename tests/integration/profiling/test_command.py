@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, Row, TableCostModel, packed_layer_costs
+from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel, packed_costs
+from megatron_dynapipe.cost.tables import ATTENTION, MLP
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.processes import run_ranks
 
@@ -51,21 +52,21 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
     assert int(none.sizes[-1]) == 8 and int(none.inputs[-1]) == 64
     assert int(none.targets[-1]) == (32 if model == "t5" else 0)
     assert (none.values != ABSENT).all()
-    rows = [Row.ENCODER_FORWARD, Row.HEAD_BACKWARD] + ([Row.DECODER_BACKWARD] if model == "t5" else [])
-    assert all((none.values[row] > 0).all() for row in rows)
+    assert (none.values[:, [Quantity.FORWARD, Quantity.BACKWARD]] > 0).all()
     kept = 32 + (model == "t5")  # a layer's input, and the mask of padded keys
-    assert full.values[Row.ENCODER_STORED, -1, -1, -1] == pytest.approx(8 * 64 * kept * 4, rel=0.01)
-    assert none.values[Row.ENCODER_STORED, -1, -1, -1] > 5 * full.values[Row.ENCODER_STORED, -1, -1, -1]
+    assert full.values[:2, Quantity.STORED, -1, -1, -1].sum() == pytest.approx(8 * 64 * kept * 4, rel=0.01)
+    assert none.values[:2, Quantity.STORED, -1, -1, -1].sum() > 5 * full.values[:2, Quantity.STORED, -1, -1, -1].sum()
     # Weights of a layer: 4 of attention and 2 of the feed-forward (4 times as wide), biases and norms besides.
-    assert none.state.encoder_bytes == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
-    division = none.division["encoder"]
+    assert none.state.modules[ATTENTION] + none.state.modules[MLP] == pytest.approx(2 * 12 * 32 * 32, rel=0.06)
+    division = none.division
+    assert division is not None
     assert division.parameters[0] / sum(division.parameters) == pytest.approx(4 / 12, rel=0.06)
-    halves = [Row.ENCODER_ATTENTION_PEAK, Row.ENCODER_MLP_PEAK]
     for tables, stores_apart in ((none, True), (full, False)):
-        assert (tables.values[halves] < tables.values[Row.ENCODER_PEAK]).all(), "a layer holds more than either half"
-        attention, layer = (tables.values[row] for row in (Row.ENCODER_ATTENTION_STORED, Row.ENCODER_STORED))
+        entry, peak = tables.values[1, Quantity.ENTRY_PEAK], tables.values[0, Quantity.PEAK]
+        assert (entry < peak).all(), "a layer holds more than its MLP"
+        attention, layer = tables.values[0, Quantity.STORED], tables.values[:2, Quantity.STORED].sum(axis=0)
         assert (attention < 0.6 * layer).all() == stores_apart, "recomputed in full each half keeps its own input"
-        assert tables.packed is not None and tables.packed.division.keys() == tables.division.keys()
+        assert tables.packed is not None
     assert division.forward.mlp > 0 and division.forward.linear + division.forward.inner > 0
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
 
@@ -82,10 +83,9 @@ def test_a_profile_with_time_for_packed_rows_plans_with_their_costs(model: str, 
     tables = cost.tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert tables.packed is not None
     lengths = np.array([40, 12, 7, 61])
-    row = packed_layer_costs(tables, lengths, lengths // 2 if model == "t5" else np.zeros_like(lengths))
+    row = packed_costs(tables, lengths, lengths // 2 if model == "t5" else np.zeros_like(lengths))
     assert row is not None
-    rows = [Row.ENCODER_FORWARD, Row.ENCODER_STORED] + ([Row.DECODER_BACKWARD] if model == "t5" else [])
-    assert all(row[each] > 0 for each in rows)
+    assert (row[:, Quantity.FORWARD] > 0).all() and (row[::2, Quantity.STORED] > 0).all()
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
     assert list(file["keys"]) == ["tp2_none"]
     assert file["links"]["intra-node"]["gbps"] > 0 and file["links"]["intra-node"]["latency_us"] > 0
     state = TableCostModel.load(tmp_path / "m.json").tables(tensor_parallel=2, recompute=Recompute.NONE).state
-    assert state.encoder_bytes == pytest.approx(12 * 32 * 32, rel=0.1)
+    assert sum(state.modules.values()) == pytest.approx(12 * 32 * 32, rel=0.1)
 
 
 @pytest.mark.parametrize(

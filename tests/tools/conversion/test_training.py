@@ -86,6 +86,31 @@ def test_training_begins_where_the_source_is_and_comes_back(tmp_path: Path, name
     assert more["3"] == pytest.approx(after, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "ranks"),
+    [
+        pytest.param("t5-v1.1", "", 1, id="t5-v1.1"),
+        pytest.param(
+            "mixtral",
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
+            " --expert-tensor-parallel-size 1",
+            4,
+            id="mixtral, experts and tensors shared",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_model_fine_tunes_as_its_source_does(tmp_path: Path, name: str, flags: str, ranks: int) -> None:
+    """Plain gradient descent shows a weight that is another one's multiple; Adam would enlarge rounding."""
+    data, _ = converted(tmp_path, name, VOCABULARY)
+    arguments = {"folder": str(tmp_path / "hf"), "data": str(data), "rate": 0.1, "steps": 4}
+    (expected,) = run_ranks(training.their_losses, 1, arguments)
+    flags += " --train-iters 4 --optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0"
+    losses = train(name, tmp_path, flags, ranks=ranks)
+    assert list(losses.values()) == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] < expected[0] - 0.01
+
+
 @pytest.mark.slow
 def test_mixed_precision_trains_the_weights_that_it_has_read(tmp_path: Path) -> None:
     _, expected = converted(tmp_path, "llama", VOCABULARY)

@@ -38,16 +38,32 @@ def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:
     return None
 
 
+def their_losses(*, rank: int, world_size: int, folder: str, data: str, rate: float, steps: int) -> list[float]:
+    """Losses of plain gradient descent on all of a dataset's training samples, of a HuggingFace folder's model."""
+    model, losses = _read(Path(folder)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(_mean_loss(model, Path(data), train=True))
+        optimizer.step()
+    return losses
+
+
 def their_loss(*, rank: int, world_size: int, folder: str, data: str) -> float:
     """Mean loss over all target tokens of a dataset's training samples, of a HuggingFace folder's model."""
+    return _mean_loss(_read(Path(folder)), Path(data), train=False)
+
+
+def _mean_loss(model: Any, data: Path, *, train: bool) -> float:
+    """Of all target tokens; its gradient is added to the model's."""
     from megatron_dynapipe.data.indexed import IndexedReader
     from megatron_dynapipe.data.meta import read_meta
 
-    model, meta, reader = _read(Path(folder)), read_meta(Path(data)), IndexedReader(Path(data) / "train")
-    losses, tokens = 0.0, 0
+    meta, reader = read_meta(data), IndexedReader(data / "train")
+    losses, tokens = torch.zeros(()), 0
     for sample in range(SAMPLES):
         given, wanted = (torch.from_numpy(part.astype("int64")) for part in reader[sample])
-        with torch.no_grad():
+        with torch.set_grad_enabled(train):
             if model.config.model_type == "t5":
                 shifted = torch.cat([torch.tensor([meta.bos_id]), wanted])
                 labels = torch.cat([wanted, torch.tensor([meta.eos_id])])
@@ -55,9 +71,11 @@ def their_loss(*, rank: int, world_size: int, folder: str, data: str) -> float:
             else:
                 labels = torch.cat([given, wanted])[1:]
                 logits = model(torch.cat([given, wanted])[None]).logits[0, :-1]
-        losses += cross_entropy(logits, labels, reduction="sum").item()
+            losses = losses + cross_entropy(logits, labels, reduction="sum")
         tokens += len(labels)
-    return losses / tokens
+    if train:
+        (losses / tokens).backward()
+    return losses.item() / tokens
 
 
 def _read(folder: Path) -> Any:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import LayerState, LayerTables, Network, PipelineLayout, Row
+from megatron_dynapipe.cost import CostTables, Network, PipelineLayout, Quantity
+from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
@@ -19,6 +20,7 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.tools.rivals.packed import pack
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.helpers.stage_costs import STATE, grid_values
 from tests.planning import planner_cases
 
 TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:4]
@@ -34,12 +36,19 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
     family = GPT if targets is None else T5
     axes = ints(1, 64), ints(1, 64), ints(0) if targets is None else ints(1, 64)
     size, length, target = np.meshgrid(*axes, indexing="ij")
-    values = np.zeros((len(Row), *size.shape), np.int64)
-    for kind, positions in (("ENCODER", size * length), ("DECODER", size * target)):
-        for what, cost in {"FORWARD": 1, "BACKWARD": 2, "STORED": 1, "PEAK": 1}.items():
-            values[Row[f"{kind}_{what}"]] = cost * positions
-    state = LayerState(embedding_bytes=0, encoder_bytes=0)
-    tables = LayerTables(sizes=axes[0], inputs=axes[1], targets=axes[2], values=values, state=state)
+    once = (Quantity.FORWARD, Quantity.STORED, Quantity.PEAK)
+    values = {(ATTENTION, what): size * length for what in once} | {(ATTENTION, Quantity.BACKWARD): 2 * size * length}
+    values |= {(DECODER_ATTENTION, what): size * target for what in once}
+    values |= {(DECODER_ATTENTION, Quantity.BACKWARD): 2 * size * target}
+    kinds = (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
+    tables = CostTables(
+        kinds=kinds,
+        sizes=axes[0],
+        inputs=axes[1],
+        targets=axes[2],
+        values=grid_values(kinds, values, *size.shape),
+        state=STATE,
+    )
     return BatchProblem(
         inputs=ints(*inputs),
         targets=ints(*(targets or [0] * len(inputs))),

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import (
     ABSENT,
     CPU_RATES,
-    LayerState,
-    LayerTables,
+    CostTables,
+    ModelState,
     Network,
     PipelineLayout,
-    Row,
+    Quantity,
     TableCostModel,
 )
+from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, InfeasibleError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -30,6 +31,7 @@ from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tools.tuning.space import Split, Status, Tuning, candidates, divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.helpers.stage_costs import GPT_KINDS
 from tests.planning.planner_cases import batch, cost_model, of_lengths
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -139,17 +141,18 @@ class Uneven:
 
     def __init__(self, seed: int) -> None:
         random = np.random.default_rng(seed)
-        self._values = random.integers(1, 10**6, (len(Row), 4, 3, 1))
-        self._values[[Row.ENCODER_STORED, Row.ENCODER_PEAK]] = 1000
-        self._values[:, random.random((4, 3, 1)) < 0.1] = ABSENT
+        self._values = random.integers(1, 10**6, (len(GPT_KINDS), len(Quantity), 4, 3, 1))
+        self._values[:, [Quantity.STORED, Quantity.PEAK, Quantity.ENTRY_STORED, Quantity.ENTRY_PEAK]] = 500
+        self._values[:, :, random.random((4, 3, 1)) < 0.1] = ABSENT
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
-        return LayerTables(
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
+        return CostTables(
+            kinds=GPT_KINDS,
             sizes=np.array([1, 2, 4, 8]),
             inputs=np.array([8, 64, 512]),
             targets=np.zeros(1, np.int64),
             values=self._values,
-            state=LayerState(embedding_bytes=0, encoder_bytes=1000),
+            state=ModelState(embedding_bytes=0, modules={ATTENTION: 400, MLP: 600}),
         )
 
 
@@ -174,9 +177,9 @@ def test_bounds_hold_whatever_was_measured(seed, lengths, layouts, layout):
 @pytest.mark.parametrize(
     ("seed", "lengths", "said"),
     [
-        (1, [300, 442, 419], "sample 0 of padded shape 1x304 lies outside the cost model's lengths"),
-        (5, [139, 388, 192, 416], "every sample fits alone, but no schedule of their micro-batches fits the memory"),
-        (19, [31, 410, 467, 275], "sample 1 of padded shape 1x416 lies outside the cost model's lengths"),
+        (5, [300, 442, 419], "sample 0 of padded shape 1x304 lies outside the cost model's lengths"),
+        (12, [139, 388, 192, 416], "every sample fits alone, but no schedule of their micro-batches fits the memory"),
+        (30, [31, 410, 467, 275], "sample 1 of padded shape 1x416 lies outside the cost model's lengths"),
     ],
 )
 def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int], said: str) -> None:
@@ -188,9 +191,9 @@ def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengt
 class Divided(Uneven):
     """Costs of one division into stages."""
 
-    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> LayerTables:
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         tables = super().tables(tensor_parallel=tensor_parallel, recompute=recompute)
-        return replace(tables, of_stages=tables.values[None])
+        return replace(tables, kinds=("stage 0", "stage 1", HEAD))
 
 
 def test_costs_and_batches_that_leave_no_layout() -> None:
@@ -264,19 +267,21 @@ def test_the_choice_of_training_can_be_tried() -> None:
 
 
 def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
-    work = LeastWork(samples=np.zeros((1, 3)), total=np.array([2.0, 5.0, 7.0]), floor=np.zeros(3))
+    kinds = (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
+    total = np.array([1.5, 0.5, 3.0, 2.0, 7.0])
+    work = LeastWork(kinds=kinds, samples=np.zeros((1, 5)), total=total, floor=np.zeros(5))
     wanted = base(T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
     found = even_work_split(wanted, [work])
 
     def busiest(split: tuple[int, ...]) -> float:
         layout = PipelineLayout(family=T5, encoder_layers=4, decoder_layers=4, layers_per_stage=split)
-        return float(stage_work(layout, work.total).max())
+        return float(stage_work(layout, work.kinds, work.total).max())
 
     splits = [(a, b, 8 - a - b) for a in range(1, 7) for b in range(1, 8 - a)]
     assert busiest(found) == min(map(busiest, splits)) == 13
 
 
-LAYER = LayerState(embedding_bytes=4000, encoder_bytes=2000)
+LAYER = ModelState(embedding_bytes=4000, modules={ATTENTION: 2000})
 """2,000 parameters in the embedding, 1,000 in a layer."""
 GBPS = Network(devices_per_node=8, intra_node_gbps=8, inter_node_gbps=4, inter_node_latency_us=1)
 """1 byte a nanosecond inside a node, half of it between nodes."""

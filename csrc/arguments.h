@@ -1,0 +1,15 @@
+// What Python hands over: a batch's problem by name, and what both number.
+#pragma once
+
+#include "arrays.h"
+#include "problem.h"
+
+namespace dynapipe {
+
+// The problem from the arguments of BatchProblem (planning/problem.py), checked.
+Problem problem_of(Keywords given);
+
+// What Python and the core both name and number; planning/native.py compares them when it is imported.
+nb::dict constants();
+
+}  // namespace dynapipe

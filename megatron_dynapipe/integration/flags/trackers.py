@@ -1,0 +1,54 @@
+"""Trackers of checkpoints, looked at before Megatron does: where it cannot read one, it ends with status 0; where there
+is none, it begins anew, over the checkpoints that are there.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+
+_WRITTEN_LAST = ("metadata.json", "dynapipe.json")
+"""Files of which a complete checkpoint has one."""
+
+
+def check_trackers(args: argparse.Namespace) -> None:
+    """Refuse folders of checkpoints whose tracker does not say which is the last; no file changes.
+
+    Raises:
+        ConfigError: a tracker is damaged, or missing beside complete checkpoints.
+    """
+    emergency = getattr(args, "non_persistent_global_ckpt_dir", None)
+    given = [args.load, args.save, args.pretrained_checkpoint, emergency]
+    folders = [Path(folder) for folder in dict.fromkeys(given) if folder is not None]
+    for folder in [*folders, *(folder / "non_persistent" for folder in folders)]:
+        tracker = folder / TRACKER
+        if os.path.lexists(tracker):
+            _check_readable(tracker)
+        elif (there := _complete(folder)) and not (getattr(args, "ckpt_step", None) and str(folder) == args.load):
+            last = there[-1].removeprefix("iter_").lstrip("0") or "0"
+            raise ConfigError(
+                f"expected {TRACKER} beside the checkpoints {', '.join(there[-3:])} in {folder}, found none: the run"
+                " would begin anew and write over them",
+                hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
+            )
+
+
+def _check_readable(tracker: Path) -> None:
+    """As Megatron reads it: a number, or the word `release`."""
+    hint = f"write the number of the last complete checkpoint in {tracker.parent} into it, or move it away"
+    try:
+        text = read_bounded(tracker, most_bytes=100).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"cannot read which checkpoint is the last from {tracker}: {reason}", hint=hint) from error
+    if text != RELEASE and not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"expected an iteration or {RELEASE!r} in {tracker}, found {text!r}", hint=hint)
+
+
+def _complete(folder: Path) -> list[str]:
+    """Names of the checkpoints in a folder that were written to their end, the last one last."""
+    found = [*folder.glob(RELEASE), *sorted(folder.glob("iter_" + "[0-9]" * 7))]
+    return [path.name for path in found if any((path / name).is_file() for name in _WRITTEN_LAST)]

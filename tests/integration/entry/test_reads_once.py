@@ -1,0 +1,47 @@
+"""Before its first iteration a rank opens its run file and its costs once, and builds Megatron's parser once."""
+
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from megatron_dynapipe.cost.format import encode_file
+from tests.cost import models
+from tests.helpers.entry_scripts import run_entry, words
+from tests.helpers.processes import run_ranks
+
+
+def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]) -> dict[str, object]:
+    """On a forked rank: a run, how often it opened each of the paths, and how often it built Megatron's parser."""
+    from megatron.training import arguments
+
+    counted, build = Counter[str](), arguments.add_megatron_arguments
+
+    def count_open(event: str, details: tuple) -> None:
+        if event == "open" and str(details[0]) in paths:
+            counted[Path(details[0]).name] += 1
+
+    def count_parser(parser):
+        callers = {frame.name for frame in traceback.extract_stack()}
+        counted["parser"] += "pretrain" not in callers  # where Megatron builds one more, for its fault tolerance
+        return build(parser)
+
+    sys.addaudithook(count_open)
+    arguments.add_megatron_arguments = count_parser
+    run = run_entry(
+        rank=rank, world_size=world_size, script="pretrain_gpt_multitask.py", argv=argv, kill=None, pictures=False
+    )
+    return run | {"counted": dict(counted)}
+
+
+def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch):
+    costs, file = tmp_path / "costs.json", tmp_path / "run.yaml"
+    monkeypatch.setattr(models, "LENGTHS", (8, 32, 128))
+    costs.write_bytes(encode_file(models.gpt_file(scale=1e-3)))
+    file.write_text(f"train-iters: 1\ndynapipe-cost-model: {costs}\ndynapipe-limit-rc-type: none\n")
+    argv = words("gpt", data, f"--dynapipe-config {file} --dynapipe-layout padded", report=tmp_path / "report")
+    arguments = {"argv": argv, "paths": [str(costs), str(file)]}
+    (run,) = run_ranks(run_counted, 1, arguments, deadline_s=120)
+    assert run["status"] == 0, run["stderr"][-3000:]
+    assert list(run["losses"]) == ["1"]
+    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1}

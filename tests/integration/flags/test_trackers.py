@@ -1,0 +1,83 @@
+"""Trackers that Megatron would leave a run for, or begin anew without: refused, and no file changed."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import check_trackers
+
+CONTENTS = [
+    b"",
+    b"\n",
+    b"latest",
+    b"-3",
+    b"1.5",
+    b"7 8",
+    b"iter_0000007",
+    b"\xff\xfe7",
+    b"\0\0\0\0",
+    b"9" * 200,
+    "٧".encode(),
+]
+
+
+def arguments(**folders: object) -> argparse.Namespace:
+    given = {"load": None, "save": None, "pretrained_checkpoint": None, "ckpt_step": None}
+    return argparse.Namespace(**given | {name: str(folder) for name, folder in folders.items()})
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "metadata.json").write_text("{}")
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("flag", ["load", "save", "pretrained_checkpoint", "non_persistent_global_ckpt_dir"])
+@pytest.mark.parametrize("content", [*CONTENTS, "folder", "link"])
+def test_a_tracker_that_says_no_iteration_is_refused(tmp_path: Path, content: bytes | str, flag: str) -> None:
+    tracker = checkpoint(tmp_path, "iter_0000007") / TRACKER
+    if isinstance(content, bytes):
+        tracker.write_bytes(content)
+    elif content == "folder":
+        tracker.mkdir()
+    else:
+        tracker.symlink_to(tmp_path / "nowhere")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=TRACKER) as caught:
+        check_trackers(arguments(**{flag: tmp_path}))
+    assert "\n" not in caught.value.message and "write the number" in str(caught.value.hint)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["7", "7\n", " 0000007 ", "release"])
+def test_one_that_megatron_reads_is_taken(tmp_path: Path, text: str) -> None:
+    (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text(text)
+    check_trackers(arguments(load=tmp_path, save=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["iter_0000007", "release", "non_persistent/iter_0000007"])
+def test_complete_checkpoints_without_a_tracker_are_not_written_over(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, name)
+    for flags in ({"save": tmp_path}, {"load": tmp_path}):
+        with pytest.raises(ConfigError, match="would begin anew and write over them") as caught:
+            check_trackers(arguments(**flags))
+        assert f"echo {name[-1] if 'iter' in name else 'release'} > " in str(caught.value.hint)
+
+
+def test_a_first_start_and_one_after_a_save_that_was_killed_begin_anew(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    (tmp_path / "iter_0000007" / "__0_0.distcp").touch()
+    check_trackers(arguments(load=tmp_path, save=tmp_path))
+    check_trackers(arguments(load=tmp_path / "none", save=tmp_path / "none"))
+
+
+def test_a_step_that_is_named_needs_no_tracker(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "iter_0000007")
+    check_trackers(arguments(load=tmp_path, ckpt_step=7))

@@ -1,0 +1,82 @@
+"""The rehearsed device itself: what torch says of it, and what it refuses as CUDA does."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.entry_scripts import ROOT
+from tests.helpers.rehearsal import build, launch
+
+pytestmark = pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++")
+
+SCRIPT = """
+import torch, torch.distributed as dist
+
+assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and "H100" in torch.cuda.get_device_name()
+linear = torch.nn.Linear(8, 4).to("cuda:1")
+linear(torch.ones(3, 8, device="cuda:1")).relu().sum().backward()
+assert linear.weight.grad.device == torch.device("cuda", 1) and torch.cuda.memory_allocated(1) > 0
+torch.optim.AdamW(linear.parameters(), fused=True).step()
+assert linear.weight.data[1:].t().contiguous().is_cuda and not linear.weight.cpu().is_cuda
+assert torch.ones(2).pin_memory().is_pinned() and not torch.ones(2).is_pinned()
+
+def refused(call, message):
+    try:
+        call()
+    except RuntimeError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
+refused(lambda: torch.ones(3, device="cuda") + torch.ones(3), "on the same device")
+refused(lambda: torch.ones(3, device="cuda:5"), "invalid device ordinal")
+
+before = torch.get_rng_state()
+torch.cuda.manual_seed(3)
+state = torch.cuda.get_rng_state()
+drawn = torch.nn.functional.dropout(torch.ones(50, device="cuda"), 0.5)
+torch.cuda.set_rng_state(state)
+assert drawn.equal(torch.nn.functional.dropout(torch.ones(50, device="cuda"), 0.5))
+assert before.equal(torch.get_rng_state()), "a device's numbers are its own"
+
+start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+start.record(), end.record(), end.synchronize()
+assert start.elapsed_time(end) >= 0 and end.query()
+with torch.cuda.stream(side := torch.cuda.Stream()):
+    assert torch.cuda.current_stream() == side
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(total := torch.ones(3, device="cuda"))
+assert total.equal(torch.ones(3, device="cuda"))
+refused(lambda: dist.all_reduce(torch.ones(3)), "No backend type associated with device type cpu")
+dist.destroy_process_group()
+
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+offsets = torch.tensor([0, 4, 10], dtype=torch.int32, device="cuda")
+rows = [torch.randn(10, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+packed = varlen_attn(*rows, offsets, offsets, 6, 6, window_size=(-1, 0))
+alone = torch.cat([
+    attend(*(row[a:b].transpose(0, 1)[None] for row in rows), is_causal=True)[0].transpose(0, 1)
+    for a, b in ((0, 4), (4, 10))
+])
+given = torch.randn_like(packed)
+ours, theirs = (torch.autograd.grad(each, rows, given, retain_graph=True) for each in (packed, alone))
+for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
+    torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+"""
+
+
+def test_a_device_is_one_for_all_of_torch():
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=launch.environment(2),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
