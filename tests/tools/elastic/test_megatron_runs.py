@@ -13,6 +13,8 @@ from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
 
 LINE = re.compile(r"iteration +(\d+)/ .*?lm loss: ([0-9.E+-]+)")
 LAST = 600
+LEARNING_RATE = "1e-5"
+"""Small, so that hundreds of iterations do not magnify the rounding of another layout."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset, and a checkpoint of the first iteration: Megatron's first weights depend on the layout."""
     folder = tmp_path_factory.mktemp("elastic")
     make_dataset(folder / "data")
-    flags = f"--train-iters {LAST} --exit-interval 1 --save {folder / 'first'} --save-interval 100"
+    flags = f"--train-iters {LAST} --lr {LEARNING_RATE} --exit-interval 1 --save {folder / 'first'} --save-interval 100"
     train("gpt", folder / "data", flags, ranks=1, report=folder / "report-first")
     return folder
 
@@ -28,7 +30,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(begun: Path) -> dict[int, float]:
     """Losses of one rank that nobody disturbs."""
-    flags = f"--train-iters {LAST} --load {begun / 'first'}"
+    flags = f"--train-iters {LAST} --lr {LEARNING_RATE} --load {begun / 'first'}"
     found = losses("gpt", begun / "data", flags, ranks=1, report=begun / "report-undisturbed")
     return {int(iteration): loss for iteration, loss in found.items()}
 
@@ -40,6 +42,8 @@ def script(begun: Path, folder: Path, last: int) -> list[str]:
     words += ["--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
     return [
         *words,
+        "--lr",
+        LEARNING_RATE,
         "--train-iters",
         str(LAST),
         "--exit-interval",
