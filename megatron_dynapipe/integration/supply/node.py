@@ -4,6 +4,7 @@ first    fetches or makes a plan ── PLAN, or ERROR ──► receive      on
          the run has ended       ── END ─────────────► receive      so that no thread waits for a message for ever
 """
 
+import contextlib
 import datetime
 import enum
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,8 @@ class NodeGroup:
         """Tell ranks that still wait that nothing comes any more; does not wait for the others."""
         for rank in self.ranks[1:]:
             header = torch.tensor([_Kind.END, 0])
-            self._ended.append((dist.isend(header, rank, group=self._group, tag=tag), header))
+            with contextlib.suppress(RuntimeError):  # that rank has ended first, and waits for nothing
+                self._ended.append((dist.isend(header, rank, group=self._group, tag=tag), header))
 
     def receive(self, tag: int) -> bytes:
         """The bytes that the first rank of the node sends next.

@@ -102,8 +102,11 @@ def _of_second(part: MeasuredModule, point: Point, count: Any) -> float:
 
 
 def _flops(forward: Any) -> int:
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with FlopCounterMode(display=False, custom_mapping={attention: _attention_flops}) as counter:
+    formulas = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._grouped_mm: _grouped_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         forward()
     return int(counter.get_total_flops())
 
@@ -111,6 +114,10 @@ def _flops(forward: Any) -> int:
 def _attention_flops(query: Any, key: Any, *_: Any, **__: Any) -> int:
     b, heads, queries, channels = query
     return int(4 * b * heads * queries * key[2] * channels)
+
+
+def _grouped_flops(tokens: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return int(2 * tokens[0] * tokens[1] * weights[-1])
 
 
 def _kept(forward: Any) -> int:

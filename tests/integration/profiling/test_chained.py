@@ -38,7 +38,7 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
         split = PipelineLayout(family=ModelFamily.GPT, encoder_layers=3, layers_per_stage=(2.5, 0.5))
         stage = stage_costs(tables, split, axis, axis, axis)
         assert stage.stored_bytes[0, 0] == pytest.approx(real[0], rel=0.05), mode
-        # A layer's whole peak stands with its attention, so a stage that ends with one is taken to need more than it does.
+        # A layer's whole peak stands with its attention: a stage that ends with one is taken to need more than it does.
         assert 1 <= stage.peak_bytes[0, 0] / real[1] <= 1.3, f"{mode}: what a stage that ends with half a layer needs"
     for name in ("postprocess", "embedding"):
         assert found[f"{name}, 3"] == found[f"{name}, 1"], "what has no layers is not chained"
