@@ -141,7 +141,7 @@ def test_torchrun_prints_a_refusal_once(tmp_path):
     )
     assert done.returncode != 0
     lines = done.stderr.splitlines()
-    assert lines[:2] == ["error: unrecognized arguments: --dynapipe-datas x", "hint: --help lists all flags"]
+    assert lines[:2] == ["error: unrecognized arguments: --dynapipe-datas x", "hint: did you mean --dynapipe-data?"]
     cause = lines.index(f"  traceback : {lines[0].removeprefix('error: ')}")
     assert cause > lines.index("Root Cause (first observed failure):") and lines[cause + 1] == f"  {lines[1]}"
     assert done.stderr.count("unrecognized") == 2
