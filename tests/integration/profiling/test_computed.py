@@ -57,8 +57,9 @@ def test_computed_costs_are_those_of_megatron(tmp_path: Path) -> None:
 
 
 def close(what: str, computed: Any, counted: Any) -> bool:
-    """Parameters and shapes exactly, FLOPs within 1%, activations within 5%; layers with shared experts beside experts that
-    run in one product keep up to a quarter less than is computed.
+    """Parameters and shapes exactly, FLOPs within 1%, activations within 5%.
+
+    Layers with shared experts, beside others that run in one product, keep up to a quarter less than is computed.
     """
     if "FLOPs" not in what and "kept" not in what:
         return bool(computed == counted)
