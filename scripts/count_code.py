@@ -23,7 +23,7 @@ OF_THE_FORK = {
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
     "lines of the package": 46_500,  # to come down to 44,000
-    "lines of its core": 31_800,
+    "lines of its core": 31_900,  # to come down to 31,500
     "kinds of values": 245,  # to come down to 215
     "lines of tests": 34_600,  # to come down to 30,000
     "lines of benchmarks": 7_500,
