@@ -6,13 +6,17 @@ Each replacement calls the function of `active_run` that a patched checkout call
 import contextlib
 import functools
 import inspect
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
+from megatron_dynapipe.processes import set_parent_death_signal
 
 
 def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +54,21 @@ def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
     return compile_helpers if makefile.is_file() else lambda: None
 
 
+def _ending_with_its_rank(get_write_results_queue: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the process that holds the queue end with this rank, however it ends; Megatron's would stay for ever."""
+    queues: list[Any] = []
+
+    @functools.wraps(get_write_results_queue)
+    def results_queue(mp_mode: str = "spawn") -> Any:
+        if not queues:
+            manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+            manager.start(set_parent_death_signal, (signal.SIGKILL,))
+            queues.append(manager.Queue())
+        return queues[0]
+
+    return results_queue
+
+
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.core.pipeline_parallel.schedules",
@@ -79,6 +98,14 @@ TABLE: tuple[Replacement, ...] = (
         make=_compiling,
         parameters=(),
         why="initialize_megatron runs make in the package's folder and ends the process where that fails",
+    ),
+    Replacement(
+        owner="megatron.core.dist_checkpointing.strategies.filesystem_async",
+        name="get_write_results_queue",
+        make=_ending_with_its_rank,
+        parameters=("mp_mode",),
+        everywhere=True,
+        why="starts a process of half a GB that outlives a rank that is killed",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""
