@@ -66,6 +66,7 @@ class Session:
 
     Attributes:
         shape: of the micro-batch whose pass is running.
+        timeout_s: deadline of every wait in an iteration.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Session:
         make_batch: MakeBatch,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
-        self._run = run
+        self._run, self.timeout_s = run, run.timeout_s
         self._progress = progress
         self._required_fields = required_fields
         self._make_batch = make_batch

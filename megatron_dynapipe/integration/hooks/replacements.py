@@ -27,16 +27,18 @@ def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def _counting(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_step)
-    def counted_step(*arguments: Any, **keywords: Any) -> Any:
+    def step(*arguments: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        result = train_step(*arguments, **keywords)
-        active_run.count_samples(get_args())
+        args = get_args()
+        with active_run.bounded_waits(args):
+            result = train_step(*arguments, **keywords)
+        active_run.count_samples(args)
         return result
 
-    return counted_step
+    return step
 
 
 def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
@@ -81,9 +83,9 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.training.training",
         name="train_step",
-        make=_counting,
+        make=_stepping,
         parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
-        why="a nominal number of samples is counted after it",
+        why="a nominal number of samples is counted after it, and its collectives have a checkpoint's deadline",
     ),
     Replacement(
         owner="megatron.training.training",

@@ -20,6 +20,7 @@ class FakeSession:
     """What the hooks ask of a run."""
 
     shape = None
+    timeout_s = 30.0
     samples = 19
     tokens: int | None = None
     has_labels = True
