@@ -142,7 +142,7 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
-    """Operations of all of this rank's groups fail after `timeout_s` in the block, and after `otherwise_s` behind it."""
+    """Have operations of all groups of this rank fail after `timeout_s` in the block, after `otherwise_s` behind it."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
 
     def bound(seconds: float) -> None:
