@@ -227,22 +227,16 @@ def _never_falling(values: IntArray) -> Floats:
 
 def _at(values: Floats, first: IntArray, second: IntArray, x: IntArray, y: IntArray) -> Floats:
     """Values of `[…, first, second]` at queries (x, y): `[queries, …]`, infinite above the axes."""
-    along = np.moveaxis(values, (-2, -1), (0, 1))
-    for axis, at in ((second, y), (first, x)):
+    along, rows = np.moveaxis(values, (-1, -2), (0, 1))[:, None], np.arange(len(x))  # [second, 1, first, …]
+    for axis, at, row in ((second, y, 0 * rows), (first, x, rows)):
         inside = np.clip(at, axis[0], axis[-1])
         low = np.maximum(np.searchsorted(axis, inside, side="right") - 1, 0)
         high = np.minimum(low + 1, len(axis) - 1)
         part = (inside - axis[low]) / np.maximum(axis[high] - axis[low], 1)
-        if axis is second:
-            along = np.moveaxis(along, 1, 0)  # [second, first, …]
-            ends = along[low], along[high]
-            weight = part.reshape(-1, *[1] * (along.ndim - 1))
-            along = np.where(weight > 0, ends[0] * (1 - weight) + np.where(weight > 0, ends[1], 0) * weight, ends[0])
-        else:
-            rows = np.arange(len(x))
-            weight = part.reshape(-1, *[1] * (along.ndim - 2))
-            ends = along[rows, low], along[rows, high]
-            along = np.where(weight > 0, ends[0] * (1 - weight) + np.where(weight > 0, ends[1], 0) * weight, ends[0])
+        below, above = along[low, row], along[high, row]
+        weight = part.reshape(-1, *[1] * (below.ndim - 1))
+        along = np.where(weight > 0, below * (1 - weight) + np.where(weight > 0, above, 0) * weight, below)
+        along = np.moveaxis(along, 1, 0) if row is not rows else along  # [first, queries, …]
     outside = ((x > first[-1]) | (y > second[-1])).reshape(-1, *[1] * (along.ndim - 1))
     return np.where(outside, np.inf, along)
 
