@@ -1,4 +1,4 @@
-"""What every plan store promises, on each implementation."""
+"""What a plan store promises."""
 
 import threading
 import time
@@ -8,7 +8,6 @@ import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
-from tests.helpers.memory_store import MemoryStore
 
 type Later = Callable[..., None]
 
@@ -19,13 +18,10 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
-@pytest.fixture(params=["memory", "redis"])
-def store(request: pytest.FixtureRequest) -> Iterator[PlanStore]:
-    opened: PlanStore = (
-        MemoryStore() if request.param == "memory" else open_store(request.getfixturevalue("server").address)
-    )
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(server: StoreServer) -> Iterator[PlanStore]:
+    with open_store(server.address) as connected:
+        yield connected
 
 
 @pytest.fixture
