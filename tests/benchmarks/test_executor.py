@@ -30,7 +30,7 @@ def run_both(*, rank: int, world_size: int) -> dict[str, object]:
         return found
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_as_megatrons_schedule_without_shapes_in_messages(stages):
     """Megatron sends every tensor's shape ahead of it and waits for the device to read it; a plan's are known."""
     results = run_ranks(run_both, stages)
@@ -60,7 +60,7 @@ def run_pieces(*, divided: bool, rank: int, world_size: int) -> list[tuple[int, 
         iteration(pieces.pieces_of(16, 4), divided=divided)
         gc.freeze()  # collections are quick then
         with LiveStorages() as live:
-            for _ in range(60):
+            for _ in range(20):
                 iteration(pieces.pieces_of(16, 4), divided=divided)
                 gc.collect()
                 found.append((live.bytes, live.peak_bytes))

@@ -49,10 +49,9 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
 
 
 def test_a_part_of_the_checks_in_processes_that_stay_up(tmp_path):
-    found = run(tmp_path, "--only", "t5: (one rank|packed rows, 2 stages)|sanitizer", timeout_s=240)
+    found = run(tmp_path, "--only", "t5: one rank|sanitizer", timeout_s=240)
     assert [(check["name"], check["outcome"]) for check in found["checks"]] == [
         ("t5: one rank against the CPU", "passed"),
-        ("t5: packed rows, 2 stages on one device, bf16", "passed"),
         ("compute-sanitizer", "not run"),
     ]
 

@@ -30,9 +30,9 @@ IN_A_HUNK = ("import build_pretraining_data_loader\n", "import build_pretraining
 FAR_FROM_HUNKS = ('"""Pretrain utilities."""', '"""Ours."""')
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=[VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:-1]), VERSIONS[-1]])
 def each(request, tmp_path) -> Path:
-    """What patches touch, and what tells the version, of every wheel."""
+    """What patches touch, and what tells the version, of a wheel: the oldest and the newest, in the slow suite all."""
     return unpack(request.param, tmp_path / "tree", [*FILES, PACKAGE_INFO])
 
 
@@ -343,7 +343,7 @@ def kill(folder: Path, *words: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("written", ["0", "1", "2"])
+@pytest.mark.parametrize("written", [*(pytest.param(n, marks=pytest.mark.slow) for n in "02"), "1"])
 def test_a_merge_that_was_killed_is_repeated_and_reversed(written, tree, capsys):
     """The user's own bytes come back, after a kill at any file and however often it is repeated."""
     before = edit(with_history(tree), *BESIDE_A_HUNK)

@@ -26,6 +26,7 @@ LAYOUTS = {
     "two tensor ranks": "--tensor-model-parallel-size 2",
     "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
 }
+DAILY = "two stages, slices"
 ITERATIONS = 5
 TASKS = ("a task", "another")
 
@@ -61,7 +62,7 @@ def values(log: str) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in re.findall(r"(lm loss[a-z ]*?) value: (\S+)", log)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == DAILY else pytest.mark.slow) for n in LAYOUTS])
 def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
     flags = f"{LAYOUTS[layout]} --train-iters {ITERATIONS} --eval-iters 1 --eval-interval {ITERATIONS}"
     losses, expected, recorded = plugged_in(layout, flags)
@@ -153,6 +154,7 @@ def test_what_keeps_a_patched_run_from_starting_is_one_line(patched, data, tmp_p
     assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py" in hint
 
 
+@pytest.mark.slow
 def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_path):
     """As a merge by hand may leave it: evaluations would run without plans."""
     path = patched / "megatron" / "training" / "training.py"

@@ -131,6 +131,7 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
         active_run.deactivate()
 
 
+@pytest.mark.slow
 def test_torchrun_prints_a_refusal_once(tmp_path):
     """The error and its hint, once; below its traceback, torchrun's summary has them as the root cause."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
