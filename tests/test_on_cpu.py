@@ -34,6 +34,6 @@ def test_a_missing_script_is_refused_before_megatron_is_imported(tmp_path, monke
 
 def test_entry_scripts_import_no_megatron_before_the_device_is_known() -> None:
     """Without a GPU every run ended with "expected the CPU platform to be enabled before Megatron is imported"."""
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); assert 'megatron' not in sys.modules"
-    for name in ("pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"):
-        subprocess.run([sys.executable, "-c", code, name], check=True, cwd=ROOT)
+    code = "import runpy, sys; [runpy.run_path(path) for path in sys.argv[1:]]; assert 'megatron' not in sys.modules"
+    scripts = ["pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"]
+    subprocess.run([sys.executable, "-c", code, *scripts], check=True, cwd=ROOT)

@@ -142,10 +142,16 @@ def test_a_staged_t5_trains_in_a_patched_checkout(patched, data, tmp_path):
 
 @pytest.mark.parametrize("patched", VERSIONS[-1:], indirect=True)
 def test_what_keeps_a_patched_run_from_starting_is_one_line(patched, data, tmp_path):
-    """A bad flag; no GPU, since upstream's script does not enable the CPU platform, either."""
     flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
     (said,) = launch(BY_HAND, patched, f"{flags} --dynapipe-lookahead 0", tmp_path, ranks=1, status=2)
     assert said.strip().splitlines()[-1] == "error: expected --dynapipe-lookahead above 0, got 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patched", VERSIONS[-1:], indirect=True)
+def test_a_patched_run_without_a_gpu_is_told_how_to_start(patched, data, tmp_path):
+    """Upstream's script does not enable the CPU platform."""
+    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
     script = tmp_path / "pretrain.py"
     script.write_text("from megatron.training.arguments import parse_and_validate_args\nparse_and_validate_args()\n")
     (said,) = launch(script, patched, flags, tmp_path, ranks=1, status=2)
