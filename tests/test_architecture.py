@@ -7,7 +7,6 @@ inside functions and under TYPE_CHECKING too.
 
 import ast
 import dataclasses
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import ROOT, run_python
+
 PACKAGE = "megatron_dynapipe"
-ROOT = Path(__file__).parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -68,15 +68,7 @@ ROOMS = {
     "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
     "__main__": room(10),
 }
-INTEGRATION = {
-    "models": 1,
-    "hooks": 1,
-    "flags": 2,
-    "supply": 3,
-    "execution": 4,
-    "profiling": 5,
-    "entry": 6,
-}
+INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
 NEIGHBOURS = ("modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
@@ -224,10 +216,7 @@ def test_planner_rooms_run_without_torch() -> None:
             heavy = {{"torch", "megatron", "transformers"}} & set(sys.modules)
             assert not heavy, f"importing {{module}} imports {{heavy}}"
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", textwrap.dedent(program))
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -3,15 +3,13 @@
 import importlib.metadata
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.commands import ROOT, run_python
+
 LOCK = ROOT / "requirements.lock"
 
 
@@ -45,17 +43,14 @@ def test_requirements_are_listed_without_what_a_container_brings() -> None:
     """As docker/Dockerfile installs them."""
     (line,) = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if "list_requirements" in line]
     command = shlex.split(line.partition(">")[0].strip().removeprefix("&& python "))
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = run_python(*command)
     names = [Requirement(line).name for line in done.stdout.splitlines()]
     assert {"msgspec", "megatron-core", "datasets", "plotly"} <= set(names)
     assert "torch" not in names and len(names) == len(set(names))
 
 
 def test_lock_has_whatever_its_packages_require() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    run_python("-m", "pip", "check")
 
 
 def test_what_the_demo_installs_has_whatever_it_requires() -> None:

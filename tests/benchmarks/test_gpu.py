@@ -13,20 +13,18 @@ from benchmarks.common import ROOT, environment
 from benchmarks.gpu import checks, machine
 from benchmarks.gpu import run as gpu
 from benchmarks.throughput import report
+from tests.helpers.commands import run_python
 
 WANTS_DATA = pytest.mark.skipif(
     not (ROOT / ".demo" / "data").exists(), reason="the demo data is not built (make setup)"
 )
 
 
-def run(folder: Path, *words: str, status: int = 0, timeout_s: float) -> dict[str, Any]:
+def run(folder: Path, *words: str, timeout_s: float) -> dict[str, Any]:
     """What `run.py` reports of this machine without a GPU."""
     output = folder / "report.json"
-    command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", str(output), *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == status, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    script = ("benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", output)
+    run_python(*script, *words, timeout_s=timeout_s, **environment())
     found: dict[str, Any] = json.loads(output.read_text())
     return found
 

@@ -87,11 +87,7 @@ RECORDED = {
     "padding-simulated": (throughput.Share, throughput.table_of_shares, throughput.draw_shares),
     "padding-real": (throughput.Share, throughput.table_of_shares, throughput.draw_shares),
     "planning-time-simulated": (planning_time.Row, planning_time.table, planning_time.draw),
-    "ablations-simulated": (
-        ablations.Row,
-        ablations.table,
-        lambda rows, path: ablations.draw(rows, path, "tokens/s"),
-    ),
+    "ablations-simulated": (ablations.Row, ablations.table, lambda rows, path: ablations.draw(rows, path, "tokens/s")),
 }
 
 

@@ -16,7 +16,6 @@ from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.plan.iteration import IterationPlan
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
-from tests.helpers.random_dataset import make_dataset
 from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, Job, check
 from tests.planning.planner_cases import of_lengths
 
@@ -50,11 +49,6 @@ GPUS = {
 CLUSTER = {"qwen3_30b_a3b": "h100_80gb"}
 """Of run files that devices of 40 GB are too small for."""
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def family(path: Path) -> str:

@@ -1,7 +1,5 @@
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +7,13 @@ import torch
 from megatron_dynapipe import patching
 from megatron_dynapipe.cpu import cuda_stubs, platform, stub_table
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from tests.helpers.commands import run_python
 from tests.helpers.processes import run_ranks
 
 
 def run_alone(script: str) -> None:
     """Run `script` in a process of its own, where Megatron has not been imported."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_python("-c", textwrap.dedent(script))
 
 
 def test_every_row_names_something_that_torch_has_once():

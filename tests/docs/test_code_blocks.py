@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from tests.docs.workspace import MODELS, PROGRAM, ROOT, make_workspace, run_text
+from tests.docs.workspace import MODELS, PROGRAM, make_workspace, run_text
+from tests.helpers.commands import ROOT, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,7 @@ def test_a_block_parses(page: str, index: int) -> None:
     if language == "python":
         compile(text, page, "exec")
         return
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, done.stderr
+    run("bash", "-n", stdin=text)
     for argv in commands(text.replace("$KIND", "gpt")):
         build_parser().parse_args(argv)
     files = [word for word in shlex.split(text, comments=True) if word.startswith(("configs/", "examples/", "docker/"))]

@@ -4,14 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Instruction,
-    Pass,
-    TensorShape,
-)
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Instruction, Pass, TensorShape
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import packed_shape

@@ -17,10 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training import get_args, pretrain, training
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_dynapipe import cpu

@@ -120,9 +120,7 @@ OWNER = """
 def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
     job = settings()
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         try:

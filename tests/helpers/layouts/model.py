@@ -65,10 +65,7 @@ def start(layout: Layout, split: T5Split | None, backend: str = "gloo") -> None:
         fused_kernels.apply()
     ranks = {}
     if split is not None:
-        ranks = {
-            "get_embedding_ranks": split.embedding_ranks,
-            "get_position_embedding_ranks": split.embedding_ranks,
-        }
+        ranks = {"get_embedding_ranks": split.embedding_ranks, "get_position_embedding_ranks": split.embedding_ranks}
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.stages, layout.chunks if layout.chunks > 1 else None, **ranks
     )
