@@ -29,12 +29,12 @@ def locked(heading: str = "") -> dict[str, str]:
 def test_lock_satisfies_every_direct_requirement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    direct += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
+    direct += [requirement for extra in project["project"]["optional-dependencies"].values() for requirement in extra]
     versions = locked()
     wrong = [
         text
         for text in direct
-        if not (wanted := Requirement(text)).specifier.contains(versions.get(canonicalize_name(wanted.name), "0"))
+        if not (named := Requirement(text)).specifier.contains(versions.get(canonicalize_name(named.name), "0"))
     ]
     assert not wrong
 
@@ -63,9 +63,9 @@ def test_what_the_demo_installs_has_whatever_it_requires() -> None:
         if not (requirement := Requirement(text)).marker or requirement.marker.evaluate({"extra": ""})
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    own = [
+    direct = [
         *project["dependencies"],
         *(e for extra in ("train", "data", "plots") for e in project["optional-dependencies"][extra]),
     ]
-    assert required | {canonicalize_name(Requirement(each).name) for each in own} | {"nanobind", "pip"} <= names
+    assert required | {canonicalize_name(Requirement(each).name) for each in direct} | {"nanobind", "pip"} <= names
     assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()

@@ -60,11 +60,11 @@ def no_system_python() -> None:
         ({"python3": TOO_OLD, "python": good("d")}, "/opt/d"),
     ],
 )
-def test_first_python_on_path_that_runs_is_taken(tmp_path: Path, pythons: dict[str, str], found: str) -> None:
+def test_first_python_on_path_that_runs_is_taken(tmp_path: Path, pythons: dict[str, str], expected: str) -> None:
     for name, body in pythons.items():
         fake_python(tmp_path / "bin" / name, body)
     done = find_python(tmp_path)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, found, "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, expected, "")
 
 
 def test_pyenv_is_looked_into_where_shims_refuse(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_pyenv_is_looked_into_where_shims_refuse(tmp_path: Path) -> None:
 def test_real_interpreter_passes_the_probe(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3.12").symlink_to(Path(sys.executable).resolve())
-    found = find_python(tmp_path).stdout.strip()
-    assert subprocess.run([found, "-c", ""], check=False, timeout=30).returncode == 0
+    python = find_python(tmp_path).stdout.strip()
+    assert subprocess.run([python, "-c", ""], check=False, timeout=30).returncode == 0
 
 
 @pytest.mark.usefixtures("no_system_python")

@@ -23,11 +23,11 @@ def run_both(*, rank: int, world_size: int) -> dict[str, object]:
         shapes = messages.draw_shapes(options)
         assert len(set(shapes)) > 1
         model = overhead.build(options, device, varying=True)
-        found = {}
+        results = {}
         for name, iteration in zip(("theirs", "ours"), overhead.runners(model, options, shapes, device), strict=True):
             counts = messages.count(iteration)
-            found[name] = counts, [parameter.main_grad.clone() for parameter in model.parameters()]
-        return found
+            results[name] = counts, [parameter.main_grad.clone() for parameter in model.parameters()]
+        return results
 
 
 @pytest.mark.parametrize("stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -56,16 +56,16 @@ def run_pieces(*, divided: bool, rank: int, world_size: int) -> list[tuple[int, 
     pairs.add_arguments(parser)
     options = parser.parse_args(["--hidden", "16", "--length", "64", "--layers", "2"])
     with overhead.processes() as device:
-        iteration, found = pieces.iterations(options, device), []
+        iteration, sizes = pieces.iterations(options, device), []
         iteration(pieces.pieces_of(16, 4), divided=divided)
         gc.freeze()  # collections are quick then
         with LiveStorages() as live:
             for _ in range(20):
                 iteration(pieces.pieces_of(16, 4), divided=divided)
                 gc.collect()
-                found.append((live.bytes, live.peak_bytes))
+                sizes.append((live.bytes, live.peak_bytes))
                 live.peak_bytes = live.bytes
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -25,30 +25,30 @@ def run(folder: Path, *words: str, timeout_s: float) -> dict[str, Any]:
     output = folder / "report.json"
     script = ("benchmarks/gpu/run.py", "--device", "cpu", "--small", "--output", output)
     run_python(*script, *words, timeout_s=timeout_s, **environment())
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @WANTS_DATA
 def test_all_checks_pass_that_want_no_gpu(tmp_path):
-    found = run(tmp_path, "--budget-s", "850", timeout_s=880)
-    assert found["format"] == "dynapipe-gpu-report/1" and found["device"] == "cpu" and found["torch"]
-    outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
+    report = run(tmp_path, "--budget-s", "850", timeout_s=880)
+    assert report["format"] == "dynapipe-gpu-report/1" and report["device"] == "cpu" and report["torch"]
+    outcomes = {check["name"]: check["outcome"] for check in report["checks"]}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
         "tests marked gpu",
         "t5: entry script, Transformer Engine's layers, against the CPU",
         "compute-sanitizer",
     }
-    figures = {check["name"]: check["figures"] for check in found["checks"]}
+    figures = {check["name"]: check["figures"] for check in report["checks"]}
     assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
     assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
 
 
 def test_a_part_of_the_checks_in_processes_that_stay_up(tmp_path):
-    found = run(tmp_path, "--only", "t5: one rank|sanitizer", timeout_s=240)
-    assert [(check["name"], check["outcome"]) for check in found["checks"]] == [
+    report = run(tmp_path, "--only", "t5: one rank|sanitizer", timeout_s=240)
+    assert [(check["name"], check["outcome"]) for check in report["checks"]] == [
         ("t5: one rank against the CPU", "passed"),
         ("compute-sanitizer", "not run"),
     ]

@@ -43,9 +43,9 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
     iteration = args.iteration
     while True:
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        mine = sampler.batch(iteration).sample_ids[replica::replicas]
-        for start in range(0, len(mine), SIZE):
-            samples = [np.concatenate(reader[sample]).astype(np.int64) for sample in mine[start : start + SIZE]]
+        numbers = sampler.batch(iteration).sample_ids[replica::replicas]
+        for start in range(0, len(numbers), SIZE):
+            samples = [np.concatenate(reader[sample]).astype(np.int64) for sample in numbers[start : start + SIZE]]
             yield torch.from_numpy(np.stack(samples))
         iteration += 1
 

@@ -43,11 +43,11 @@ def patched(request, tmp_path_factory) -> Iterator[Path]:
     """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
-    (found,) = patching.survey(folder)
-    assert request.param in found.series.releases and found.state is patching.State.RELEASED
+    (checkout,) = patching.survey(folder)
+    assert request.param in checkout.series.releases and checkout.state is patching.State.RELEASED
     patching.change(folder)
     changed = {name for name, data in contents(folder).items() if before.get(name) != data}
-    assert changed == set(found.series.files)
+    assert changed == set(checkout.series.files)
     yield folder
     patching.change(folder, reverse=True)
     assert {name: data for name, data in contents(folder).items() if "__pycache__" not in name} == before
@@ -66,10 +66,10 @@ def values(log: str) -> list[tuple[str, float]]:
 def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
     flags = f"{LAYOUTS[layout]} --train-iters {ITERATIONS} --eval-iters 1 --eval-interval {ITERATIONS}"
     losses, expected, recorded = plugged_in(layout, flags)
-    found, outputs = run(patched, data, flags, tmp_path, ranks=2)
-    assert len(found["losses"]) == ITERATIONS
-    assert found["losses"] == pytest.approx(losses, rel=1e-5)
-    assert found["consumed"] == 16 * ITERATIONS
+    last, outputs = run(patched, data, flags, tmp_path, ranks=2)
+    assert len(last["losses"]) == ITERATIONS
+    assert last["losses"] == pytest.approx(losses, rel=1e-5)
+    assert last["consumed"] == 16 * ITERATIONS
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
@@ -185,10 +185,10 @@ def launch(
     command = [sys.executable, str(script), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
     started = []
     for rank in range(ranks):
-        own = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}
+        variables = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}
         log = (folder / f"rank-{rank}.log").open("w")
         process = subprocess.Popen(
-            command, cwd=checkout, env=os.environ | common | own, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=checkout, env=os.environ | common | variables, stdout=log, stderr=subprocess.STDOUT
         )
         started.append((process, log))
     try:

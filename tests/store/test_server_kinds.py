@@ -61,8 +61,8 @@ def test_a_node_of_a_cluster_and_a_sentinel_are_refused(
     tmp_path: Path, settings: str, words: tuple[str, ...], kind: str
 ) -> None:
     port = free_port()
-    given = f"port {port}\n{settings.format(port=port, other=free_port())}"
-    with serving(tmp_path, given, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):
+    lines = f"port {port}\n{settings.format(port=port, other=free_port())}"
+    with serving(tmp_path, lines, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):
         open_store(f"redis://127.0.0.1:{port}")
 
 
