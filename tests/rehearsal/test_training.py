@@ -1,10 +1,12 @@
 """Training by the entry scripts on rehearsed GPUs: nothing of Megatron is replaced, and losses are the CPU's."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import entry_scripts
+from tests.helpers.random_dataset import make_dataset
 from tests.helpers.rehearsal import build
 from tests.helpers.rehearsal.jobs import Job, run_all
 
@@ -14,6 +16,11 @@ LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fu
 """As the run files say."""
 TWO_STAGES = f"{LOCAL} --pipeline-model-parallel-size 2"
 FAMILIES = ["gpt", "t5"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 @pytest.fixture(scope="module")
