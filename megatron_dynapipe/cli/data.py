@@ -36,8 +36,7 @@ def _add_prepare(actions: Any) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="text tasks → a tokenised dataset folder",
-        description="Killed at any point, the same command continues; done, it does nothing. docs/data.md has the form "
-        "of a mixture file.",
+        description="Done, the same command does nothing. docs/data.md has the form of a mixture file.",
     )
     add = prepare.add_argument
     files = "JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern"

@@ -10,7 +10,7 @@ from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import PatchError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.patching import Survey
+    from megatron_dynapipe.checkout.patching import Survey
 
 FORMAT = "dynapipe-patch/2"
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
-    from megatron_dynapipe.patching import State, change, survey
+    from megatron_dynapipe.checkout.patching import State, change, survey
 
     if args.check:
         return _check(args.checkout, as_json=args.json)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    from megatron_dynapipe.patching import UNKNOWN, refusal, survey
+    from megatron_dynapipe.checkout.patching import UNKNOWN, refusal, survey
 
     found, error = None, None
     try:
@@ -89,7 +89,7 @@ def _as_text(found: "Survey", action: str) -> str:
 
 
 def _summary(found: "Survey", action: str) -> str:
-    from megatron_dynapipe.patching import State
+    from megatron_dynapipe.checkout.patching import State
 
     if action == "reversed":
         return "reversed: the patches are out" + ("" if found.state is State.RELEASED else ", your changes are in")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, IN_MEGATRON, SILENCED, SILENCED_ON_CPU, STUBS, Stub
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.patching import found_version
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -8,10 +8,10 @@ import sys
 import torch
 
 from megatron_dynapipe import __version__
+from megatron_dynapipe.checkout.version import find_version
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags.machine import nodes, processor_and_cores, world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.patching import find_version
 from megatron_dynapipe.units import amount
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version
 from megatron_dynapipe.config import EarlyFlags
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry.failure import reported
-from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
 
 BLACKWELL = 10

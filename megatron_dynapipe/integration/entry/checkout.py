@@ -1,7 +1,9 @@
 """A planned run inside a patched Megatron-LM checkout: its flags, its checks, its start and its end.
 
-`megatron_dynapipe.checkout_hooks` is the module that patches import; this project's entry scripts do the same for
-themselves (`runs`). Nothing of Megatron is imported before it is needed: its own modules import this one.
+Patches import this module as `megatron_dynapipe.checkout_hooks` and call the functions of `__all__`, whose names stay,
+so that a checkout patched today works with later versions. Each does nothing, or answers as Megatron would, unless
+`--use-dynapipe` is given; this project's entry scripts do the same for themselves (`runs`). Nothing of Megatron is
+imported before it is needed: its own modules import this one.
 """
 
 import argparse
@@ -25,6 +27,11 @@ from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.session import Session
+
+__all__ = [
+    *("add_arguments", "check_arguments", "count_samples", "dataset_provider", "finish", "log_line"),
+    *("micro_batch_shape", "schedule"),
+]
 
 _session: "Session | None" = None
 """The run that this module started; an entry script's run is closed by its own `with`."""
@@ -75,7 +82,7 @@ def _check_device() -> None:
         raise ConfigError(
             "expected a CUDA device, found none",
             hint="to try a patched checkout on the CPU, launch its script by this project's module:"
-            " torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py YOUR FLAGS",
+            " torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py YOUR FLAGS",
         )
 
 

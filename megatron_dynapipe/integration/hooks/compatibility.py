@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dynapipe.checkout.patching import UNKNOWN, survey
+from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
-from megatron_dynapipe.patching import INSTALL_HINT, UNKNOWN, found_version, megatron_folders, survey
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"

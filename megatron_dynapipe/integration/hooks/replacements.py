@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 
@@ -39,7 +39,7 @@ def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
         is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
-        print_rank_last(active_run.log_line(message) if is_of_iteration else evaluation_line.shortened(message))
+        print_rank_last(active_run.log_line(message) if is_of_iteration else message)
 
     return print_line
 
@@ -71,7 +71,7 @@ TABLE: tuple[Replacement, ...] = (
         name="print_rank_last",
         make=_logging,
         parameters=("message",),
-        why="prints the lines of iterations and evaluations",
+        why="prints the lines of iterations",
     ),
     Replacement(
         owner="megatron.core.datasets.utils",

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout.version import version_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
@@ -101,7 +101,7 @@ def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
 )
 def test_the_version_is_read_from_the_source(text, version, tmp_path):
     (tmp_path / "package_info.py").write_text(text)
-    assert patching.version_of(tmp_path / "package_info.py") == version
+    assert version_of(tmp_path / "package_info.py") == version
 
 
 def test_samples_are_counted_as_planned():
