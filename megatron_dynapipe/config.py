@@ -151,12 +151,7 @@ class EarlyFlags:
     dynapipe_device: Literal["auto", "cpu", "cuda"] = "auto"
     dynapipe_timeout_s: float = 300.0
     tensor_model_parallel_size: int = 1
-    context_parallel_size: int = 1
     save: str = ""
-    save_interval: int = 0
-    ckpt_format: str = "torch_dist"
-    non_persistent_global_ckpt_dir: str = ""
-    finetune: bool = False
 
 
 def early_flags[T](arguments: Sequence[str], record: type[T]) -> T:

@@ -7,6 +7,7 @@ inside functions and under TYPE_CHECKING too.
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 import textwrap
@@ -82,6 +83,7 @@ TORCH_FREE = (
     *("planning", "store", "service", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
+MOST_FILES_TO_CONFIG = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +213,15 @@ def test_one_module_of_cpu_knows_megatron() -> None:
         and any(found.name.partition(".")[0] == "megatron" for found in imports(path.read_text(), module_name(path)))
     ]
     assert len(knowing) <= MODULES_OF_CPU_WITH_MEGATRON, knowing
+
+
+def test_a_flag_passes_few_files_from_the_command_line_to_the_configuration() -> None:
+    """`config`, the room of flags, and what else of the core reads a command line or has one parsed."""
+    reads = re.compile(r"\b(early_flags\(|config\.expand\(|command_line\b)")
+    names = {path: module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) not in NEIGHBOURS}
+    rooms = (f"{PACKAGE}.config", f"{PACKAGE}.integration.flags.")
+    way = [str(path) for path, name in names.items() if name.startswith(rooms) or reads.search(path.read_text())]
+    assert len(way) <= MOST_FILES_TO_CONFIG, "\n".join(way)
 
 
 def test_planner_rooms_run_without_torch() -> None:

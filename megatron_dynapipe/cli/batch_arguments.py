@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import positive
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers, number
+from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.integration.flags.planning_flags import number
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost.format import CostFile

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         check_replaceable(path, mine=is_plan)
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
-    if args.layer_split == "auto" and not args.json:
+    if args.layers_per_stage == "auto" and not args.json:
         say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             idle.append(idle_share(stages, plan.totals.predicted_ns))
             if files:
                 write_file(files[batch.id], encode(plan), mine=is_plan)
-    _hint_of_splits(args.layer_split, idle)
+    _hint_of_splits(args.layers_per_stage, idle)
     if args.json:
         report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}
         print_json(report)
@@ -95,7 +95,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     }, plan
 
 
-def _hint_of_splits(split: str, idle: list[float]) -> None:
+def _hint_of_splits(split: "str | tuple[float, ...]", idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
     from megatron_dynapipe.plan.timeline import MUCH_IDLE
 

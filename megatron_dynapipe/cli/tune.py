@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
@@ -19,6 +19,7 @@ from megatron_dynapipe.cli.planning_arguments import (
     planner_settings,
 )
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel
@@ -37,7 +38,7 @@ _COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "to
 def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
-    add_shared_arguments(parser)
+    add_shared_arguments(parser, without=("layers-per-stage",))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
@@ -203,7 +204,7 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
-        | {"layer_split": "equal"}
+        | {"layers_per_stage": "equal"}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)

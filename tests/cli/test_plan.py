@@ -62,8 +62,8 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     [
         (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
         (["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
-        (["--recompute", "some"], "expected --recompute among none, selective, full"),
-        (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
+        (["--recompute", "some"], "--limit-rc-type/--recompute: expected some of none,selective,full, got 'some'"),
+        (["--layer-split", "some"], "--layers-per-stage/--layer-split: expected layers as 5,2.5,0.5"),
         (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
         (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
         (["--pipeline-parallel", "9", "--layer-split", "auto"], "4 layers cannot be split over 9 stages"),

@@ -21,6 +21,8 @@ from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.checkpoint_lock import lock_checkpoints
+from megatron_dynapipe.integration.entry.preflight import check_data, check_run
+from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -28,16 +30,14 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gp
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
-from megatron_dynapipe.integration.flags.preflight import check_data, check_run
-from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
     gpt_provider,
     t5_provider,
     t5_required_fields,
 )
+from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
@@ -62,13 +62,14 @@ class Run:
     embedding_ranks: Callable[[Sequence[int]], list[int]] | None = None
 
 
-def t5_run() -> Run:
-    """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
-    args, run = _checked(ModelFamily.T5)
-    split = T5Split(run.planner.layout)
+def t5_run(fit: command_line.Fit | None = None) -> Run:
+    """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError."""
+    args, run = _checked(ModelFamily.T5, fit)
+    layout = run.planner.layout
 
     def required_fields() -> RequiredFields:
-        return t5_required_fields(split.of_rank(parallel_state.get_pipeline_model_parallel_rank()))
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        return t5_required_fields(layout.virtual_stage_layers[rank :: layout.stages])
 
     session = Session(
         run,
@@ -79,15 +80,15 @@ def t5_run() -> Run:
     return Run(
         args=args,
         session=session,
-        model_provider=t5_provider(run.model, split),
+        model_provider=t5_provider(run.model, layout),
         forward_step=t5_step,
-        embedding_ranks=split.embedding_ranks,
+        embedding_ranks=embedding_ranks,
     )
 
 
-def gpt_run() -> Run:
-    """Megatron's own GPT, from the command line; raises ConfigError and DataError."""
-    args, run = _checked(ModelFamily.GPT)
+def gpt_run(fit: command_line.Fit | None = None) -> Run:
+    """Megatron's own GPT, from the command line, changed by `fit`; raises ConfigError and DataError."""
+    args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
@@ -113,13 +114,13 @@ def _progress(args: argparse.Namespace) -> Progress:
     return Progress(iteration=args.iteration, valid_samples=args.consumed_valid_samples)
 
 
-def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
+def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:
     """Megatron's namespace and the run's whole configuration; raises on all ranks or on none."""
     flags = sys.argv[1:]
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
-        args, run = command_line.parse(family, flags)
-        if args.dynapipe_elastic:
+        args, run = command_line.parse(family, flags, fit)
+        if args.dynapipe_elastic and fit is None:
             raise ConfigError(
                 "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
                 hint="end the script as pretrain_gpt_multitask.py ends",

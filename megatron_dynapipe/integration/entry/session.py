@@ -28,6 +28,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
+from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -35,7 +36,6 @@ from megatron_dynapipe.integration.execution.step_functions import check_losses
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
 from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times

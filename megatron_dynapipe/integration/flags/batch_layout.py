@@ -21,10 +21,9 @@ from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_S
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
-FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
-SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
+FLAG = "--dynapipe-layout"
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
@@ -95,13 +94,9 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
         layouts: that micro-batches may have.
 
     Raises:
-        ConfigError: pieces are asked for, and the model cannot take them; or the value is none of these.
+        ConfigError: pieces are asked for, and the model cannot take them.
     """
-    given = args.dynapipe_slices
-    if given == "off":
-        return "off"
-    if given != "auto" and not (given.isdecimal() and int(given) >= LENGTH_MULTIPLE):
-        raise ConfigError(f"expected {SLICES_FLAG} auto, off or at least {LENGTH_MULTIPLE} positions, got {given}")
+    asked: Slices = args.dynapipe_slices
     reason = first_reason(
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
@@ -121,11 +116,12 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
             ),
         )
     )
-    if given == "auto":
-        return "off" if reason else "auto"
-    if reason:
-        raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
-    return int(given)
+    if not reason or asked == "off":
+        return asked
+    if asked == "auto":
+        return "off"
+    flag = "--dynapipe-slices"
+    raise ConfigError(f"{flag} {asked} cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
 
 
 def _has_dense_layers_too(args: argparse.Namespace) -> bool:
@@ -157,13 +153,12 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
     Raises:
         ConfigError: they are to, and the model's layers cannot.
     """
-    given: SplitBackward = args.dynapipe_split_backward
+    asked: SplitBackward = args.dynapipe_split_backward
     reason = undivided_because(args)
-    if given == "on" and reason:
-        raise ConfigError(
-            f"{SPLIT_BACKWARD_FLAG} on cannot be honoured: {reason}", hint=f"pass {SPLIT_BACKWARD_FLAG} auto or off"
-        )
-    return "off" if reason else given
+    if asked == "on" and reason:
+        flag = "--dynapipe-split-backward"
+        raise ConfigError(f"{flag} on cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
+    return "off" if reason else asked
 
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:

@@ -6,8 +6,8 @@ data, costs or checkpoints is `preflight`'s.
 """
 
 import argparse
-import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from megatron_dynapipe.integration.flags.batch_layout import first_reason
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
+from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit", "softmax_scale")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
@@ -36,7 +36,6 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
             "expected a dataset folder, got none",
             hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
         )
-    _check_ranges(args)
     check_model(args, family)
     _check_parallel_sizes(args)
     _check_batch(args)
@@ -155,16 +154,6 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     )
 
 
-def _check_ranges(args: argparse.Namespace) -> None:
-    for name in (*_ABOVE_ZERO, "calibrate"):
-        value = getattr(args, f"dynapipe_{name}")
-        if value is None:
-            continue
-        if not 0 <= value < math.inf or (value == 0 and name in _ABOVE_ZERO):
-            flag, least = name.replace("_", "-"), "above 0" if name in _ABOVE_ZERO else "of at least 0"
-            raise ConfigError(f"expected --dynapipe-{flag} {least}, got {value}")
-
-
 def _check_parallel_sizes(args: argparse.Namespace) -> None:
     """Sizes that do not divide, before Megatron asserts on them."""
     ranks, pipeline, tensor = machine.world_size(), args.pipeline_model_parallel_size, args.tensor_model_parallel_size
@@ -273,20 +262,12 @@ def _check_pretrained(args: argparse.Namespace) -> None:
 
 
 def recompute_modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
-    """The modes of recomputation that plans choose among.
-
-    Raises:
-        ConfigError: an unknown mode, one twice, or none.
-    """
-    given = args.dynapipe_limit_rc_type
-    if given is None:
-        asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
-        return tuple(Recompute) if asked is None else (Recompute(asked),)
-    names = [name.strip() for name in given.split(",")]
-    known = [mode.value for mode in Recompute]
-    if not set(names) <= set(known) or len(set(names)) != len(names):
-        raise ConfigError(f"expected --dynapipe-limit-rc-type to name some of {','.join(known)}, got {given!r}")
-    return tuple(mode for mode in Recompute if mode.value in names)
+    """The modes of recomputation that plans choose among."""
+    if args.dynapipe_limit_rc_type is not None:
+        modes: tuple[Recompute, ...] = args.dynapipe_limit_rc_type
+        return modes
+    asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
+    return tuple(Recompute) if asked is None else (Recompute(asked),)
 
 
 def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
@@ -304,3 +285,34 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     if family is ModelFamily.GPT:
         return args.seq_length + 1, 0  # n tokens train n - 1 positions
     return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
+
+
+def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:
+    """Switch the fused rotary kernel off where Transformer Engine is missing, and say so on rank 0.
+
+    Megatron's flags can switch it off, not on: it is on by default, and its configuration raises then.
+
+    Raises:
+        ConfigError: layers have parts that are compiled, and the machine has no compiler for them.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    is_rope = args.position_embedding_type == "rope"
+    if args.apply_rope_fusion and is_rope and rope_utils.fused_apply_rotary_pos_emb is None:
+        args.apply_rope_fusion = False
+        if os.environ.get("RANK", "0") == "0":
+            print("rotary positions: unfused, as Transformer Engine is not installed", file=sys.stderr, flush=True)
+    if not on_cpu and (flags := _compiled(args)) and (missing := missing_for_kernels()):
+        raise ConfigError(
+            f"expected what PyTorch compiles fused layers with, found no {missing}",
+            hint=f"{HINT}, or pass {' '.join(flags)}",
+        )
+
+
+def _compiled(args: argparse.Namespace) -> list[str]:
+    """The flags that switch off what Megatron compiles of its layers, of those that are on."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return []
+    activation = "swiglu" if args.swiglu else "gelu"
+    parts = (f"bias_{activation}_fusion", "bias_dropout_fusion")
+    return [f"--no-{part.replace('_', '-')}" for part in parts if getattr(args, part)]

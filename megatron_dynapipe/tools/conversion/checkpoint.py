@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.resume_record import newest
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
-from megatron_dynapipe.integration.flags.resume_record import newest
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.tools.conversion.families import Flags

@@ -6,10 +6,8 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.resume_record import (
+from megatron_dynapipe.integration.entry.resume_record import (
     NAME,
-    CheckpointConfig,
     CheckpointRecords,
     LocalRecords,
     ResumeRecord,
@@ -17,6 +15,8 @@ from megatron_dynapipe.integration.flags.resume_record import (
     loaded,
     split_to_keep,
 )
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.run_config import CheckpointConfig
 
 RECORD = ResumeRecord(
     model={"hidden_size": "32", "vocabulary_size": "4096", "rotary_base": "10000"},

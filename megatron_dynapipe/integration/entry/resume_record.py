@@ -13,11 +13,10 @@ another plan                   fine, and named in one line
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,10 +28,8 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
+from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.service.settings import PlanInputs
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
@@ -46,46 +43,6 @@ _LAYOUT = tuple(
 )
 """Settings by which every rank holds what it does."""
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
-
-    Attributes:
-        save, load: Megatron's folders.
-        step: the iteration to load; None for the last.
-        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
-        non_persistent_folder: where; None for a folder inside `save`.
-        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
-        one_layout: whether what Megatron saves loads only in the layout that saved it.
-        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
-        allows_other_data: whether the data may be other than the checkpoint's.
-        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
-        model: what makes it this model, as `model_record` says.
-        training: how it is trained, as far as its configuration says so.
-        tokenizer: the vocabulary's file or folder.
-    """
-
-    save: Path | None
-    load: Path | None
-    step: int | None
-    non_persistent: bool
-    non_persistent_folder: Path | None
-    local_folder: Path | None
-    one_layout: bool
-    pretrained: Path | None
-    allows_other_data: bool
-    finetunes: bool
-    model: Mapping[str, str]
-    training: Mapping[str, str]
-    tokenizer: Path
-
-    def emergency_folder(self, checkpoints: Path) -> Path | None:
-        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-        if not self.non_persistent:
-            return None
-        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,38 +63,20 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
+def record_of(run: RunConfig, inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
     training = {**run.checkpoints.training, "truncate": run.truncate.value, "loss": str(run.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
-    fields = settings_fields(inputs).items()
+    fields = inputs.fields().items()
     return ResumeRecord(
         model=model,
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
         settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
     )
-
-
-def settings_fields(inputs: PlanInputs) -> dict[str, str]:
-    """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
-    held = {
-        "costs": inputs.costs.load().digest,
-        "planner": msgspec.to_builtins(inputs.planner),
-        "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
-    }
-    return dict(_flat("", held))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
-    else:
-        yield prefix, msgspec.json.encode(value).decode()
 
 
 def _tokenizer_digest(path: Path) -> str:
@@ -219,7 +158,7 @@ def _write_digests(folder: Path) -> None:
         logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
-def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
+def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
     """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
     own, local = run.checkpoints.save, run.checkpoints.local_folder
     if own is None:
