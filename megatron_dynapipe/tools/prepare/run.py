@@ -106,8 +106,8 @@ def _prepare(
     _delete_replaced(old)
     clear(folder)
     if before is not None and before.content_hash != meta.content_hash:
-        held = sum(before.split_samples.values())
-        notes += (f"replaced another dataset in {output}: {held} samples of {before.source}",)
+        replaced = sum(before.split_samples.values())
+        notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
     return Prepared(meta=meta, notes=notes)
 
 
