@@ -18,9 +18,9 @@ def main() -> None:
     from megatron_dynapipe.integration.entry.failure import process_groups
     from megatron_dynapipe.integration.hooks import replacements
 
-    run = runs.t5_run(fit_layout)
-    with process_groups(), run.session as session, replacements.installed(session):
-        pretrain(**runs.pretrain_arguments(run, session))
+    session, arguments = runs.t5_run(fit_layout)
+    with process_groups(), session, replacements.installed(session):
+        pretrain(**arguments)
         session.print_report()
 
 

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(difference) for difference in differences(first, second)]
         _print_differences(rows, as_json=args.json)
     else:
-        found = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)
-        errors = {quantity: dataclasses.asdict(error) for quantity, error in found.items()}
+        held_out = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)
+        errors = {quantity: dataclasses.asdict(error) for quantity, error in held_out.items()}
         if args.json:
             print(json.dumps(errors))
         for quantity, error in errors.items() if not args.json else ():
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _contents(file: "CostFile") -> dict[str, Any]:
-    """What `show` tells: where the file is from, and the range of each key."""
+    """The text of `show`: where the file is from, and the range of each key."""
     import msgspec
 
     from megatron_dynapipe.cost.check import tables_of

@@ -87,9 +87,9 @@ def _prepare(args: argparse.Namespace) -> None:
     else:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
-    given = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
+    flags = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
     choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
-    settings = PrepareSettings(source=source, **given | choices)
+    settings = PrepareSettings(source=source, **flags | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
     prepared = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
     if not prepared.is_new:
@@ -103,16 +103,16 @@ def _verify(args: argparse.Namespace) -> int:
     from megatron_dynapipe.data.meta import read_meta
     from megatron_dynapipe.tools.inspect import problems
 
-    found = 0
+    count = 0
     for problem in problems(args.folder):
-        found += 1
+        count += 1
         print(problem, flush=True)
     meta = read_meta(args.folder)
     if not meta.files:
         print(f"{args.folder} was made without digests: only its form was checked", file=sys.stderr)
-    if not found:
+    if not count:
         print(f"{args.folder}: {sum(meta.split_samples.values())} samples are as they were written")
-    return 1 if found else 0
+    return 1 if count else 0
 
 
 def _stats(args: argparse.Namespace) -> None:

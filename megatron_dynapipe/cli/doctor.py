@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 1 if failed else 0
     width = max(map(len, checks))
-    for name, (status, found, hint) in checks.items():
-        print(f"{MARKS[status]}  {name:<{width}}  {found}")
+    for name, (status, text, hint) in checks.items():
+        print(f"{MARKS[status]}  {name:<{width}}  {text}")
         if hint is not None:
             print(f"{'':<{width + 6}}  hint: {hint}")
     able = "train" if can_train else "plan, not train: see FAIL above" if failed else f"plan; to train: {TO_TRAIN}"

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     batches = chosen_batches(args)
     files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
     for path in files.values():
-        check_replaceable(path, mine=is_plan)
+        check_replaceable(path, is_ours=is_plan)
     cost_model, settings = costs_and_settings(args, args.schedule)
     planner = Planner(settings, cost_model)
     if args.layers_per_stage == "auto" and not args.json:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             stages = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
             idle.append(idle_share(stages, plan.totals.predicted_ns))
             if files:
-                write_file(files[batch.id], encode(plan), mine=is_plan)
+                write_file(files[batch.id], encode(plan), is_ours=is_plan)
     _hint_of_splits(args.layers_per_stage, idle)
     if args.json:
         report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}

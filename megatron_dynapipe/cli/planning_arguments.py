@@ -226,7 +226,7 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
 
 
 def describe_cluster(args: argparse.Namespace, settings: "PlannerSettings") -> dict[str, Any]:
-    """What was planned for, and whose memory and links these are, for reports."""
+    """The memory and links that were planned for, and whose they are, for reports."""
     network = settings.network
     return {
         "file": None if args.cluster is None else str(args.cluster),

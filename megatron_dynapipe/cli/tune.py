@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _choose_cluster(args)
     _check_validation(args)
     if args.write_config is not None:
-        check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
+        check_replaceable(args.write_config, is_ours=marked(LAYOUT_FILE_MARK))
     tuning = _tuned(args)
     if args.validate and not tuning.interrupted:
         tuning = _validated(tuning, args)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
         text = layout_file(best, tuning.settings[0], cost_model=_cost_file(args))
-        write_file(args.write_config, text, mine=marked(LAYOUT_FILE_MARK))
+        write_file(args.write_config, text, is_ours=marked(LAYOUT_FILE_MARK))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
@@ -107,7 +107,7 @@ def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_validation(args: argparse.Namespace) -> None:
     """Refuse, before the search, what could not be validated after it."""
-    command = [each for each in args.command_line if each != "--"]
+    command = [word for word in args.command_line if word != "--"]
     if args.validate is None:
         if command:
             raise ConfigError(f"a training script goes with --validate, and {command[0]!r} was given without it")
@@ -266,10 +266,10 @@ def _name(layout: "TunedLayout") -> str:
 
 
 def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
-    found: dict[str, list[TunedLayout]] = {}
+    by_error: dict[str, list[TunedLayout]] = {}
     for layout in layouts:
-        found.setdefault(layout.error or "", []).append(layout)
-    return found
+        by_error.setdefault(layout.error or "", []).append(layout)
+    return by_error
 
 
 def _numbers(text: str) -> tuple[int, ...]:

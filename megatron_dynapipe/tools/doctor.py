@@ -1,4 +1,4 @@
-"""What is installed, and whether it can train here: one check for each part, each with its finding."""
+"""Installed packages, and whether it can train here: one check for each part, each with its finding."""
 
 import importlib.metadata
 import importlib.util
@@ -67,11 +67,11 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
 
 def check_python() -> Finding:
     """The interpreter: one that the wheels exist for."""
-    found = f"{platform.python_version()} at {sys.executable}"
+    text = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] in KNOWN_PYTHONS:
-        return Finding("ok", found)
+        return Finding("ok", text)
     known = " or ".join(f"{major}.{minor}" for major, minor in KNOWN_PYTHONS)
-    return Finding("fail", found, f"use Python {known}: megatron-core has wheels for these")
+    return Finding("fail", text, f"use Python {known}: megatron-core has wheels for these")
 
 
 def check_torch() -> Finding:
@@ -79,11 +79,11 @@ def check_torch() -> Finding:
     import torch
     import torch.distributed as dist
 
-    found = f"{torch.__version__} at {Path(torch.__file__).parent}"
+    text = f"{torch.__version__} at {Path(torch.__file__).parent}"
     if not dist.is_available() or not dist.is_gloo_available():
-        return Finding("fail", f"{found}, without gloo", "install PyTorch's own wheel")
+        return Finding("fail", f"{text}, without gloo", "install PyTorch's own wheel")
     transports = [kind for kind, there in (("gloo", True), ("NCCL", dist.is_nccl_available())) if there]
-    return Finding("ok", f"{found}; {', '.join(transports)}")
+    return Finding("ok", f"{text}; {', '.join(transports)}")
 
 
 def check_device() -> Finding:
@@ -107,8 +107,8 @@ def check_megatron() -> Finding:
     if version is None:
         return Finding("absent", NOT_INSTALLED, TO_TRAIN)
     if importlib.util.find_spec("megatron.training") is None:
-        found = f"{version}, without its training loop"
-        return Finding("fail", found, f"pip install '{PACKAGE}'")
+        text = f"{version}, without its training loop"
+        return Finding("fail", text, f"pip install '{PACKAGE}'")
     return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
 
 
@@ -121,8 +121,8 @@ def check_compiler() -> Finding:
     missing = missing_for_kernels()
     if not missing:
         return Finding("ok", "Triton, a C compiler and Python.h")
-    found = f"no {missing}, which fused layers on GPUs are compiled with"
-    return Finding("fail", found, HINT) if torch.cuda.is_available() else Finding("ok", f"{found}; runs here use none")
+    text = f"no {missing}, which fused layers on GPUs are compiled with"
+    return Finding("fail", text, HINT) if torch.cuda.is_available() else Finding("ok", f"{text}; runs here use none")
 
 
 def check_layers() -> Finding:

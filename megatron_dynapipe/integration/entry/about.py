@@ -46,6 +46,6 @@ def about(run: RunConfig) -> dict[str, str]:
 
 def _command() -> str:
     """As it was given to Python, without its interpreter; run files are written out in `sys.argv`."""
-    given = sys.orig_argv
-    script = next((at for at, word in enumerate(given) if word == sys.argv[0]), 1)
-    return shlex.join(given[script:])
+    words = sys.orig_argv
+    script = next((at for at, word in enumerate(words) if word == sys.argv[0]), 1)
+    return shlex.join(words[script:])

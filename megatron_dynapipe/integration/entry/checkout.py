@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sys.argv[1:] = config.expand(sys.argv[1:])
         if "--use-dynapipe" in sys.argv[1:]:
             fork.check(sys.argv[1:], os.environ)
-            early = config.early_flags(sys.argv[1:], config.EarlyFlags)
+            early = config.early_flags(sys.argv[1:])
             prepare_environment(early.tensor_model_parallel_size, "cpu" if cpu.is_enabled() else "auto")
             command_line.add_arguments(parser)
             parser.error = reported()(parser.error)  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def _check_device() -> None:
 
 def _check_model_flags() -> None:
     """Refuse flags of this project's models: a patched checkout builds its own."""
-    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
@@ -96,7 +96,7 @@ def _check_model_flags() -> None:
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
         ("--dynapipe-elastic", "use this project's entry scripts"),
     ):
-        if flag in given:
+        if flag in flags:
             raise ConfigError(
                 f"{flag} is not supported in a patched checkout, which builds its own model", hint=instead
             )
@@ -115,7 +115,7 @@ def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
 
 
 def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """What `pretrain` asks for datasets: a planned run's iterators, else the entry script's own provider."""
+    """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
     from megatron.training import get_args
 
     global _session

@@ -1,4 +1,4 @@
-"""What can be known of a run before Megatron is initialised: its data, its costs, its memory, its folders.
+"""Checks of a run before Megatron is initialised: its data, its costs, its memory, its folders.
 
 Checked on rank 0 for all ranks, after Megatron has accepted its arguments; otherwise it is found once the model is
 built, by every rank.
@@ -88,9 +88,9 @@ def _surprises(sampler: Sampler, data: Path, split: str) -> Iterator[str]:
         names, table = read_meta(data).tasks, LengthTable.read(data, split)
         long = long_by_task(table, read_task_ids(data, split, len(table)), sampler.settings)
         yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
-    wanted, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
-    if wanted > there and sampler.settings.tokens_per_iteration is None:
-        yield f"an iteration of {wanted} samples repeats some of the split's {there}"
+    samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
+    if samples > there and sampler.settings.tokens_per_iteration is None:
+        yield f"an iteration of {samples} samples repeats some of the split's {there}"
 
 
 def _check_report_folder(folder: Path) -> None:
@@ -107,10 +107,10 @@ def _check_report_folder(folder: Path) -> None:
 
 
 def _check_vocabulary(data: Path, vocabulary: int) -> None:
-    held = read_meta(data).vocabulary_size
-    if held > vocabulary:
+    tokens = read_meta(data).vocabulary_size
+    if tokens > vocabulary:
         raise DataError(
-            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {held}",
+            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {tokens}",
             hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
             "data for a converted model is prepared with that model's tokenizer",
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that saved it, and what resuming it under other data, models or settings means.
+"""The record of its run that a checkpoint holds, compared when the checkpoint is resumed.
 
     CHECKPOINTS/iter_0000010/dynapipe.json                      beside Megatron's own files
     CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
@@ -80,7 +80,7 @@ def record_of(run: RunConfig, inputs: PlanInputs) -> ResumeRecord:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """Of the file with a tokenizer's vocabulary; the settings beside it are written anew by every version."""
+    """The digest of a tokenizer's vocabulary file; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
         return file_digest(path / "tokenizer.json")
     if path.is_dir():
@@ -89,12 +89,7 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 class CheckpointRecords:
-    """Puts a run's record into every checkpoint that the run saves; those of earlier runs are left as they are.
-
-    Args:
-        checkpoints: where Megatron saves.
-        record: of this run.
-    """
+    """Puts a run's record into every checkpoint that the run saves; those of earlier runs are left as they are."""
 
     def __init__(self, checkpoints: Path, record: ResumeRecord) -> None:
         self._checkpoints = checkpoints
@@ -122,12 +117,7 @@ class CheckpointRecords:
 
 
 class LocalRecords:
-    """Puts a run's record beside the local checkpoints that a rank saves.
-
-    Args:
-        folder: of the rank.
-        record: of this run.
-    """
+    """Puts a run's record beside the local checkpoints that a rank saves."""
 
     def __init__(self, folder: Path, record: ResumeRecord) -> None:
         self._folder, self._record, self._known = folder, record, _last_local(folder)
@@ -159,12 +149,12 @@ def _write_digests(folder: Path) -> None:
 
 
 def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
-    """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
-    own, local = run.checkpoints.save, run.checkpoints.local_folder
-    if own is None:
+    """The records of the checkpoints that a run saves, lasting and not; empty where it saves none."""
+    saved, local = run.checkpoints.save, run.checkpoints.local_folder
+    if saved is None:
         return []
-    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(own)
-    lasting = [CheckpointRecords(folder, record) for folder in (own, emergency) if folder is not None]
+    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(saved)
+    lasting = [CheckpointRecords(folder, record) for folder in (saved, emergency) if folder is not None]
     return [*lasting, *([] if local is None else [LocalRecords(local, record)])]
 
 
@@ -174,7 +164,7 @@ def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
 
 
 def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
-    """What a folder's tracker says; None where there is no checkpoint, or a release, which is no run's."""
+    """The iteration in a folder's tracker; None where there is no checkpoint, or a release, which is no run's."""
     try:
         return int(read_bounded(checkpoints / tracker, most_bytes=100))
     except (OSError, ValueError):
@@ -194,24 +184,24 @@ def newest(checkpoints: Path) -> Path | None:
 
 def loaded(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint whose weights Megatron is going to load: to go on from, or to begin from."""
-    if (found := resumed(checkpoints)) is not None:
-        return found
+    if (folder := resumed(checkpoints)) is not None:
+        return folder
     folders = [folder for folder in (checkpoints.load, checkpoints.pretrained) if folder is not None]
-    return next((found for folder in folders if (found := newest(folder)) is not None), None)
+    return next((checkpoint for folder in folders if (checkpoint := newest(folder)) is not None), None)
 
 
 def resumed(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
-    own, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
-    if own is None:
+    folder, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
+    if folder is None:
         return None
-    other = checkpoints.emergency_folder(own)
-    last, found = None if other is None else last_iteration(other), step or last_iteration(own)
-    if local is not None and (here := _last_local(local)) is not None and here >= (found or 0):
+    other = checkpoints.emergency_folder(folder)
+    last, lasting = None if other is None else last_iteration(other), step or last_iteration(folder)
+    if local is not None and (here := _last_local(local)) is not None and here >= (lasting or 0):
         return local
-    if other is not None and last is not None and last >= (found or 0):
+    if other is not None and last is not None and last >= (lasting or 0):
         return checkpoint_of(other, last)
-    return checkpoint_of(own, found)
+    return checkpoint_of(folder, lasting)
 
 
 def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Split | None:
@@ -254,11 +244,11 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out; --finetune"
             " takes another model of the same weights",
         )
-    layouts = ({name: each.settings.get(name, "absent") for name in _LAYOUT} for each in (saved, record))
-    if folder == checkpoints.local_folder and (found := _differences(*layouts)):
+    layouts = ({name: compared.settings.get(name, "absent") for name in _LAYOUT} for compared in (saved, record))
+    if folder == checkpoints.local_folder and (differences := _differences(*layouts)):
         raise ConfigError(
             f"expected the layout of the local checkpoint {folder}, which every rank loads its own part of, got"
-            f" {named(found.values())}",
+            f" {named(differences.values())}",
             hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint; those of"
             " --non-persistent-ckpt-type global load in any layout",
         )
@@ -269,8 +259,8 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
             f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
-    found = model | data | _differences(saved.settings, record.settings)
-    return f"resuming {folder} with other settings: {named(found.values())}" if found else None
+    differences = model | data | _differences(saved.settings, record.settings)
+    return f"resuming {folder} with other settings: {named(differences.values())}" if differences else None
 
 
 def read_record(path: Path) -> ResumeRecord | None:

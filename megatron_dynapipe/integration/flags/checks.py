@@ -1,4 +1,4 @@
-"""What a run's flags are refused for that no value follows from: parsed, not yet changed by Megatron's own checks.
+"""Refusals of a run's flags from which no value follows: parsed, not yet changed by Megatron's own checks.
 
 `check` says all of it for a run, in one line and with exit status 2; `check_model` the part that says what a model is,
 also for a profile or a conversion. Rules that have a value refuse where it is made (`from_megatron`); what depends on
@@ -117,11 +117,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
 
 
 def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple[bool, str, str]]:
-    """What mixtures of experts are refused for, as `_model_refusals`."""
+    """Refusals of mixtures of experts, as `_model_refusals`."""
     if not args.num_experts:
         return
-    given = args.moe_router_load_balancing_type
-    balancing = set(given.split() if isinstance(given, str) else given) - {"none", "aux_loss", "seq_aux_loss"}
+    kinds = args.moe_router_load_balancing_type
+    balancing = set(kinds.split() if isinstance(kinds, str) else kinds) - {"none", "aux_loss", "seq_aux_loss"}
     yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
     yield bool(args.use_dynapipe), "--num-experts", "in a patched checkout layers are its own"
     yield (
@@ -240,7 +240,7 @@ def _value(args: argparse.Namespace, flag: str) -> object:
 
 
 def _check_warm_up(args: argparse.Namespace) -> None:
-    """Of this Megatron says no more than an assertion, once the model is built."""
+    """Refuse a warm-up that is too long: Megatron says no more than an assertion, once the model is built."""
     last = args.lr_decay_iters or args.train_iters
     if args.lr_warmup_fraction is not None or last is None or args.lr_warmup_iters < last:
         return
@@ -252,11 +252,12 @@ def _check_warm_up(args: argparse.Namespace) -> None:
 
 
 def _check_pretrained(args: argparse.Namespace) -> None:
-    given = args.pretrained_checkpoint
-    if given is None or any(folder is not None and (Path(folder) / TRACKER).is_file() for folder in (args.load, given)):
+    pretrained = args.pretrained_checkpoint
+    folders = [Path(folder) for folder in (args.load, pretrained) if folder is not None]
+    if pretrained is None or any((folder / TRACKER).is_file() for folder in folders):
         return
     raise ConfigError(
-        f"expected Megatron's checkpoints in --pretrained-checkpoint {given}, found no {TRACKER} there",
+        f"expected Megatron's checkpoints in --pretrained-checkpoint {pretrained}, found no {TRACKER} there",
         hint="name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG, EarlyFlags
+from megatron_dynapipe.config import CONFIG_FLAG, EARLY_FLAGS, UNSET_FLAG
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dynapipe-device",
         choices=("auto", "cpu", "cuda"),
-        default=EarlyFlags.dynapipe_device,
+        default=EARLY_FLAGS["dynapipe_device"],
         help="auto: CUDA where there is a device (default)",
     )
     _add_data_flags(add)
@@ -99,7 +99,7 @@ def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
 
 
 def _add_data_flags(add: Callable[..., Any]) -> None:
-    """What an iteration holds: samples or tokens, epochs, what of a sample counts."""
+    """Flags of an iteration's samples: samples or tokens, epochs, what of a sample counts."""
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
     add(
         "--tokens-per-global-batch",
@@ -166,7 +166,7 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_model_flags(add: Callable[..., Any]) -> None:
-    """What Megatron has no flag for in a model."""
+    """Flags of a model that Megatron lacks."""
     add(
         "--dynapipe-attention",
         choices=("auto", "megatron", "sdpa"),
@@ -194,7 +194,7 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-planners", type=positive, metavar="N", help="planner processes on each node (default: one in all)")
     deadline = "deadline of every wait (default %(default).0f)"
-    add("--dynapipe-timeout-s", type=above_zero, default=EarlyFlags.dynapipe_timeout_s, metavar="S", help=deadline)
+    add("--dynapipe-timeout-s", type=above_zero, default=EARLY_FLAGS["dynapipe_timeout_s"], metavar="S", help=deadline)
     add(
         "--dynapipe-store-url-file",
         type=Path,
@@ -226,14 +226,9 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 def parse(
     family: ModelFamily, arguments: Sequence[str], fit: Fit | None = None
 ) -> "tuple[argparse.Namespace, RunConfig]":
-    """Megatron's namespace, and the run's configuration made of it.
+    """Megatron's namespace, changed by `fit` before it is checked, and the run's configuration made of it.
 
     `sys.argv` is `arguments` afterwards, with run files written out.
-
-    Args:
-        family: of the model.
-        arguments: the command line.
-        fit: changes what was parsed before it is checked, as `settle` does.
 
     Raises:
         ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
@@ -267,13 +262,7 @@ def configured(args: argparse.Namespace, family: ModelFamily) -> "RunConfig":
 
 
 def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags.
-
-    Args:
-        args: parsed, not yet changed by Megatron's own checks.
-        family: of the model.
-        known: Megatron's own arguments, as `megatron_flags.own_actions` has them.
-    """
+    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
     from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
 
     checks.check(args, family, known)
@@ -352,7 +341,7 @@ def _hide_relative(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What Megatron refuses in the block becomes a ConfigError; it may say no more than the line that fails."""
+    """A refusal of Megatron's in the block becomes a ConfigError; it may say no more than the line that fails."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:

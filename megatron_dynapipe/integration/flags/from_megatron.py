@@ -23,6 +23,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     Layouts,
     batch_layouts,
     core_attention,
+    describe,
     slices,
     split_backward,
     undivided_because,
@@ -57,11 +58,6 @@ _MOST_BY_TOKENS = 4096
 
 def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
     """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron.
-
-    Args:
-        args: the namespace; it is not changed.
-        family: of the model.
-        device: of this rank; None takes the one that its number says.
 
     Raises:
         ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
@@ -109,9 +105,9 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
 
 
 def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
-    """What the log says of the settings at the run's start."""
+    """Lines of the log on the settings, for the run's start."""
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
-    notes.append(f"layout of micro-batches: {layouts}")
+    notes.append(f"layout of micro-batches: {describe(layouts)}")
     if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
         notes.append(f"backward passes: whole ({reason})")
     return tuple(notes)
@@ -161,7 +157,7 @@ def _planner(
         recompute=recompute_modes(args),
         network=network,
         scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
-        micro_batch_layouts=layouts.allowed,
+        micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
         expert_layers=model.experts.layers if model.experts else (),
         expert_parallel=in_step,
@@ -253,7 +249,7 @@ def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSetting
 
 
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:
-    """What decides the samples of training iterations: the flags, and the dataset's mixture."""
+    """The sampler's settings for training iterations: the flags, and the dataset's mixture."""
     changes: dict[str, Any] = {
         "task_rates": read_meta(args.dynapipe_data).task_rates,
         "tokens_per_iteration": args.tokens_per_global_batch,

@@ -132,7 +132,7 @@ class RunConfig:
 
     @property
     def sampler(self) -> SamplerSettings:
-        """What decides the samples of training iterations."""
+        """Settings of the sampler of training iterations."""
         return self.inputs.splits[0].sampler
 
     def with_layers_per_stage(self, split: Split) -> "RunConfig":
@@ -142,24 +142,16 @@ class RunConfig:
 
     @property
     def divided_layout(self) -> PipelineLayout | None:
-        """Of a GPT's layers over the stages, where a layer is divided."""
+        """The layout of a GPT's layers, where one of them is divided."""
         return self.planner.layout if self.planner.layout.has_halves else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Megatron's counters as training begins, which a checkpoint sets."""
-
-    iteration: int = 0
-    valid_samples: int = 0
-
-
-def resumed_inputs(inputs: PlanInputs, progress: Progress) -> PlanInputs:
-    """What plans are made from where training and its evaluations go on from Megatron's counters."""
+def resumed_inputs(inputs: PlanInputs, *, iteration: int, valid_samples: int) -> PlanInputs:
+    """The inputs of plans where training and its evaluations go on from Megatron's counters."""
     train, *others = inputs.splits
-    left = max((train.iterations or 0) - progress.iteration, 0)
-    splits = [msgspec.structs.replace(train, first_iteration=progress.iteration, iterations=left)]
+    left = max((train.iterations or 0) - iteration, 0)
+    splits = [msgspec.structs.replace(train, first_iteration=iteration, iterations=left)]
     for split in others:
-        done = progress.valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
+        done = valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
         splits.append(msgspec.structs.replace(split, first_iteration=done))
     return msgspec.structs.replace(inputs, splits=tuple(splits))

@@ -1,4 +1,4 @@
-"""What PyTorch has fused, where Megatron would take the fused kernels of Transformer Engine or apex and finds neither.
+"""Kernels that PyTorch has fused, where Megatron would take those of Transformer Engine or apex and finds neither.
 
     PyTorch's Adam    one kernel for all parameters of a kind (`fused=True`), where Megatron asks for none
     weight gradient   of linear layers, added to the gradient buffer by the product itself
@@ -65,8 +65,8 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
 
 def fuse_adam(optimizer: Any) -> None:
     """Let PyTorch's Adam inside one of Megatron's optimizers, or several, run as one kernel; leave others alone."""
-    for each in getattr(optimizer, "chained_optimizers", (optimizer,)):
-        inner = getattr(each, "optimizer", None)
+    for part in getattr(optimizer, "chained_optimizers", (optimizer,)):
+        inner = getattr(part, "optimizer", None)
         if not isinstance(inner, torch.optim.Adam) or inner.defaults["differentiable"]:
             continue
         for group in (inner.defaults, *inner.param_groups):

@@ -1,4 +1,4 @@
-"""What is replaced in Megatron's modules at run time: one table of names, on request, reversibly.
+"""Replacements in Megatron's modules at run time: one table of names, on request, reversibly.
 
 Each replacement calls the function of `active_run` that a patched checkout calls at the same place (`patches/`).
 """

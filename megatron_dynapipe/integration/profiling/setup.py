@@ -115,7 +115,7 @@ def prepared(
             within=Shape(
                 args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout is not None else 0
             ),
-            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu").allowed,
+            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu")[0],
             device=device,
             tensor_parallel=tensor_parallel,
         )

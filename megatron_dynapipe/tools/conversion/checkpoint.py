@@ -51,7 +51,7 @@ def _as_arguments(name: str, value: str | int | float | bool) -> list[str]:
 
 
 def _build(setup: ProfileSetup) -> nn.Module:
-    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
+    provide = gpt_provider(setup.model) if setup.layout is None else t5_provider(setup.model, setup.layout)
     model: nn.Module = provide(pre_process=True, post_process=True)
     return model.to(setup.model.dtype)
 

@@ -23,7 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dynapipe.config import EarlyFlags, early_flags
+from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.entry.checkpoint_lock import lock
@@ -64,7 +64,7 @@ def adapting(main: Callable[[], None]) -> Callable[[], None]:
             return main()
         end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
         _take_notices()
-        renew(early_flags(sys.argv[1:], EarlyFlags).dynapipe_timeout_s)
+        renew(early_flags(sys.argv[1:]).dynapipe_timeout_s)
         with status():
             main()
         return None
@@ -74,11 +74,6 @@ def adapting(main: Callable[[], None]) -> Callable[[], None]:
 
 def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
     """Give parsed flags the layout that fits the ranks that are there; does nothing without `--dynapipe-elastic`.
-
-    Args:
-        args: parsed, not yet checked.
-        family: of the model.
-        known: Megatron's own arguments.
 
     Raises:
         ConfigError: no layout fits, or a flag that elastic runs need is missing.
@@ -193,9 +188,9 @@ def make_resumable(args: argparse.Namespace) -> None:
         ConfigError: there is no folder for checkpoints, they would be of a kind that has one layout, or --finetune
             would begin anew from those of this job.
     """
-    given = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
-    if given and os.environ.get("RANK", "0") == "0":
-        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(given)}", flush=True)
+    dropped = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(dropped)}", flush=True)
     vars(args).update(LAYOUT)
     if not args.save:
         raise ConfigError(f"expected --save DIR with {ELASTIC}, got none", hint="a folder that all nodes see")

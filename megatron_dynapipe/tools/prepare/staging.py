@@ -59,14 +59,13 @@ class Staging:
 
     def add(self, entry: int, block: EncodedBlock) -> None:
         """Append a block's samples."""
-        columns = dict(block.columns)
-        ids = [self._task_id(name) for name in block.names]
-        columns["tasks"] = np.array(ids, np.uint16)[columns["tasks"]]
-        columns["spans"] = columns["spans"] + [self.samples, 0, 0]
+        names, columns = block
+        ids = np.array([self._task_id(name) for name in names], np.uint16)
+        columns = columns | {"tasks": ids[columns["tasks"]], "spans": columns["spans"] + [self.samples, 0, 0]}
         for name, file in self._files.items():
             file.write(columns[name].tobytes())
         self.entries += [0] * (entry + 1 - len(self.entries))
-        self.entries[entry] += block.samples
+        self.entries[entry] += len(columns["tasks"])
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """A file's content, memory-mapped; after `close`."""
