@@ -76,16 +76,8 @@ def fuse_adam(optimizer: Any) -> None:
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
-_originals = Originals()
-
-
-def apply() -> None:
-    """Fuse the Adam of optimizers that Megatron makes from now on, and provide weight gradients if nobody does.
-
-    A second call changes nothing.
-    """
-    if _originals:
-        return
+def install(originals: Originals) -> None:
+    """Fuse the Adam of optimizers that Megatron makes from now on, and provide weight gradients if nobody does."""
     module = importlib.import_module(OPTIMIZER)
     original = getattr(module, FACTORY)
 
@@ -96,13 +88,13 @@ def apply() -> None:
         return optimizer
 
     for owner in holders(FACTORY, original):
-        _originals.replace(owner, FACTORY, fused)
+        originals.replace(owner, FACTORY, fused)
     parallel: Any = importlib.import_module(PARALLEL)
-    _originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
+    originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
     layers = importlib.import_module(LINEAR)
     if not getattr(layers, AVAILABLE):
-        _originals.replace(layers, EXTENSION, WeightGradients)
-        _originals.replace(layers, AVAILABLE, True)
+        originals.replace(layers, EXTENSION, WeightGradients)
+        originals.replace(layers, AVAILABLE, True)
 
 
 def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -113,8 +105,3 @@ def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return chunked_cross_entropy(logits, target, tp_group or get_tensor_model_parallel_group())
 
     return cross_entropy
-
-
-def revert() -> None:
-    """Put Megatron's own names back; does nothing if none was replaced."""
-    _originals.revert()

@@ -16,8 +16,6 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 
 MODULE, NAME = "megatron.core.distributed.param_and_grad_buffer", "_coalescing_manager"
 
-_originals = Originals()
-
 
 @contextlib.contextmanager
 def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
@@ -44,10 +42,8 @@ def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
         works.wait()
 
 
-def apply() -> None:
-    """Replace the manager in Megatron's DDP for groups over gloo; a second call changes nothing."""
-    if _originals:
-        return
+def install(originals: Originals) -> None:
+    """Replace the manager in Megatron's DDP for groups over gloo."""
     module = importlib.import_module(MODULE)
     original = getattr(module, NAME)
 
@@ -56,9 +52,4 @@ def apply() -> None:
             return one_by_one(group, async_ops)
         return original(group, device, async_ops)
 
-    _originals.replace(module, NAME, manager)
-
-
-def revert() -> None:
-    """Put Megatron's own import back; does nothing if it is there."""
-    _originals.revert()
+    originals.replace(module, NAME, manager)

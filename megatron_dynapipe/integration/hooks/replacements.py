@@ -83,32 +83,21 @@ TABLE: tuple[Replacement, ...] = (
 )
 """Everything that is replaced in Megatron while a planned run trains."""
 
-_originals = Originals()
 
-
-def install(run: PlannedRun) -> None:
-    """Make a run the active one: Megatron's training loop takes its schedule, and logs and counts what it did.
+@contextlib.contextmanager
+def installed(run: PlannedRun) -> Iterator[None]:
+    """For the length of a block Megatron's training loop takes a run's schedule, and logs and counts what it did.
 
     Raises:
         ConfigError: a run is active already.
     """
     active_run.activate(run)
     optimizer_patches.apply()
-    _originals.install(TABLE)
-
-
-def uninstall() -> None:
-    """Put Megatron's own names back; nothing happens if none was replaced."""
-    _originals.revert()
-    optimizer_patches.revert()
-    active_run.deactivate()
-
-
-@contextlib.contextmanager
-def installed(run: PlannedRun) -> Iterator[None]:
-    """`install` for the length of a block."""
-    install(run)
+    originals = Originals()
+    originals.install(TABLE)
     try:
         yield
     finally:
-        uninstall()
+        originals.revert()
+        optimizer_patches.revert()
+        active_run.deactivate()

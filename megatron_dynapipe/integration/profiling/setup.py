@@ -22,6 +22,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
@@ -97,7 +98,7 @@ def prepared(
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
-    device = _start(args, world)
+    device, originals = _start(args, world), Originals()
     try:
         groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
@@ -107,7 +108,7 @@ def prepared(
             groups["get_embedding_ranks"] = groups["get_position_embedding_ranks"] = embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
-        fused_kernels.apply()  # layers as training has them
+        fused_kernels.install(originals)  # layers as training has them
         yield ProfileSetup(
             args=args,
             model=model,
@@ -120,7 +121,7 @@ def prepared(
             tensor_parallel=tensor_parallel,
         )
     finally:
-        fused_kernels.revert()
+        originals.revert()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.hooks import fused_kernels
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
@@ -62,7 +63,7 @@ def start(layout: Layout, split: PipelineLayout | None, backend: str = "gloo") -
     """Process groups and seeds, as Megatron sets them up."""
     dist.init_process_group(backend, init_method="env://")
     if layout.fused:
-        fused_kernels.apply()
+        fused_kernels.install(Originals())
     ranks = {}
     if split is not None:
         ranks = {

@@ -63,12 +63,11 @@ def _install_twice(*, rank: int, world_size: int) -> list[str]:
         assert schedules == [session.forward_backward] * 3
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
-        with pytest.raises(ConfigError) as refused:
-            replacements.install(FakeSession())
+        with pytest.raises(ConfigError) as refused, replacements.installed(FakeSession()):
+            pass
         assert active_run.schedule(max) == session.forward_backward
     after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     assert after == before
-    replacements.uninstall()
     assert active_run.schedule(max) is max
     return [str(refused.value), *lines]
 
