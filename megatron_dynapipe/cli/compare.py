@@ -30,7 +30,6 @@ def add_parser(subparsers: SubParsers) -> None:
         help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
     )
     add_arguments(parser)
-    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw a chart of all methods")
 
 
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
         check_replaceable(args.output, is_ours=marked(GENERATOR))
         require("matplotlib")  # before minutes of planning
-    cost_model, settings = costs_and_settings(args, args.schedule)
+    cost_model, settings = costs_and_settings(args)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)
     entries: list[dict[str, Any]] = []

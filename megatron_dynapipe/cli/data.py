@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import amount
 
@@ -116,12 +116,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    import msgspec
-
     from megatron_dynapipe.tools.inspect import dataset_statistics, statistics_table
 
     statistics = dataset_statistics(args.folder, args.split)
-    print(msgspec.json.encode(statistics).decode() if args.json else statistics_table(statistics))
+    print_json(statistics) if args.json else print(statistics_table(statistics))
 
 
 def _print_made(meta: "DatasetMeta", folder: Path) -> None:

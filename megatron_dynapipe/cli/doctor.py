@@ -1,11 +1,10 @@
 """`doctor`: what is installed, and whether it can train here."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 
 MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
 
@@ -33,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN
     if args.json:
         rows = [{"name": name, **check._asdict()} for name, check in checks.items()]
-        report = {"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows}
-        print(json.dumps(report, indent=2))
+        print_json({"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows})
         return 1 if failed else 0
     width = max(map(len, checks))
     for name, (status, text, hint) in checks.items():

@@ -1,12 +1,11 @@
 """`patch`: apply, check, merge or reverse the patches on a Megatron-LM checkout."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import PatchError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     is_merged = State.MODIFIED in {state for state, _ in was.files.values()}
     action = "none" if not changed else "reversed" if args.reverse else "merged" if is_merged else "applied"
     now = survey(args.checkout)[0]
-    print(json.dumps(_result(now, action, was=was.state), indent=2) if args.json else _as_text(now, action))
+    print_json(_result(now, action, was=was.state)) if args.json else print(_as_text(now, action))
     return 0
 
 
@@ -58,7 +57,7 @@ def _check(folder: Path, *, as_json: bool) -> int:
     if as_json:
         known: dict[str, object] = {"format": FORMAT, "checkout": str(folder)}
         known = _result(checkout, "none", was=checkout.state) if checkout else known
-        print(json.dumps(known | ({"error": error.message, "hint": error.hint} if error else {}), indent=2))
+        print_json(known | ({"error": error.message, "hint": error.hint} if error else {}))
         return int(error is not None)
     if checkout:
         print(_as_text(checkout, "none"))

@@ -31,7 +31,6 @@ def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("plan", help="lengths, costs and a parallel layout → plans")
     add_arguments(parser)
-    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write every plan there, for show and verify")
 
 
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
     for path in files.values():
         check_replaceable(path, is_ours=is_plan)
-    cost_model, settings = costs_and_settings(args, args.schedule)
+    cost_model, settings = costs_and_settings(args)
     planner = Planner(settings, cost_model)
     if args.layers_per_stage == "auto" and not args.json:
         say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megatron_dynapipe.config import Cluster
     from megatron_dynapipe.cost import CostModel, DeviceRates, Network
     from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
 
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
+    add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{link}-node-latency-us", type=latency, metavar="N", help=default % latency_us)
 
 
-def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) -> "tuple[CostModel, PlannerSettings]":
+def costs_and_settings(args: argparse.Namespace) -> "tuple[CostModel, PlannerSettings]":
     """The cost model and the settings that the arguments ask for, the layer split chosen.
 
     Raises:
@@ -109,7 +109,7 @@ def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) ->
     """
     complete_model(args)
     cost_model, _ = costs_and_rates(args)
-    return cost_model, planner_settings(args, cost_model, schedule)
+    return cost_model, planner_settings(args, cost_model)
 
 
 def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> "tuple[CostModel, DeviceRates]":
@@ -149,9 +149,7 @@ def complete_model(args: argparse.Namespace) -> None:
     _layers(args)
 
 
-def planner_settings(
-    args: argparse.Namespace, cost_model: "CostModel", schedule: str | None = None
-) -> "PlannerSettings":
+def planner_settings(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings":
     """The settings that the arguments ask for, the layer split chosen.
 
     Raises:
@@ -160,12 +158,15 @@ def planner_settings(
     from megatron_dynapipe.cli.model_config import experts_of
     from megatron_dynapipe.cost import ScatterGather, even_split
     from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
     encoder_layers, decoder_layers = _layers(args)
     split, experts = args.layers_per_stage, experts_of(args)
     if split == AUTO:  # begins even
         split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel, halves=True)
+    search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
+    search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
         family=args.model,
         encoder_layers=encoder_layers,
@@ -187,7 +188,7 @@ def planner_settings(
         lockstep=args.expert_parallel > 1 and args.expert_parallel,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
-        schedule=schedule_of(args, schedule),
+        schedule=ScheduleSettings(**{name: value for name, value in search.items() if value is not None}),
         transfers=GLOO_RULES if args.transfers == "gloo" else CUDA_RULES,
     )
     return _with_auto_split(args, settings, cost_model) if args.layers_per_stage == AUTO else settings
@@ -243,18 +244,6 @@ def cluster_line(described: "Mapping[str, Any]") -> str:
         f" {described['device_memory_mb']:.0f} MB each, {described['intra_node_gbps']:g} Gbit/s and"
         f" {described['intra_node_latency_us']:g} µs inside a node, {described['inter_node_gbps']:g} Gbit/s and"
         f" {described['inter_node_latency_us']:g} µs between nodes"
-    )
-
-
-def schedule_of(args: argparse.Namespace, method: str | None = None) -> "ScheduleSettings":
-    """How passes are ordered and searched, by a method or the default one."""
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
-
-    default, evaluations = ScheduleSettings(), args.search_evaluations
-    return ScheduleSettings(
-        method=default.method if method is None else method,
-        search_evaluations=default.search_evaluations if evaluations is None else evaluations,
-        seed=args.seed,
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import ConfigError
 
 FORMAT = "dynapipe-report/1"
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     page = write_page(recorded, summary, path, title=f"Run in {args.folder.resolve().name}")
     if args.json:
         report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": recorded.evaluations}
-        print(msgspec.json.encode(msgspec.to_builtins(report, enc_hook=str, str_keys=True)).decode())
+        print_json(msgspec.to_builtins(report, enc_hook=str, str_keys=True))
     else:
         print("\n".join([format_summary(summary), *evaluation_lines(recorded.evaluations), f"page: {page}"]))
     return 0

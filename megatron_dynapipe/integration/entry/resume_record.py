@@ -89,11 +89,13 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 class CheckpointRecords:
-    """Puts a run's record into every checkpoint that the run saves; those of earlier runs are left as they are."""
+    """Puts a run's record into every checkpoint that the run saves to a folder; those of earlier runs are left alone.
 
-    def __init__(self, checkpoints: Path, record: ResumeRecord) -> None:
-        self._checkpoints = checkpoints
-        self._record = record
+    With `local` the folder is a rank's, of local checkpoints, which hold checksums of their own: it is put beside them.
+    """
+
+    def __init__(self, folder: Path, record: ResumeRecord, *, local: bool = False) -> None:
+        self._folder, self._record, self._is_local = folder, record, local
         self._known = self._last_save()
         self._writing: threading.Thread | None = None
 
@@ -108,45 +110,30 @@ class CheckpointRecords:
         if last == self._known:
             return
         self._known = last
-        folder = checkpoint_of(self._checkpoints, last_iteration(self._checkpoints))
-        if folder is not None and folder.is_dir():
-            _write_record(folder, self._record)
+        folder = self._folder if self._is_local else checkpoint_of(self._folder, last_iteration(self._folder))
+        if folder is None or not folder.is_dir():
+            return
+        fresh = folder / f".{NAME}.unfinished"
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
+        fresh.replace(folder / NAME)
+        if not self._is_local:
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
             self.finish()
             self._writing = threading.Thread(target=_write_digests, args=(folder,))
             self._writing.start()
 
     def _last_save(self) -> int | None:
-        """When Megatron last completed a checkpoint; None if it has not."""
-        try:
-            return (self._checkpoints / TRACKER).stat().st_mtime_ns
-        except OSError:
-            return None
-
-
-class LocalRecords:
-    """Puts a run's record beside the local checkpoints that a rank saves, which hold checksums of their own."""
-
-    def __init__(self, folder: Path, record: ResumeRecord) -> None:
-        self._folder, self._record, self._known = folder, record, _last_local(folder)
-
-    def update(self) -> None:
-        """Write the record if a checkpoint has been saved since the last call; raises OSError."""
-        last = _last_local(self._folder)
-        if last != self._known:
-            self._known = last
-            _write_record(self._folder, self._record)
+        """The time, or the iteration, of Megatron's last complete checkpoint; None if there is none."""
+        if self._is_local:
+            return _last_local(self._folder)
+        with suppress(OSError):
+            return (self._folder / TRACKER).stat().st_mtime_ns
+        return None
 
 
 def _last_local(folder: Path) -> int | None:
     """The iteration of a rank's last local checkpoint, which Megatron names; None where there is none."""
     return max((int(path.name[5:12]) for path in folder.glob(f"iter_???????_{folder.name}_local.pt")), default=None)
-
-
-def _write_record(folder: Path, record: ResumeRecord) -> None:
-    fresh = folder / f".{NAME}.unfinished"
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    fresh.replace(folder / NAME)
 
 
 def _write_digests(folder: Path) -> None:
@@ -156,14 +143,14 @@ def _write_digests(folder: Path) -> None:
         logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
-def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
+def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords]:
     """The records of the checkpoints that a run saves, lasting and not; empty where it saves none."""
     saved, local = run.checkpoints.save, run.checkpoints.local_folder
     if saved is None:
         return []
     record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(saved)
     lasting = [CheckpointRecords(folder, record) for folder in (saved, emergency) if folder is not None]
-    return [*lasting, *([] if local is None else [LocalRecords(local, record)])]
+    return [*lasting, *([] if local is None else [CheckpointRecords(local, record, local=True)])]
 
 
 def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:

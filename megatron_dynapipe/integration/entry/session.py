@@ -28,7 +28,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
-from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
+from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -84,7 +84,7 @@ class Session:
         self._make_batch = make_batch
         self._wrap_step = wrap_step
         self._device = run.device
-        self._records: Sequence[CheckpointRecords | LocalRecords] = ()
+        self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -268,8 +268,7 @@ class Session:
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
             for records in self._records:
-                if isinstance(records, CheckpointRecords):
-                    self._resources.callback(records.finish)
+                self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))

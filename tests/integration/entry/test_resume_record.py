@@ -9,7 +9,6 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.entry.resume_record import (
     NAME,
     CheckpointRecords,
-    LocalRecords,
     ResumeRecord,
     check_resumed,
     loaded,
@@ -152,7 +151,7 @@ def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -
     local, halves = checkpoints / "local" / "0", {"planner.layers_per_stage": "[2.5,1.5]"}
     local.mkdir(parents=True)
     saved = replace(RECORD, settings=RECORD.settings | halves)
-    records = LocalRecords(local, saved)
+    records = CheckpointRecords(local, saved, local=True)
     (local / "iter_0000005_1_local.pt").touch()  # kept for another rank
     records.update()
     assert resume(checkpoints, RECORD, local_folder=local) is None, "Megatron loads the lasting one"
