@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe.cpu.__main__ import check_script
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.on_cpu import check_script
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_script_runs_as_main_with_the_stubs_set(tmp_path):
@@ -19,7 +19,7 @@ def test_a_script_runs_as_main_with_the_stubs_set(tmp_path):
         "import sys\nimport torch\nimport beside\n"
         "print(__name__, sys.argv[1:], beside.VALUE, torch.zeros(1, device='cuda').device)\n"
     )
-    words = [sys.executable, "-m", "megatron_dynapipe.on_cpu", str(tmp_path / "pretrain.py"), "--use-dynapipe", "3"]
+    words = [sys.executable, "-m", "megatron_dynapipe.cpu", str(tmp_path / "pretrain.py"), "--use-dynapipe", "3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def test_a_script_runs_as_main_with_the_stubs_set(tmp_path):
 
 
 def test_a_missing_script_is_refused_before_megatron_is_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["on_cpu", str(tmp_path / "none.py")])
+    monkeypatch.setattr(sys, "argv", ["cpu", str(tmp_path / "none.py")])
     with pytest.raises(ConfigError, match=r"expected a script to run on the CPU, got .*none.py\nhint: torchrun"):
         check_script()
 
