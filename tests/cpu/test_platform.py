@@ -4,7 +4,7 @@ import textwrap
 import pytest
 import torch
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cpu import cuda_stubs, platform, stub_table
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from tests.helpers.commands import run_python
@@ -143,7 +143,7 @@ def test_an_unknown_device_is_refused():
 
 
 def test_a_missing_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(patching, "find_version", lambda: None)
+    monkeypatch.setattr(version, "find_version", lambda: None)
     monkeypatch.setattr(platform, "_is_enabled", False)
     with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
         platform.enable("cpu")

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +96,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
     sys.argv = [script, *argv]
     try:
         names = runpy.run_path(str(ROOT / script))
-        family = ModelFamily.T5 if "_t5_" in script else ModelFamily.GPT
-        bootstrap.run(names["adapting"](family, names["main"]))
+        bootstrap.run(names["adapting"](names["main"]))
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0

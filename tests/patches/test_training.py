@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout import patching
 from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -157,7 +157,7 @@ def test_a_patched_run_without_a_gpu_is_told_how_to_start(patched, data, tmp_pat
     (said,) = launch(script, patched, flags, tmp_path, ranks=1, status=2)
     error, hint = said.strip().splitlines()[-2:]
     assert error == "error: expected a CUDA device, found none"
-    assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py" in hint
+    assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py" in hint
 
 
 @pytest.mark.slow

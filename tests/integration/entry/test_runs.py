@@ -50,5 +50,4 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
 def test_a_script_runs_its_main_under_the_bootstrap(script):
     """What these tests do instead of starting the script."""
     last = ast.unparse(ast.parse(script.read_text()).body[-1])
-    family = script.name.split("_")[1].upper()
-    assert last == f"if __name__ == '__main__':\n    bootstrap.run(adapting(ModelFamily.{family}, main))"
+    assert last == "if __name__ == '__main__':\n    bootstrap.run(adapting(main))"

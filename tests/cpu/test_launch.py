@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from megatron_dynapipe.cpu.__main__ import check_script
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.on_cpu import check_script
 from tests.helpers.commands import run_python
 
 
@@ -15,12 +15,12 @@ def test_a_script_runs_as_main_with_the_stubs_set(tmp_path):
         "import sys\nimport torch\nimport beside\n"
         "print(__name__, sys.argv[1:], beside.VALUE, torch.zeros(1, device='cuda').device)\n"
     )
-    done = run_python("-m", "megatron_dynapipe.on_cpu", tmp_path / "pretrain.py", "--use-dynapipe", "3", timeout_s=200)
+    done = run_python("-m", "megatron_dynapipe.cpu", tmp_path / "pretrain.py", "--use-dynapipe", "3", timeout_s=200)
     assert done.stdout.splitlines()[-1] == "__main__ ['--use-dynapipe', '3'] 7 cpu"
 
 
 def test_a_missing_script_is_refused_before_megatron_is_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["on_cpu", str(tmp_path / "none.py")])
+    monkeypatch.setattr(sys, "argv", ["cpu", str(tmp_path / "none.py")])
     with pytest.raises(ConfigError, match=r"expected a script to run on the CPU, got .*none.py\nhint: torchrun"):
         check_script()
 
