@@ -1,4 +1,4 @@
-"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser once: elastic, too."""
+"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser once."""
 
 import sys
 import traceback
