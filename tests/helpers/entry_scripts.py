@@ -59,8 +59,8 @@ def train(
 
 def losses(family: str, data: Path, flags: str, *, ranks: int, report: Path) -> dict[str, float]:
     """Those of a run by iteration, from its last stage."""
-    found: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
-    return found
+    by_iteration: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
+    return by_iteration
 
 
 def layout_case(family: str, ranks: int, flags: str, when: str) -> Any:
@@ -81,8 +81,8 @@ def script_of(family: str) -> str:
 
 def words(family: str, data: Path, flags: str, *, report: Path) -> list[str]:
     """The command line of a small run."""
-    own = ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(report)]
-    return [*SMALL[family].split(), *COMMON.split(), *own, *flags.split()]
+    ours = ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(report)]
+    return [*SMALL[family].split(), *COMMON.split(), *ours, *flags.split()]
 
 
 def run_script(script: str, argv: Sequence[str]) -> int:

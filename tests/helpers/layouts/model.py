@@ -66,10 +66,7 @@ def start(layout: Layout, split: PipelineLayout | None, backend: str = "gloo") -
         fused_kernels.install(Originals())
     ranks = {}
     if split is not None:
-        ranks = {
-            "get_embedding_ranks": embedding_ranks,
-            "get_position_embedding_ranks": embedding_ranks,
-        }
+        ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.stages, layout.chunks if layout.chunks > 1 else None, **ranks
     )

@@ -8,7 +8,10 @@ import pytest
 from tests.helpers.entry_scripts import ROOT, train
 
 
-@pytest.mark.parametrize(("family", "layout"), [("t5", "--pipeline-model-parallel-size 2"), ("gpt", "")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("t5", "--pipeline-model-parallel-size 2"), pytest.param("gpt", "", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(family, layout, data, tmp_path):
     """Two stages, two replicas."""
     flags = f"{layout} --eval-iters 1 --eval-interval 4"
