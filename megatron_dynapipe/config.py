@@ -187,7 +187,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
     """The mapping of a YAML file; raises ConfigError."""
     try:
-        loaded = _loaded(path)
+        loaded = yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
     except FileNotFoundError:
         raise ConfigError(
             f"{kind} {path} does not exist", hint="pass the path of a YAML file, such as those in configs/"
@@ -198,11 +198,6 @@ def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected {kind} {path} to be a mapping of {of}, got {type(loaded).__name__}")
     return loaded
-
-
-def _loaded(path: Path) -> object:
-    """The content of a YAML file; raises one of `_UNREADABLE`."""
-    return yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
 
 
 def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
