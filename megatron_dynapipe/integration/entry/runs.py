@@ -24,7 +24,7 @@ from megatron_dynapipe.integration.entry.checkpoint_lock import lock_checkpoints
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
@@ -32,12 +32,7 @@ from megatron_dynapipe.integration.flags.preflight import check_data, check_run
 from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig
 from megatron_dynapipe.integration.models.layers import T5Split
-from megatron_dynapipe.integration.models.providers import (
-    ModelProvider,
-    gpt_provider,
-    t5_provider,
-    t5_required_fields,
-)
+from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
@@ -66,19 +61,9 @@ def t5_run() -> Run:
     """A T5 staged over the pipeline, from the command line; raises ConfigError and DataError."""
     args, run = _checked(ModelFamily.T5)
     split = T5Split(run.planner.layout)
-
-    def required_fields() -> RequiredFields:
-        return t5_required_fields(split.of_rank(parallel_state.get_pipeline_model_parallel_rank()))
-
-    session = Session(
-        run,
-        progress=partial(_progress, args),
-        required_fields=required_fields,
-        make_batch=partial(t5_batch, row_format=run.model.row_format),
-    )
     return Run(
         args=args,
-        session=session,
+        session=Session(run, progress=partial(_progress, args)),
         model_provider=t5_provider(run.model, split),
         forward_step=t5_step,
         embedding_ranks=split.embedding_ranks,
@@ -91,21 +76,12 @@ def gpt_run() -> Run:
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
-
-    def required_fields() -> RequiredFields:
-        return RequiredFields(
-            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-
-    session = Session(
-        run,
-        progress=partial(_progress, args),
-        required_fields=required_fields,
-        make_batch=partial(gpt_batch, explicit_mask=run.model.takes_mask, row_format=run.model.row_format),
+    return Run(
+        args=args,
+        session=Session(run, progress=partial(_progress, args)),
+        model_provider=gpt_provider(run.model, run.divided_layout),
+        forward_step=gpt_step,
     )
-    provider = gpt_provider(run.model, run.divided_layout)
-    return Run(args=args, session=session, model_provider=provider, forward_step=gpt_step)
 
 
 def _progress(args: argparse.Namespace) -> Progress:
@@ -181,7 +157,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
 
-    def required_fields() -> RequiredFields:
+    def required() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
         return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
@@ -208,7 +184,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     return Session(
         run,
         progress=partial(_progress, args),
-        required_fields=required_fields,
+        required=required,
         make_batch=broadcastable,
         wrap_step=wrap,
     )

@@ -14,13 +14,11 @@ from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):
-    """What Megatron's training loop needs of a run.
+    """What Megatron's training loop needs of a run."""
 
-    Attributes:
-        shape: of the micro-batch that is running; None before the first.
-    """
-
-    shape: Shape | None
+    @property
+    def shape(self) -> Shape | None:
+        """Of the micro-batch that is running; None before the first."""
 
     @property
     def samples(self) -> int:
