@@ -11,12 +11,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from megatron_dynapipe.cost.hugging_face import OF_EXPERTS, T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.resume_record import NAME, named, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
-from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, Flags, family, flags, read_config
+from megatron_dynapipe.tools.conversion.families import flags, read_config
 from megatron_dynapipe.tools.conversion.names import entries
 from megatron_dynapipe.tools.conversion.tensors import Entry
 from megatron_dynapipe.units import ModelFamily
@@ -54,16 +55,16 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         CheckpointError: its files cannot be written.
     """
     config = read_config(source)
-    described = flags(config)
+    described, family = flags(config), family_of(config.to_dict())
     theirs = _their_model(config, source)
     tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
-    with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
-        fill(model, entries(config), tensors, progress)
+    with checkpoint.whole_model(described, family, config.vocab_size, dtype) as model:
+        fill(model, entries(config.model_type, described, config.vocab_size), tensors, progress)
         with fresh_folder(folder) as fresh:
             checkpoint.save(model, fresh)
             shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
-            (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family(config)))
+            (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family))
     return folder / RUN_FILE
 
 
@@ -85,8 +86,10 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
 
     like = like or folder
     config = read_config(like)
-    with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
-        table = entries(config, divides_scores=_divides_scores(config, folder))
+    described, vocabulary = flags(config), config.vocab_size
+    with checkpoint.whole_model(described, family_of(config.to_dict()), vocabulary, torch.float32) as model:
+        divides_scores = _divides_scores(config.model_type, folder)
+        table = entries(config.model_type, described, vocabulary, divides_scores=divides_scores)
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
     dtype = config.dtype or torch.float32
@@ -100,10 +103,10 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
     return target
 
 
-def _divides_scores(config: Any, folder: Path) -> bool:
+def _divides_scores(kind: str, folder: Path) -> bool:
     """Whether a T5's run had Megatron's scale of scores: its record says so, which what was converted does not have."""
     path = newest(folder)
-    record = None if config.model_type not in T5_LIKE or path is None else read_record(path / NAME)
+    record = None if kind not in T5_LIKE or path is None else read_record(path / NAME)
     return record is not None and "softmax_scale" not in record.model
 
 
@@ -113,12 +116,12 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], pr
     Raises:
         ConfigError: a tensor is missing, or of another shape.
     """
-    wanted = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
-            parameter, value = wanted.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
+            parameter, value = parameters.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
             if tuple(value.shape) != expected:
                 raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")
@@ -128,7 +131,7 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], pr
                 # exponentials, so P of them add at most P/V to its sum over V tokens. A row of zeros would have the
                 # logit 0, and a GPT-2's lie far below.
                 parameter[len(value) :] = value.mean(dim=0)
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             if name != "output_layer.bias":  # a tied T5's, which starts at zero
                 raise ConfigError(
                     f"expected weights for every parameter, found none for {name} {tuple(parameter.shape)}"
@@ -156,7 +159,7 @@ def _their_model(config: Any, source: Path) -> Any:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    kind = AutoModelForSeq2SeqLM if family(config) is ModelFamily.T5 else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         model, report = kind.from_pretrained(
             source,
@@ -189,7 +192,9 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
     missing = set(report["missing_keys"])
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-    shapes = [f"{name} {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]]
+    shapes = [
+        f"{name} {tuple(shape)}, expected {tuple(expected)}" for name, shape, expected in report["mismatched_keys"]
+    ]
     problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
     if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
         raise ConfigError(
@@ -199,9 +204,9 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
 
 
 def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:
-    own = f"{folder}-run"
+    run = f"{folder}-run"
     command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
     command += ["--dynapipe-config", str(folder / RUN_FILE), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
-    command += ["--pretrained-checkpoint", str(folder), "--load", own, "--save", own, "--save-interval", "500"]
+    command += ["--pretrained-checkpoint", str(folder), "--load", run, "--save", run, "--save-interval", "500"]
     header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
     return header + yaml.safe_dump(described, sort_keys=False)
