@@ -140,7 +140,7 @@ def main() -> int:
             began = time.time() + 5  # readers start
             fetches = play(settings, began, options)
             size = store.read_progress([settings.keys.done("train", options.iterations)])
-        used_s = [sum(psutil.Process(planner.pid).cpu_times()[:2]) for planner in planners]
+        used_s = [sum(psutil.Process(planner._process.pid).cpu_times()[:2]) for planner in planners]
         assert server._guard is not None
         (child,) = psutil.Process(server._guard.pid).children()
         planning_s = sum(used_s) / (options.iterations + AHEAD)

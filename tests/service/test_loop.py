@@ -147,7 +147,7 @@ def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, sou
     with pytest.raises(InfeasibleError):
         PlannerLoop(job, source, store).run()
     assert iterations_in(store) == [0, 1, 2]
-    error = decode_failure(store._values[job.keys.error]).to_error()
+    error = decode_failure(store._values[job.keys.error])
     assert error.message.startswith(
         "planner 0 failed while planning iteration 3 of train: "
         "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
@@ -171,4 +171,4 @@ def test_iterations_that_are_named_as_left_behind_are_not_named_again(settings) 
     window.progress = 3
     assert (window.left_behind(), window.left_behind()) == ([0, 1], [])
     window.progress = 40
-    assert window.left_behind() == [2, 3] and window.own == [40, 41, 42, 43, 44]
+    assert window.left_behind() == [2, 3] and window.unplanned == [40, 41, 42, 43, 44]

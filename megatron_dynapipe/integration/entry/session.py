@@ -39,7 +39,7 @@ from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flo
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder
+from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -264,16 +264,10 @@ class Session:
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:
-        """What keeps this rank's records."""
+        """Make the recorder of this rank."""
         run, rank = self._run, self._control.rank
         return Recorder(
             run.report_folder,
-            Place(
-                rank=rank,
-                replica=parallel_state.get_data_parallel_rank(),
-                stage=self._stage,
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            ),
             RunRecord(
                 world_size=torch.distributed.get_world_size(),
                 stages=self._stages,
@@ -285,6 +279,8 @@ class Session:
                 about=about(run),
             ),
             self._control.collect,
+            rank=rank,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,

@@ -153,13 +153,13 @@ def _parse(
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    given = [*command_line.without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
-    kept = sys.argv[1:]
+    words = [*command_line.without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
+    arguments = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
-            args = command_line.megatron_arguments(given, settle)
+            args = command_line.megatron_arguments(words, settle)
     finally:
-        sys.argv[1:] = kept
+        sys.argv[1:] = arguments
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

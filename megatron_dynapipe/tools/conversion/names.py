@@ -30,9 +30,9 @@ def entries(kind: str, flags: Flags, vocabulary: int, *, divides_scores: bool = 
         vocabulary: tokens, which are HuggingFace's rows of the embedding and the head.
         divides_scores: whether a T5 was trained with Megatron's scale of scores, 1 / √c, in place of its own, 1.
     """
-    count = flags["num-attention-heads"]
+    count: int = flags["num-attention-heads"]
     scale = math.sqrt(flags["kv-channels"]) if divides_scores else 1.0
-    heads = Heads(count, flags.get("num-query-groups", count), scale)
+    heads = Heads(count, flags.get("num-query-groups") or count, scale)
     t5 = partial(_t5, flags, heads)
     tables: Mapping[str, Callable[[], Iterator[Entry]]]
     tables = {"gpt2": partial(_gpt2, flags, heads), **dict.fromkeys(T5_LIKE, t5)}
