@@ -146,7 +146,8 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
     if node.op == "get_attr":
         holder, _, attribute = name_of(node).rpartition(".")
         module = resolve(holder)
-        return lambda _: getattr(module, attribute)
+        weights = module._parameters if attribute in module._parameters else module._buffers
+        return lambda _: weights[attribute]
     spec, arguments = node.meta["spec"], node.args
     if node.op == "output":
         return lambda values: tree_unflatten(_taken(arguments[0], values), spec)[0]

@@ -59,6 +59,9 @@ class Session:
         required: which tensors this rank's stage reads, once the pipeline exists; by default those that the models do.
         make_batch: host tensors to what the step function takes; by default what the models take.
         wrap_step: makes of Megatron's step function the one that is called.
+
+    Attributes:
+        timeout_s: deadline of every wait in an iteration.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Session:
         make_batch: MakeBatch | None = None,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
-        self._run = run
+        self._run, self.timeout_s = run, run.timeout_s
         self._progress = progress
         self._required = required
         self._make_batch = make_batch
@@ -229,6 +232,9 @@ class Session:
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
+            for records in self._records:
+                if isinstance(records, CheckpointRecords):
+                    self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))

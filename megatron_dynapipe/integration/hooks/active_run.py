@@ -7,14 +7,19 @@ checkout without `--use-dynapipe` trains as before. Imports nothing of Megatron:
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime import process_groups
 from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):
     """What Megatron's training loop needs of a run."""
+
+    timeout_s: float
+    """Deadline of every wait in an iteration."""
 
     @property
     def shape(self) -> Shape | None:
@@ -85,6 +90,16 @@ def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
     if _run is not None:
         args.consumed_train_samples += _run.samples - args.global_batch_size
+
+
+def bounded_waits(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Around an iteration: Megatron's groups have the run's deadline there, and their own for checkpoints."""
+    if _run is None:
+        return nullcontext()
+    later = args.distributed_timeout_seconds_after_init
+    return process_groups.bounded_waits(
+        _run.timeout_s, 60 * args.distributed_timeout_minutes if later is None else later
+    )
 
 
 def log_line(line: str) -> str:

@@ -192,9 +192,7 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
     missing = set(report["missing_keys"])
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-    shapes = [
-        f"{name} {tuple(shape)}, expected {tuple(expected)}" for name, shape, expected in report["mismatched_keys"]
-    ]
+    shapes = [f"{name} {tuple(got)}, expected {tuple(shape)}" for name, got, shape in report["mismatched_keys"]]
     problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
     if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
         raise ConfigError(
