@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.data.collate import Collator, SpecialTokens
+from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import batch_maker, gpt_step, required_fields, t5_step
@@ -184,7 +183,9 @@ class MegatronPipeline:
         """
         plan, plan_digest = self._agreed(batch, plan, forward_only=forward_only)
         entry = StageEntry.of(plan, self._replica, self._runner.steps.stage, plan_digest=plan_digest)
-        collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
+        collate = Collator(
+            required=self._required, reader=reader_of(batch) if self._required.text else None, special=self._tokens
+        )
         self._runner.settings = self.planner.settings
         result, _, _ = self._runner.run(
             entry,
@@ -274,15 +275,9 @@ class MegatronPipeline:
             config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009  (likewise)
 
 
-class _Reader:
+def reader_of(batch: Sequence[Sample]) -> SampleReader:
     """A global batch as the collator reads a dataset."""
-
-    def __init__(self, batch: Sequence[Sample]) -> None:
-        self._batch = batch
-
-    def __getitem__(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        tokens, target = self._batch[sample]
-        return np.asarray(tokens, np.int64), np.asarray(target, np.int64)
+    return [(np.asarray(tokens, np.int64), np.asarray(target, np.int64)) for tokens, target in batch]
 
 
 def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -> GlobalBatch:

@@ -325,11 +325,7 @@ def _maximum(inputs: PlanInputs) -> Shape:
 def progress_bar(*, first: int, iterations: int) -> Iterator[Callable[[], object]]:
     """A bar of training iterations on stdout, where that is a terminal; the call that moves it on.
 
-    What is printed while it is there goes above it.
-
-    Args:
-        first: iterations that were trained before, by the run that is resumed.
-        iterations: those of this run.
+    Lines that are printed meanwhile go above it. `first` iterations were trained before, by the run that is resumed.
     """
     if not sys.stdout.isatty():
         yield lambda: None

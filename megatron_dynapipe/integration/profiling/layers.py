@@ -96,12 +96,8 @@ def build_parts(
 ) -> Mapping[str, MeasuredModule]:
     """The parts of a model by name, in training mode on `device`.
 
-    Args:
-        model: whose layers are measured.
-        device: where they are measured.
-        chained: layers that are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time
-            passes before an operation.
-        tensor_parallel: ranks that share a layer.
+    `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
+    before an operation.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
@@ -145,12 +141,7 @@ def _put(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Add each gradient to a buffer as soon as it is there, and drop it, as Megatron's wrapper does.
-
-    Args:
-        module: whose parameters get buffers.
-        dtype: of the buffers; the parameters' if None.
-    """
+    """Add each gradient to a buffer, of the parameter's type if `dtype` is None, and drop it, as Megatron's wrapper does."""
 
     def accumulate(parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)

@@ -113,18 +113,10 @@ def measure(
     hurried: bool = False,
     timed: bool = True,
 ) -> Values:
-    """Measure a part at a point, in the recompute mode it is set to.
+    """Measure a part at a point, in the recompute mode it is set to; raises torch.OutOfMemoryError.
 
-    Args:
-        part: what is measured.
-        point: where.
-        platform: the device's clock.
-        shared: ranks share the part, and all of them measure it together.
-        hurried: time is too short to repeat much.
-        timed: whether times are wanted, beside memory; without, they are 0.
-
-    Raises:
-        torch.OutOfMemoryError: the device has too little memory for it.
+    If `shared`, ranks share the part, and all of them measure it together; if `hurried`, time is too short to repeat
+    much. Times are 0 unless `timed`.
     """
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
@@ -220,12 +212,9 @@ def at_once(*, shared: bool) -> int:
 def measured_by_ranks(
     measures: Sequence[Callable[[], Values | None]], *, turn: int, shared: bool
 ) -> list[Values | None]:
-    """The results of some measurements, on all ranks; None where memory was too small.
+    """The results of `at_once` measurements at most, the same on all ranks; None where memory was too small.
 
-    Args:
-        measures: as many as `at_once` at most, the same on all ranks; which of them a rank runs is its own.
-        turn: how often this was called before.
-        shared: all ranks run the one that there is.
+    Each rank runs another, or if `shared` all run the one that there is. `turn` counts the calls before.
     """
     if shared:
         return [measure() for measure in measures]

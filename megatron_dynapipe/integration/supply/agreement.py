@@ -71,14 +71,9 @@ class AgreedIterator:
     def prepare(self) -> None:
         """Start to agree on the next iteration while the device still runs the present one."""
         if self._agreement is None:
-            error = self._error()
+            error = self._planned.await_next()
+            if error is not None and not isinstance(error, Exception):
+                error = DynaPipeError(f"prefetching ended with {error!r}")
             self._agreement = self._control.start_agreement(
                 error, plan=self._planned.next_plan_digest, what=f"iteration {self._next_iteration}"
             )
-
-    def _error(self) -> Exception | None:
-        """The error that keeps this rank from the next iteration, once its plan has arrived or failed to."""
-        error = self._planned.await_next()
-        if error is None or isinstance(error, Exception):
-            return error
-        return DynaPipeError(f"prefetching ended with {error!r}")

@@ -45,13 +45,8 @@ name; how many seconds a key stays that nobody deletes, None for ever."""
 class PlanSupply:
     """Context manager: plans arrive for as long as the block lasts. Every rank enters it, in the same order.
 
-    Args:
-        settings: store, planners, deadlines.
-        control: the group on which ranks agree; a failure to start on one is raised on all.
-        inputs: what plans are made from.
-        device: of this rank, for which micro-batches are made ready.
-        replica: data-parallel replica of this rank.
-        stage: pipeline stage of this rank.
+    `control` is the group on which ranks agree: a failure to start on one is raised on all. Micro-batches are made
+    ready for `device`; `replica` and `stage` are this rank's.
     """
 
     def __init__(
@@ -65,9 +60,7 @@ class PlanSupply:
         stage: int,
     ) -> None:
         self._device, self._place = device, (replica, stage)
-        self._settings = settings
-        self._control = control
-        self._inputs = inputs
+        self._settings, self._control, self._inputs = settings, control, inputs
         self._ahead = max(settings.ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None

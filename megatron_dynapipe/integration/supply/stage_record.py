@@ -19,14 +19,10 @@ def stage_record(
     *,
     previous_end_ns: int | None,
 ) -> StageRecord:
-    """The record of one stage.
+    """The record of one stage's iteration, whose instructions ran at `events`.
 
-    Args:
-        item: the iteration, as it was run.
-        events: when its instructions ran.
-        losses: on the last stage, (sum over tokens, tokens) by name; none on other stages.
-        memory: what the device's allocator has counted.
-        previous_end_ns: when the previous iteration's list ended; None before the first.
+    `losses` are (sum over tokens, tokens) by name, on the last stage. The previous iteration's list ended at
+    `previous_end_ns`; None before the first.
     """
     spent, waited = time_by_kind(events), round(item.waited_seconds * 1e9)
     between = events[0].start_ns - previous_end_ns - waited if events and previous_end_ns is not None else 0
