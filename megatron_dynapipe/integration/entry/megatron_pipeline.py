@@ -183,9 +183,8 @@ class MegatronPipeline:
         """
         plan, plan_digest = self._agreed(batch, plan, forward_only=forward_only)
         entry = StageEntry.of(plan, self._replica, self._runner.steps.stage, plan_digest=plan_digest)
-        collate = Collator(
-            required=self._required, reader=reader_of(batch) if self._required.text else None, special=self._tokens
-        )
+        reader = reader_of(batch) if self._required.text else None
+        collate = Collator(required=self._required, reader=reader, special=self._tokens)
         self._runner.settings = self.planner.settings
         result, _, _ = self._runner.run(
             entry,

@@ -141,7 +141,7 @@ def _put(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Add each gradient to a buffer, of the parameter's type if `dtype` is None, and drop it, as Megatron's wrapper does."""
+    """Add each gradient to a buffer, by default of its own type, and drop it, as Megatron's wrapper does."""
 
     def accumulate(parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)
