@@ -15,16 +15,10 @@ _BUCKET_BYTES = 64_000_000
 
 
 class Gradients:
-    """The gradients of a rank's modules. All ranks make it at the same point.
+    """The gradients of a rank's module, on a device. All ranks make it at the same point.
 
-    Replicas start with the first one's weights, and shared weights with their first copy's.
-
-    Args:
-        module: what this rank trains.
-        device: where its parameters are.
-        replicas: the ranks that hold the same; None where this one is alone.
-        stages: the ranks of the pipeline, over which the norm is taken; None where this one is alone.
-        shared: weights that other stages hold too, if there are any.
+    Replicas start with the first one's weights, and shared weights with their first copy's. The norm is taken over
+    `stages`, the ranks of the pipeline. A group is None where this rank is alone.
     """
 
     def __init__(

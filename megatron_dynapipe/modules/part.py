@@ -1,7 +1,4 @@
-"""The part of a model that one rank holds.
-
-Most micro-batches run by one trace; another is made where sizes lie outside what it holds for.
-"""
+"""The part of a model that one rank has. Most micro-batches run by one trace; others, of sizes beyond it, by more."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -125,16 +122,10 @@ def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 class ModelPart(Part):
-    """What `split_model` returns: modules of the whole model under their names, and the code between them.
+    """A part that `split_model` makes: modules of the whole model under their names, and the code between them.
 
-    Args:
-        model: the whole model; the part shares its modules, and needs no other of them.
-        skeleton: the whole model without memory, to trace for other shapes.
-        division: of the model over virtual stages.
-        example: the batch with which the model was traced.
-        ranks: this rank's place.
-        inputs: which of a batch's entries are the model's.
-        names: under which name each parameter is known among all that share it, by its own.
+    It shares its modules with the model, and traces `skeleton`, the model without memory, for shapes unlike the
+    example's. `names` has, for each parameter, the name under which all that share it know it.
     """
 
     def __init__(
@@ -210,9 +201,7 @@ class ModelPart(Part):
         """The module at a path, made of empty ones where there is none yet."""
         holder: nn.Module = self
         for name in path:
-            if name not in holder._modules:
-                holder._modules[name] = nn.Module()
-            child = holder._modules[name]
+            child = holder._modules.setdefault(name, nn.Module())
             assert child is not None
             holder = child
         return holder

@@ -90,17 +90,9 @@ def start_agreement(
     new: bool = False,
     learn: Callable[[], object] = lambda: None,
 ) -> StepAgreement:
-    """Start to agree with all ranks on a step.
+    """Start to agree with all ranks on a step, for which `text` stands; `what` names it in messages.
 
-    Args:
-        control: of all ranks.
-        error: why this rank cannot run it.
-        text: stands for the step.
-        what: the text is of, for the message.
-        alike: groups of ranks whose texts must be equal.
-        checksum: of the step's values; see `StepAgreement`.
-        new: this rank has to learn something together with the others before.
-        learn: does so; called on every rank if any has to.
+    `error` is why this rank cannot run it; texts must be equal in each group of `alike`; the others as `StepAgreement`.
     """
 
     def differ(ranks: Sequence[int], other: int, _: Sequence[bytes]) -> ConfigError:

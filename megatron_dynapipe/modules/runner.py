@@ -25,17 +25,8 @@ _NO_GRAPH = -math.inf
 class ModuleStage(StageModel):
     """One step's passes through this rank's virtual stages.
 
-    Args:
-        runner: whose step it is.
-        micro_batches: on the host or the device.
-        specialized: how each of them runs.
-        loss_fn: called on the last stage.
-        autocast: dtype that operations are cast to, if any.
-        scale: factor of the loss that gradients are taken of.
-        labels: keys of what is kept with an output; None keeps no outputs.
-
-    Attributes:
-        kept: by micro-batch, what the model returned, without its graph, and the batch's labels, if they are kept.
+    Operations are cast to `autocast`, if it is given; gradients are taken of the loss times `scale`. With keys of
+    `labels`, `kept` has, by micro-batch, what the model returned, without its graph, and the batch's labels.
     """
 
     def __init__(

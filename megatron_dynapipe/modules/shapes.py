@@ -3,9 +3,9 @@
     stage 0                         stage 1                         stage 2
     runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
-Where all stages have met a micro-batch's shapes before, nothing is said of them. Where any has not, it says so in the
-step's agreement, and all stages learn together what is new to any, one stage after another: each tells all ranks what
-it sends, or why it cannot run.
+Where all stages have met a step's shapes before, nothing is said of them. Where any has not, it says so in the step's
+agreement, and all stages learn them together, one stage after another: each tells all ranks what it sends, or why it
+cannot run.
 """
 
 import contextlib
@@ -112,32 +112,27 @@ class ShapeTracker:
         return self._known[key]
 
     def learn(self, runs: Mapping[Hashable, Run]) -> None:
-        """Find out what is new to any stage of this pipeline. Every rank of the job calls it at the same point.
-
-        Args:
-            runs: for every key of the step's micro-batches, in an order that all stages share.
+        """Learn a step's shapes: `runs` by key, in one order on all stages. Every rank calls it at the same point.
 
         Raises:
             ConfigError: on every rank of the pipeline: a stage cannot run what it receives.
         """
         ranks, keys = self._ranks, list(runs)
-        new = [keys[place] for place in self._new_to_any(keys)]
         crossing: list[list[_Said]] = []
         for stage in range(ranks.stages):
-            received = crossing[-1] if crossing else [None] * len(new)
+            received = crossing[-1] if crossing else [None] * len(keys)
             sent: list[_Said] = []
             if stage == ranks.stage:
-                sent = [self._sent(runs[key], value) for key, value in zip(new, received, strict=True)]
+                sent = [self._sent(runs[key], value) for key, value in zip(keys, received, strict=True)]
             texts = ranks.control.gather_texts(msgspec.json.encode(sent).decode())
             crossing.append(msgspec.json.decode(texts[ranks.pipeline[stage]], type=list[_Said]))
         failures = []
-        for key, said in zip(new, zip(*crossing, strict=True), strict=True):
+        for key, said in zip(keys, zip(*crossing, strict=True), strict=True):
             if failed := next((text for text in said if isinstance(text, str)), None):
                 failures.append(failed)
                 continue
-            received_here = said[ranks.stage - 1] if ranks.stage else None
-            self._known[key] = received_here, said[ranks.stage]
-            self.learned += 1
+            self.learned += key not in self._known
+            self._known[key] = said[ranks.stage - 1] if ranks.stage else None, said[ranks.stage]
         self._forget(keys)
         if failures:
             raise ConfigError(failures[0])
@@ -148,12 +143,6 @@ class ShapeTracker:
             self._known.move_to_end(key)
         while len(self._known) > max(_MOST_SHAPES, len(keys)):
             self._known.popitem(last=False)
-
-    def _new_to_any(self, keys: Sequence[Hashable]) -> list[int]:
-        """Places of the keys that a stage of this pipeline has not met."""
-        ranks = self._ranks
-        texts = ranks.control.gather_texts("".join("01"[key not in self._known] for key in keys))
-        return [place for place in range(len(keys)) if any(texts[rank][place] == "1" for rank in ranks.pipeline)]
 
     def _sent(self, run: Run, received: "_Said") -> "_Said":
         """What this stage sends for what it receives, or why it cannot run it."""

@@ -191,13 +191,8 @@ def materialise(
 ) -> None:
     """Give a part memory and values, module by module, so that it never takes more than itself and one module.
 
-    Args:
-        part: this rank's; what it holds in memory already stays, unless `state_dict` says otherwise.
-        names: of every parameter, the first name of those that share it: another one's value will do.
-        state_dict: values by name; only this part's are read.
-        initialise: for modules without values in a state dict.
-        device: where the part goes; by default meta tensors go to the host and others stay.
-        later: weights that another stage's copies give their values when training begins.
+    A tensor with memory stays, unless `state_dict` says otherwise; others' values come from there, under any name that
+    shares them, or from `initialise`, or `later` from another stage. Without a `device` meta tensors go to the host.
 
     Raises:
         ConfigError: a parameter or buffer has no value, or one of another shape.

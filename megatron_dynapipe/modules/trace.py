@@ -200,14 +200,10 @@ def trace(
     device: torch.device = _HOST,
     autocast: torch.dtype | None = None,
 ) -> TracedForward:
-    """Run a model's forward on tensors without memory.
+    """Run a model's forward on a batch, both without memory; the model's values are neither read nor changed.
 
-    Args:
-        model: its parameters and buffers may be on any device; they are neither read nor changed.
-        batch: arguments of the forward, by name.
-        points: names of the modules at which segments begin, or of `CutPoint`s at which they end.
-        device: kind of device that the model will run on.
-        autocast: the dtype that operations will be cast to, if any.
+    Segments begin at the modules that `points` names, or end at its `CutPoint`s. The model will run on `device`, with
+    operations cast to `autocast`, if it is given.
 
     Raises:
         ConfigError: a point is never reached or reached twice, control flow depends on data, or a value passes
