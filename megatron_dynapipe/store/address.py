@@ -75,14 +75,13 @@ def find_address(file: Path | None, environ: Mapping[str, str]) -> StoreAddress 
     """
     if file is not None:
         try:
-            url = read_bounded(file, most_bytes=_MOST_BYTES).decode().strip()
+            return StoreAddress(read_bounded(file, most_bytes=_MOST_BYTES).decode().strip())
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "text that is not UTF-8"
             raise ConfigError(
                 f"cannot read the plan store's URL from {file}: {reason}",
                 hint=f"a line such as {_FORM}",
             ) from None
-        return StoreAddress(url)
     url = environ.get(VARIABLE)
     return StoreAddress(url) if url else None
 
