@@ -1,4 +1,4 @@
-"""What a stage must know of a micro-batch before it runs: what crosses its boundaries, how to run, in which order.
+"""Parts of models, and how a micro-batch runs on one: what crosses its boundaries, in which order.
 
 passes (of a plan, or 1F1B) ──lower, once──► list without shapes ──fill, per iteration──► this rank's list
 """

@@ -156,7 +156,7 @@ class ModelPart(Part):
 
     @property
     def virtual_stages(self) -> range:
-        """Those of this rank."""
+        """Numbers of this rank's virtual stages."""
         return range(self.ranks.stage, self.ranks.stages * self.chunks, self.ranks.stages)
 
     def source(self, chunk: int = 0) -> str:

@@ -49,7 +49,7 @@ StepWork = tuple[Sequence[Batch], Plan | None]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to, the same on every rank: `loss, overflow = pipeline.step(batch)`.
+    """Result of a step, the same on every rank: `loss, overflow = pipeline.step(batch)`.
 
     Attributes:
         loss: sum over everything / count over everything: a float32 scalar without a graph, on the host.
@@ -323,7 +323,7 @@ class Pipeline:
         return self._filled[2]
 
     def _checksum(self, micro_batches: Sequence[Batch]) -> bytes:
-        """Of the batch's values, in the first steps and then now and again: it takes 0.4 ms per megabyte."""
+        """Checksum of the values, in the first steps and then now and again: it takes 0.4 ms per megabyte."""
         self._steps += 1
         is_compared = self._steps <= _COMPARED_STEPS or self._steps % _COMPARED_EVERY == 0
         return checksum(micro_batches) if is_compared else bytes(4)

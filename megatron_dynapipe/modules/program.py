@@ -53,7 +53,7 @@ class DividedTrace:
         return [str(node.args[1]) for node in self._programs[stage] if node.args and node.args[0] is batch]
 
     def compile(self, stage: int, resolve: Callable[[str], Any]) -> "StageFunction":
-        """What a stage runs."""
+        """The function of a stage."""
         received = self._crossing[stage - 1] if stage else []
         sent = None if stage == self.stages - 1 else self._crossing[stage]
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)

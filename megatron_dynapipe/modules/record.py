@@ -332,7 +332,7 @@ class ForwardRecorder(TorchFunctionMode):
 
 
 def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operation changes without a new version of it, as tensors without memory have none then."""
+    """Arguments that an operation changes without a new version of them: tensors without memory have none then."""
     name = getattr(function, "__name__", "")
     if function in (F.batch_norm, F.instance_norm):
         return list(args[1:3]) if kwargs.get("training") or kwargs.get("use_input_stats") else []
@@ -341,7 +341,7 @@ def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What views of one memory have in common; only of tensors that live."""
+    """A number that views of one memory have in common; only of tensors that live."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -91,7 +91,7 @@ Run = Callable[[Structure | None], Structure | None]
 
 
 class ShapeTracker:
-    """What crosses one boundary, by the shapes of the micro-batch.
+    """Structures that cross a stage's boundaries, by the shapes of the micro-batch.
 
     Attributes:
         learned: how many shapes of micro-batches this rank has learned so far.
@@ -107,7 +107,7 @@ class ShapeTracker:
         return key in self._known
 
     def known(self, key: Hashable) -> tuple[Structure | None, Structure | None]:
-        """What is received and what is sent for a micro-batch that has been met."""
+        """The structures received and sent for a micro-batch that has been met."""
         self._known.move_to_end(key)
         return self._known[key]
 
@@ -145,7 +145,7 @@ class ShapeTracker:
             self._known.popitem(last=False)
 
     def _sent(self, run: Run, received: "_Said") -> "_Said":
-        """What this stage sends for what it receives, or why it cannot run it."""
+        """The structure that this stage sends, or why it cannot run what it receives."""
         if isinstance(received, str):
             return received
         try:
@@ -166,7 +166,7 @@ def output_structure(
     received: Structure | None = None,
     autocast: torch.dtype | None = None,
 ) -> Structure:
-    """What a module returns, found on tensors without memory."""
+    """The structure of a module's output, run on tensors without memory."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if autocast is not None:

@@ -1,4 +1,4 @@
-"""What a model does between its modules: its forward, run once on tensors without memory and written down.
+"""Writes down a model's work between its modules: its forward, run once on tensors without memory and written down.
 
     model.forward ──► n0 embedding(batch[ids])   segment 0
                       n1 + n0 …                  segment 0     ◄ operations between modules, one by one
@@ -335,7 +335,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
 
 
 def _output(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module that is not divided returns; where its control flow depends on values (a loop over experts), a
+    """The output of a module that is not divided; where its control flow depends on values (a loop over experts), a
     tensor like the first that it is given.
     """
     try:

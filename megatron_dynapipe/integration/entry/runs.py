@@ -1,4 +1,4 @@
-"""What the entry scripts hand to Megatron's `pretrain`: checked arguments, providers, a step function, a session."""
+"""Arguments of Megatron's `pretrain` for the entry scripts: checked flags, providers, a step function, a session."""
 
 import argparse
 import os

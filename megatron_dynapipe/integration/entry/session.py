@@ -185,7 +185,7 @@ class Session:
 
     @property
     def tokens(self) -> int | None:
-        """Of the latest training iteration, where a batch's size is given in tokens."""
+        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
         in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
 
@@ -212,7 +212,7 @@ class Session:
         )
 
     def _predicted(self) -> str:
-        """What this stage's passes were to take; of computed costs, no prediction of this machine, says so instead."""
+        """The time that this stage's passes were to take; says so where costs are no prediction of this machine."""
         assert self._trained is not None
         if self._is_computed:
             return "not calibrated"
@@ -314,7 +314,7 @@ class Session:
 
 
 def _maximum(inputs: PlanInputs) -> Shape:
-    """What a run without planning would pad every sample to."""
+    """The shape that a run without planning would pad every sample to."""
     family, sampler = inputs.planner.family, inputs.splits[0].sampler
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)

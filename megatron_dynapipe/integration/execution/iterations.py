@@ -98,7 +98,7 @@ class IterationRunner:
         )
 
     def context(self, models: Sequence[torch.nn.Module]) -> MicroBatchContext:
-        """What sets the models for a micro-batch; made at the first call, which raises ConfigError as it does."""
+        """The models' context, made at the first call, which raises ConfigError as it does."""
         if self._context is None:
             self._context = MicroBatchContext(models, seed=self._seed)
         return self._context

@@ -44,7 +44,7 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
 
 
 def batch_maker(models: Sequence[torch.nn.Module]) -> MakeBatch:
-    """What makes batches for a rank's model chunks."""
+    """The function that makes batches for a rank's model chunks."""
     row_format = RowFormat.of(models)
     if any(isinstance(chunk, T5Stage) for chunk in unwrap_model(list(models))):
         return partial(t5_batch, row_format=row_format)

@@ -61,7 +61,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is profiled, and how.
+    """The subject of a profile, and how it is measured.
 
     Attributes:
         parts: what is measured, by name.

@@ -1,4 +1,4 @@
-"""What all ranks agree on: that they train the same run, and that an iteration begins on all of them or on none."""
+"""Agreement of all ranks: that they train the same run, and that an iteration begins on all of them or on none."""
 
 import functools
 import os

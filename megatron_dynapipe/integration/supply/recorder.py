@@ -1,4 +1,4 @@
-"""What this rank keeps of each iteration, and how rank 0 gathers it for the report at the run's end."""
+"""Records of each iteration on this rank, and how rank 0 gathers it for the report at the run's end."""
 
 import contextlib
 import sys
@@ -204,10 +204,10 @@ class Recorder:
         if memory is None or memory.retries <= self._retries:
             return
         self._retries = memory.retries
-        held, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
+        reserved, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
         print(
             f"warning: rank {self._rank}'s allocator has given its cache back {memory.retries} times to find"
-            f" memory, holding {held} for tensors of {used}; each time waits for the device: lower"
+            f" memory, holding {reserved} for tensors of {used}; each time waits for the device: lower"
             " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory",
             file=sys.stderr,
             flush=True,
