@@ -44,7 +44,7 @@ FLAGS: Mapping[str, str] = {
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of a model; `layers` of a GPT, the other two of a T5.
+    """A model as a file describes it; `layers` of a GPT, the other two of a T5.
 
     Attributes:
         max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
@@ -74,15 +74,15 @@ def take_model_config(args: argparse.Namespace) -> None:
     """
     model = read_model(args.model_config)
     sizes = ("hidden_size", "layers", "encoder_layers", "decoder_layers")
-    values = {name: getattr(model, name) for name in ("model", *sizes)}
-    values |= {name: model.shape.get(field) for name, field in FLAGS.items()}
-    for name, value in values.items():
-        asked = getattr(args, name)
-        if asked is None:
+    said = {name: getattr(model, name) for name in ("model", *sizes)}
+    said |= {name: model.shape.get(field) for name, field in FLAGS.items()}
+    for name, value in said.items():
+        flag = getattr(args, name)
+        if flag is None:
             setattr(args, name, value)
-        elif value is not None and asked != value:
+        elif value is not None and flag != value:
             raise ConfigError(
-                f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {asked}",
+                f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
             )
     args.model_file, args.run_lengths = model, (model.max_seq_len, model.max_target_len)
@@ -90,8 +90,8 @@ def take_model_config(args: argparse.Namespace) -> None:
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ModelShape` besides family and hidden size, as completed arguments say them; some may be missing."""
-    model: ModelFile | None = getattr(args, "model_file", None)
-    shape = dict(model.shape) if model is not None else {}
+    file: ModelFile | None = getattr(args, "model_file", None)
+    shape = dict(file.shape) if file is not None else {}
     return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
 
 
@@ -115,14 +115,14 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
     Raises:
         ConfigError: a number is missing, or the model has what is not modelled.
     """
-    model: ModelFile | None = getattr(args, "model_file", None)
-    if model is not None and model.obstacle:
+    file: ModelFile | None = getattr(args, "model_file", None)
+    if file is not None and file.obstacle:
         raise ConfigError(
-            f"costs are not computed for {model.obstacle}, in {args.model_config}",
+            f"costs are not computed for {file.obstacle}, in {args.model_config}",
             hint="measure them: megatron-dynapipe profile",
         )
     shape = given_numbers(args)
-    if "vocabulary" not in shape and (folder := args.data or (model.data if model is not None else None)) is not None:
+    if "vocabulary" not in shape and (folder := args.data or (file.data if file is not None else None)) is not None:
         from megatron_dynapipe.data.meta import read_meta
 
         shape |= {"vocabulary": read_meta(folder).vocabulary_size, "vocabulary_multiple": 128}
@@ -138,7 +138,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def read_model(path: Path) -> ModelFile:
-    """What a file says of a model.
+    """The model that a file describes.
 
     Raises:
         ConfigError: it cannot be read, is neither of the two kinds, or lacks a size.

@@ -235,17 +235,17 @@ class MegatronPipeline:
 
     def _check(self) -> None:
         settings = self.planner.settings
-        planned = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
-        built = (
+        expected = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
+        actual = (
             parallel_state.get_data_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             len(self._models),
         )
-        if planned != built:
+        if expected != actual:
             raise ConfigError(
                 "expected models in the planner's layout of data × tensor × pipeline parallel ranks × chunks "
-                f"{' × '.join(map(str, planned))}, got {' × '.join(map(str, built))}"
+                f"{' × '.join(map(str, expected))}, got {' × '.join(map(str, actual))}"
             )
         if not self._config.calculate_per_token_loss:
             raise ConfigError(

@@ -28,13 +28,13 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
+from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
@@ -55,7 +55,7 @@ class Session:
 
     Args:
         run: what was asked for.
-        progress: Megatron's counters; called once Megatron knows where training resumes.
+        resumed: the inputs of plans from where training goes on; called once Megatron knows where that is.
         required: which tensors this rank's stage reads, once the pipeline exists; by default those that the models do.
         make_batch: host tensors to what the step function takes; by default what the models take.
         wrap_step: makes of Megatron's step function the one that is called.
@@ -68,18 +68,18 @@ class Session:
         self,
         run: RunConfig,
         *,
-        progress: Callable[[], Progress],
+        resumed: Callable[[], PlanInputs],
         required: Callable[[], RequiredFields] | None = None,
         make_batch: MakeBatch | None = None,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
         self._run, self.timeout_s = run, run.timeout_s
-        self._progress = progress
+        self._resumed = resumed
         self._required = required
         self._make_batch = make_batch
         self._wrap_step = wrap_step
         self._device = run.device
-        self._records: Sequence[CheckpointRecords | LocalRecords] = ()
+        self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
         self._runner: IterationRunner | None = None
         self._resources = ExitStack()
@@ -167,8 +167,8 @@ class Session:
         group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         named = named_losses(losses, self._tasks, group=group, replicas=replicas)
-        agreed = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
-        split = next(name for name, known in self._iterators.items() if known is agreed)
+        inner = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
+        split = next(name for name, known in self._iterators.items() if known is inner)
         self._recorder.add_evaluation(split, named)
         return named
 
@@ -212,7 +212,7 @@ class Session:
         )
 
     def _predicted(self) -> str:
-        """The time that this stage's passes were to take; says so where costs are no prediction of this machine."""
+        """The predicted time of this stage's passes, or that computed costs do not predict this machine."""
         assert self._trained is not None
         if self._is_computed:
             return "not calibrated"
@@ -228,13 +228,12 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(resumed_inputs(run.inputs, self._progress()))
+        inputs = self._with_model_state(self._resumed())
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
             for records in self._records:
-                if isinstance(records, CheckpointRecords):
-                    self._resources.callback(records.finish)
+                self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
@@ -270,7 +269,7 @@ class Session:
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:
-        """Make the recorder of this rank."""
+        """The recorder of this rank."""
         run, rank = self._run, self._control.rank
         return Recorder(
             run.report_folder,
@@ -305,11 +304,11 @@ class Session:
 
     def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
         """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
-        row = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
-        state_bytes = [0] * inputs.planner.pipeline_parallel
-        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(row))):
-            state_bytes[stage] = max(state_bytes[stage], size)
-        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(state_bytes))
+        counted = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
+        most = [0] * inputs.planner.pipeline_parallel
+        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(counted))):
+            most[stage] = max(most[stage], size)
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(most))
         return msgspec.structs.replace(inputs, planner=planner)
 
 
