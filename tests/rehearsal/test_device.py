@@ -11,7 +11,7 @@ from tests.helpers.rehearsal import build, launch
 pytestmark = pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++")
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import copy, io, torch, torch.distributed as dist
 
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and "H100" in torch.cuda.get_device_name()
 linear = torch.nn.Linear(8, 4).to("cuda:1")
@@ -19,6 +19,13 @@ linear(torch.ones(3, 8, device="cuda:1")).relu().sum().backward()
 assert linear.weight.grad.device == torch.device("cuda", 1) and torch.cuda.memory_allocated(1) > 0
 torch.optim.AdamW(linear.parameters(), fused=True).step()
 assert linear.weight.data[1:].t().contiguous().is_cuda and not linear.weight.cpu().is_cuda
+torch.save([linear.weight, linear.weight.detach()[1]], file := io.BytesIO())
+for where, loaded in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0"), (lambda storage, _: storage.cuda(), "cuda:0")):
+    file.seek(0)
+    weight, row = torch.load(file, map_location=where)
+    assert weight.device == row.device == torch.device(loaded) and weight.cpu().equal(linear.weight.cpu())
+    assert row.data_ptr() == weight.data_ptr() + 8 * 4
+assert copy.deepcopy(linear).weight.data_ptr() != linear.weight.data_ptr()
 assert torch.ones(2).pin_memory().is_pinned() and not torch.ones(2).is_pinned()
 
 def refused(call, message):

@@ -1,63 +1,56 @@
-"""Training by the entry scripts on rehearsed GPUs: nothing of Megatron is replaced, and losses are the CPU's."""
+"""Entry scripts and commands on rehearsed GPUs, with and without Transformer Engine: nothing of Megatron is replaced.
+
+The rows that a session selects run one after another in two processes, one for each: importing Megatron takes longer
+than a run. `docs/gpu-notes.md` says what a rehearsal proves.
+"""
 
 import math
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.helpers import entry_scripts
+from tests.helpers.entry_scripts import ROOT
+from tests.helpers.layouts.compare import assert_close, gradients_of
+from tests.helpers.layouts.layout import named, reference
 from tests.helpers.random_dataset import make_dataset
-from tests.helpers.rehearsal import build
-from tests.helpers.rehearsal.jobs import Job, run_all
+from tests.helpers.rehearsal import build, jobs
 
 pytestmark = pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++")
 
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 """As the run files say."""
-TWO_STAGES = f"{LOCAL} --pipeline-model-parallel-size 2"
-FAMILIES = ["gpt", "t5"]
+ENGINE = "--transformer-impl transformer_engine"
+FILE = "--dynapipe-unset transformer-impl no-persist-layer-norm no-masked-softmax-fusion no-bias-dropout-fusion"
+"""What a run file says of local layers, taken back."""
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+@dataclass(frozen=True)
+class Row:
+    """A run: of an entry script of a family, of `megatron-dynapipe`, or of a layout of `tests.helpers.layouts`."""
+
+    what: str
+    flags: str
+    ranks: int = 2
+    engine: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.what}, {self.ranks} ranks, {'with' if self.engine else 'no'} engine: {self.flags}"
 
 
-@pytest.fixture(scope="module")
-def flags(data, tmp_path_factory):
-    """A family's run from its second iteration on, from the checkpoint that a run on the CPU saves after its first."""
-    folder = tmp_path_factory.mktemp("saved")
+def rows(*table: tuple[str, int, str]) -> Iterator[Any]:
+    """Parameters: of each (family, ranks, flags) a run without Transformer Engine and one with its layers.
 
-    def of(family: str) -> str:
-        return f"{TWO_STAGES} --load {folder / family} --no-load-rng --override-opt-param-scheduler --train-iters 4"
-
-    for family in FAMILIES:
-        first = f"{TWO_STAGES} --save {folder / family} --save-interval 1 --train-iters 1"
-        entry_scripts.losses(family, data, first, ranks=2, report=folder / "report")
-    return of
-
-
-@pytest.fixture(scope="module")
-def rehearsed(data, flags, tmp_path_factory):
-    """Every family's run of two ranks, over NCCL, from one process."""
-    folder = tmp_path_factory.mktemp("rehearsal")
-    jobs = [
-        Job(
-            entry_scripts.script_of(family),
-            entry_scripts.words(family, data, flags(family), report=folder / family),
-            ranks=2,
-        )
-        for family in FAMILIES
-    ]
-    return dict(zip(FAMILIES, run_all(jobs, folder), strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_on_gpus_has_the_losses_of_one_on_the_cpu(family, rehearsed, flags, data, tmp_path):
-    ranks = rehearsed[family]
-    assert not isinstance(ranks, str), ranks
-    assert [rank["status"] for rank in ranks] == [0, 0], ranks[0]["stderr"] + ranks[1]["stderr"]
-    on_cpu = entry_scripts.losses(family, data, flags(family), ranks=2, report=tmp_path)
-    assert ranks[-1]["losses"].keys() == on_cpu.keys() == {"2", "3", "4"}
-    for iteration, loss in on_cpu.items():
-        assert math.isclose(ranks[-1]["losses"][iteration], loss, rel_tol=1e-5), iteration
+    A family that ends with * runs every day without, one that ends with + with, the others are slow.
+    """
+    for family, ranks, flags in table:
+        for engine, daily in ((False, "*"), (True, "+")):
+            row = Row(family.rstrip("*+"), flags, ranks, engine)
+            yield pytest.param(row, id=row.id, marks=() if daily in family else pytest.mark.slow)

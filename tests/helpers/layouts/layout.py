@@ -55,7 +55,7 @@ class Layout:
     slices: int | None = None  # most positions of a piece; None leaves samples whole
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
-    engine: bool = False  # linears of Transformer Engine's kind
+    engine: bool = False  # layers of Transformer Engine
 
     @property
     def ranks(self) -> int:
@@ -132,7 +132,7 @@ PHRASES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16", "loss_scale": 64.0},
     "dropout": {"dropout": 0.1},
     "fused": {"fused": True},
-    "Transformer Engine's linears": {"fused": True, "engine": True},
+    "Transformer Engine's layers": {"fused": True, "engine": True},
     "gathered in passes": {"gather": True},
     "samples reversed": {"samples": ALL[::-1]},
 }

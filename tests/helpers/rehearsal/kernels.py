@@ -131,11 +131,24 @@ def _mm_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
+def _rms_norm_backward(
+    grad_out: Tensor, inputs: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, output_mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the norm of the last dimension."""
+    normalized, gradient = inputs.float() * rstd, grad_out.float()
+    of_weight = (gradient * normalized).flatten(0, -2).sum(0)
+    gradient = gradient if weight is None else gradient * weight.float()
+    of_inputs = (gradient - normalized * (gradient * normalized).mean(-1, keepdim=True)) * rstd
+    of_weight = None if weight is None or not output_mask[1] else of_weight.to(weight.dtype)
+    return of_inputs.to(inputs.dtype) if output_mask[0] else None, of_weight
+
+
 KERNELS = {
     "_flash_attention_forward": _attention,
     "_flash_attention_backward": _attention_backward,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "addmm.dtype": _addmm_as,
     "addmm.dtype_out": _addmm_to,
     "mm.dtype": _mm_as,
 }
-"""Kernels of CUDA alone: varlen attention, and products whose result is wider than what they multiply."""
+"""Kernels of CUDA alone: varlen attention, a norm, and products whose result is wider than what they multiply."""
