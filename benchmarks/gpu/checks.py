@@ -44,11 +44,17 @@ PARTS = {
     "t5: packed rows, 2 stages on one device, bf16": "t5 1x2x1, packed",
     "gpt: packed rows, 2 stages on one device, bf16": "gpt 1x2x1, packed",
     "gpt: long samples in slices": "gpt 1x2x1, slices of 16",
-    "t5: relative positions in packed rows, by flex_attention": "t5 1x2x1, relative positions, packed",
+    "t5: relative positions in packed rows, by flex_attention": "t5 1x2x1, relative positions, hidden 64, packed",
     "gpt: half layers, backward passes in halves": "gpt 1x2x1, layers 2.5+1.5, divided",
     "t5: half layers, the encoder's end inside a stage": "t5 1x2x1, layers 1.5+2.5",
 }
 """Two stages on one device, in bf16."""
+ENGINE = (
+    "gpt 1x2x1, divided, Transformer Engine's layers",
+    "t5 1x2x1, every second divided, Transformer Engine's layers",
+    "gpt 2x1x1, sequence parallel, divided, Transformer Engine's layers",
+)
+"""Backward passes in halves, with biases; the last with a rank on each GPU."""
 SPREAD = (
     "t5 1x2x1, recompute mixed",
     "gpt 1x2x1, two chunks",
@@ -156,8 +162,7 @@ def entry(case: Case, on_cpu: LoggedLosses, family: str, ranks: int, extra: str 
 def engine(case: Case, on_cpu: LoggedLosses) -> Figures:
     """Layers of Transformer Engine around PyTorch's attention, with weights of the same seed, in fp32; the CPU's run
     has Megatron's local layers."""
-    if case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        raise NotRunError("no GPU" if case.device == "cpu" else "Transformer Engine is not installed")
+    need_engine(case)
     return entry(case, on_cpu, "t5", 1, "--transformer-impl transformer_engine")
 
 
@@ -180,12 +185,18 @@ def one_rank(case: Case, reference: Reference, family: str) -> Figures:
 def model_of(row: str) -> str:
     """One rank of a layout's model."""
     layout = named(row)
-    return f"{layout.family} 1x1x1" + (", relative positions" if layout.positions == "relative" else "")
+    relative = f", relative positions, hidden {layout.hidden}" if layout.positions == "relative" else ""
+    return f"{layout.family} 1x1x1{relative}"
 
 
 def stages(case: Case, reference: Reference, bounds: Callable[[str], Bounds], row: str) -> Figures:
-    """Several stages on one GPU, through the host, within bounds of the reference."""
-    gradients, losses = deviation(case.train(row), reference(model_of(row)))
+    """Several stages on one GPU, through the host, within bounds of the reference; tensor-parallel ranks apart."""
+    layout = named(row)
+    if layout.engine:
+        need_engine(case)
+    if layout.tensor > 1:
+        need_devices(case, layout.ranks)
+    gradients, losses = deviation(case.train(row, alone=layout.tensor == 1), reference(model_of(row)))
     most = bounds(model_of(row))
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
 
@@ -228,6 +239,21 @@ def need_devices(case: Case, ranks: int) -> None:
     """Raise NotRunError where ranks would have to share a GPU, which NCCL refuses."""
     if case.device == "cuda" and torch.cuda.device_count() < ranks:
         raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
+
+
+def need_engine(case: Case) -> None:
+    """Raise NotRunError without a GPU or without Transformer Engine."""
+    if case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+        raise NotRunError("no GPU" if case.device == "cpu" else "Transformer Engine is not installed")
+
+
+def probe(case: Case, what: str, row: str) -> Figures:
+    """Figures of a device, of the rank with the most of each."""
+    if case.device == "cpu":
+        raise NotRunError("no GPU")
+    need_devices(case, named(row).ranks)
+    found = case.train(row, what, alone=named(row).ranks == 1)
+    return {name: max(figures[name] for figures in found) for name in found[0]}
 
 
 def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
@@ -320,6 +346,11 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for family in case.families:
         yield f"{family}: throughput of real training", partial(throughput, case, family)
     yield "tests marked gpu", partial(gpu_tests, case)
+    for row in () if case.small else ENGINE:
+        yield f"{row}, bf16", partial(stages, case, reference, noise, f"{row}, bf16")
+    yield "experts: the host's time for a layer", partial(probe, case, "experts", "gpt 1x1x1, hidden 256, bf16")
+    beside = "gpt 2x1x1, hidden 1024, sequence parallel, divided, bf16"
+    yield "tensor parallel: transfers beside products", partial(probe, case, "transfers", beside)
     yield "soak: 2 stages on one device", partial(soak, case, alone=True)
     for family in case.families:
         for count in (2,) if case.small else (2, 4):

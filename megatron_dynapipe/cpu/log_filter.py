@@ -24,8 +24,8 @@ WARNINGS: tuple[tuple[str, str], ...] = (
     ("Please use DTensor instead", "Megatron's checkpoints use sharded tensors"),
     (
         "The AccumulateGrad node's stream does not match",
-        "on GPUs: Megatron builds its data-parallel wrapper under a stream of its own, on which gradients are then added"
-        " up; autograd lets the two wait for each other",
+        "on GPUs: Megatron builds its data-parallel wrapper under a stream of its own, on which gradients are added up;"
+        " autograd lets the streams wait for each other",
     ),
     (
         r"barrier\(\): using the device under current context",

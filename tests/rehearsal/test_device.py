@@ -20,7 +20,8 @@ assert linear.weight.grad.device == torch.device("cuda", 1) and torch.cuda.memor
 torch.optim.AdamW(linear.parameters(), fused=True).step()
 assert linear.weight.data[1:].t().contiguous().is_cuda and not linear.weight.cpu().is_cuda
 torch.save([linear.weight, linear.weight.detach()[1]], file := io.BytesIO())
-for where, loaded in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0"), (lambda storage, _: storage.cuda(), "cuda:0")):
+to_device = lambda storage, _: storage.cuda()
+for where, loaded in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0"), (to_device, "cuda:0")):
     file.seek(0)
     weight, row = torch.load(file, map_location=where)
     assert weight.device == row.device == torch.device(loaded) and weight.cpu().equal(linear.weight.cpu())

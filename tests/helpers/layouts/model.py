@@ -27,7 +27,7 @@ from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,7 +38,7 @@ def config(layout: Layout) -> TransformerConfig:
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
-        hidden_size=HIDDEN,
+        hidden_size=layout.hidden,
         num_attention_heads=HEADS,
         attention_dropout=layout.dropout,
         hidden_dropout=layout.dropout,

@@ -6,6 +6,15 @@ from transformer_engine.pytorch.linears import GroupedLinear, LayerNormLinear, L
 from transformer_engine.pytorch.norms import LayerNorm, RMSNorm
 
 __all__ = [
-    *("DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm"),
-    *("distributed", "fp8", "optimizers", "router", "tensor"),
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "distributed",
+    "fp8",
+    "optimizers",
+    "router",
+    "tensor",
 ]

@@ -1,8 +1,8 @@
 """Linears: their collectives, and what a backward pass does with the gradients of weights.
 
-With `fuse_wgrad_accumulation` a backward pass writes a weight's gradient to `main_grad` and hands autograd a stand-in that
-holds nothing: over what is there in the first micro-batch, added to it in later ones. Where the module's `wgrad_store`
-delays, it keeps the operands, and no gradient of a bias that the product makes.
+With `fuse_wgrad_accumulation` a backward pass writes a weight's gradient to `main_grad` and hands autograd a stand-in
+that holds nothing: over what is there in the first micro-batch, added to it in later ones. Where the module's
+`wgrad_store` delays, it keeps the operands, and a gradient of a bias that the product makes is not returned.
 """
 
 from collections.abc import Callable, Sequence

@@ -125,7 +125,7 @@ def _spans(offsets: Tensor) -> list[slice]:
 
 
 def _padding(mask: Any, offsets: tuple[Tensor | None, ...], query: Tensor, key: Tensor) -> list[Tensor]:
-    """bool[b, positions] of queries and of keys, from a mask [b, 1, 1, positions] or a pair of them, or from offsets."""
+    """bool[b, positions] of queries and of keys, from a mask [b, 1, 1, positions], a pair of them, or offsets."""
     if mask is not None:
         pair = mask if isinstance(mask, tuple) else (mask, mask)
         return [each[:, 0, 0] for each in pair]
