@@ -16,7 +16,7 @@ release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
-exclude_patterns = ["results/*.md"]  # tables that docs/results.md shows
+exclude_patterns = ["results/*.md"]  # a table that README shows as a chart
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 html_theme = "furo"

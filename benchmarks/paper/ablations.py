@@ -23,7 +23,7 @@ from benchmarks import charts
 from benchmarks.common import markdown, number, say
 from benchmarks.paper import real
 from benchmarks.paper.clusters import LAYERS, USUAL_SIZE, Case, global_batches
-from benchmarks.paper.output import arguments, write
+from benchmarks.paper.output import arguments, chart, write
 from benchmarks.paper.simulate import Point, chosen_split
 from benchmarks.planning.published import published_order
 from megatron_dynapipe.errors import DynaPipeError
@@ -104,7 +104,7 @@ def main() -> None:
         real.ablations(args.output)
         return
     rows = [row for family in LAYERS for row in compared(Case(family, 8))]
-    draw(rows, args.output / "ablations-simulated.png", "predicted tokens/s, planned and padded = 1")
+    draw(rows, chart(args.output, "ablations-simulated"), "predicted tokens/s, planned and padded = 1")
     write(args.output, "ablations-simulated", rows, table(rows))
 
 

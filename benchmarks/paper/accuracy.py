@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks import charts
 from benchmarks.common import markdown, number, run_quietly
-from benchmarks.paper.output import arguments, write
+from benchmarks.paper.output import arguments, chart, write
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="for the iterations of both models")
     args = parser.parse_args()
     rows = measured(args.minutes)
-    draw_pairs(rows, args.output / "accuracy-real.png")
+    draw_pairs(rows, chart(args.output, "accuracy-real"))
     write(args.output, "accuracy-real", rows, table(rows))
 
 

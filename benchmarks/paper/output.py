@@ -15,7 +15,8 @@ import msgspec
 from benchmarks.common import ROOT
 
 FORMAT = "dynapipe-paper/1"
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "benchmarks" / "paper" / "results"
+CHARTS = ROOT / "docs" / "results"
 
 PAPER = {
     "text": "Up to 4.39 × (T5) and 3.25 × (GPT) the throughput of packing on FLANv2.",
@@ -30,6 +31,11 @@ def arguments(description: str, *, scales: Sequence[str] = ("simulated", "real")
     parser.add_argument("--scale", choices=scales, default=scales[0], help="(%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="(%(default)s)")
     return parser
+
+
+def chart(folder: Path, name: str) -> Path:
+    """Where NAME.png goes: beside the page that shows it, or to the tables where `--output` was given."""
+    return (CHARTS if folder == RESULTS else folder) / f"{name}.png"
 
 
 def write(folder: Path, name: str, rows: Sequence[Any], table: str, **more: Any) -> None:

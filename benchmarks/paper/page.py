@@ -1,4 +1,4 @@
-"""Write `docs/results.md` from the tables and charts in `docs/results`.
+"""Write `docs/results.md` from the tables in `benchmarks/paper/results` and the charts in `docs/results`.
 
 python -m benchmarks.paper.page
 """
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from benchmarks.paper.output import RESULTS
+from benchmarks.paper.output import RESULTS, chart
 
 WIDTH = 120
+MOST_ROWS = 16
+"""A longer table is a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,17 @@ def page(folder: Path) -> str:
 
 
 def shown(folder: Path, name: str) -> str:
-    """One experiment: its command, chart and table."""
+    """One experiment: its command, its chart, and its table or where that is."""
     kind = name.rpartition("-")[2].capitalize()
     path = folder / f"{name}.md"
     if not path.exists():
         return f"### {kind}\n\nNot measured yet.\n"
     about, _, table = path.read_text(encoding="utf-8").partition("\n\n")
-    chart = f"![{name}](results/{name}.png)\n\n" if (folder / f"{name}.png").exists() else ""
-    return f"### {kind}\n\n{about}\n\n{chart}{table}"
+    rows = len(table.splitlines()) - 2
+    if rows > MOST_ROWS:
+        table = f"[The table, {rows} rows](../benchmarks/paper/results/{path.name})\n"
+    picture = f"![{name}](results/{name}.png)\n\n" if chart(folder, name).exists() else ""
+    return f"### {kind}\n\n{about}\n\n{picture}{table}"
 
 
 if __name__ == "__main__":

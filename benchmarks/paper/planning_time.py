@@ -27,7 +27,7 @@ from benchmarks.paper.clusters import (
     global_batches,
     published_on,
 )
-from benchmarks.paper.output import arguments, write
+from benchmarks.paper.output import arguments, chart, write
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import GlobalBatch
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> None:
     args = arguments(__doc__, scales=("simulated",)).parse_args()
     rows = simulated()
-    draw(rows, args.output / "planning-time-simulated.png")
+    draw(rows, chart(args.output, "planning-time-simulated"))
     write(args.output, "planning-time-simulated", rows, table(rows))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import charts
 from benchmarks.common import DEMO_DATA, ROOT, markdown, run_quietly, say, show_interval, torchrun
-from benchmarks.paper.output import write
+from benchmarks.paper.output import chart, write
 from benchmarks.throughput.methods import ABLATIONS as REPLACED
 from benchmarks.throughput.methods import METHODS as TRAINED
 
@@ -53,7 +53,7 @@ def ablations(output: Path) -> None:
         x = "measured tokens/s, planned and padded = 1"
         charts.bars(axis, values, title=f"demo {model}, two stages", x=x, form="{:.2f}", best=BASE)
         axis.axvline(1, color="#33393f", linewidth=0.8, linestyle=":")
-    charts.save(figure, output / "ablations-real.png")
+    charts.save(figure, chart(output, "ablations-real"))
     lines = [
         [
             f"demo {row['model']}",

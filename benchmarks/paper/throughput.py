@@ -27,7 +27,7 @@ from benchmarks.paper.clusters import (
     global_batches,
     published_best,
 )
-from benchmarks.paper.output import PAPER, arguments, write
+from benchmarks.paper.output import PAPER, arguments, chart, write
 from benchmarks.paper.simulate import METHODS, SAME_LAYOUT, Point, Row, best_rows
 
 SHOWN = (*METHODS[:4], SAME_LAYOUT, *METHODS[4:], charts.PUBLISHED)
@@ -52,19 +52,19 @@ def main() -> None:
     rows: Sequence[Any]
     if args.scale == "real":
         rows = real.throughput(args.over, [int(place) for place in args.places.split(",") if place])
-        draw_real(rows, args.over, args.output / f"{name}.png")
+        draw_real(rows, args.over, chart(args.output, name))
         shown = real.throughput_table(rows, args.over)
         shares = [share_of(f"demo {row['model']}", row["place"], row) for row in rows]
     else:
         clusters = [int(gpus) for gpus in args.gpus.split(",")]
         rows = [row for family in LAYERS for gpus in clusters for row in swept(Case(family, gpus), args.over)]
-        draw(rows, args.over, args.output / f"{name}.png")
+        draw(rows, args.over, chart(args.output, name))
         shown = table(rows, args.over)
         alike = [row for row in rows if row.gpus == 8 and row.method != SAME_LAYOUT]
         shares = [share_of(row.model, row.max_seq_len, msgspec.structs.asdict(row)) for row in alike]
     write(args.output, name, rows, shown, paper=PAPER)
     if args.over == "length":
-        draw_shares(shares, args.output / f"padding-{args.scale}.png")
+        draw_shares(shares, chart(args.output, f"padding-{args.scale}"))
         write(args.output, f"padding-{args.scale}", shares, table_of_shares(shares))
 
 

@@ -179,13 +179,13 @@ class Collator:
         tasks = np.zeros(size, np.int64) if needed.labels and self.task_ids is not None else None
         read, starts = (self._pair, rows.target_starts) if has_decoder else (self._sequence, rows.input_starts)
         for number, sample in enumerate(plan.sample_ids if needed.text else ()):
-            given, decoder_given, wanted, counts = read(plan, number)
-            put(tokens, rows.input_starts[number], given)
+            inputs, decoder_given, targets, counts = read(plan, number)
+            put(tokens, rows.input_starts[number], inputs)
             put(decoder_tokens, starts[number], decoder_given)
-            put(labels, starts[number], wanted)
+            put(labels, starts[number], targets)
             put(loss_mask, starts[number], counts)
             if self.task_ids is not None:
-                put(tasks, starts[number], np.full(len(wanted), self.task_ids[sample], np.int64))
+                put(tasks, starts[number], np.full(len(targets), self.task_ids[sample], np.int64))
         arrays: dict[str, npt.NDArray[Any] | None] = {
             "tokens": tokens,
             "decoder_tokens": decoder_tokens,
@@ -198,9 +198,9 @@ class Collator:
     def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
         sample, planned = plan.sample_ids[number], plan.input_lengths[number]
-        given, wanted = self._read(sample)
-        counts = learned(sample, len(given), len(wanted), self.loss_on, self.spans)
-        sequence = truncated(np.concatenate([given, wanted]), planned, self.truncate, "tokens", sample)
+        inputs, targets = self._read(sample)
+        counts = learned(sample, len(inputs), len(targets), self.loss_on, self.spans)
+        sequence = truncated(np.concatenate([inputs, targets]), planned, self.truncate, "tokens", sample)
         counts = truncated(counts, planned, self.truncate, "tokens", sample)
         start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))
         following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
@@ -209,15 +209,15 @@ class Collator:
     def _pair(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """An encoder–decoder sample, likewise."""
         sample = plan.sample_ids[number]
-        given, wanted = self._read(sample)
-        given = truncated(given, plan.input_lengths[number], self.truncate, "input tokens", sample)
-        wanted = truncated(wanted, plan.target_lengths[number], self.truncate, "target tokens", sample)
-        return given, [self.special.bos_id, *wanted], [*wanted, self.special.eos_id], np.ones(len(wanted) + 1)
+        inputs, targets = self._read(sample)
+        inputs = truncated(inputs, plan.input_lengths[number], self.truncate, "input tokens", sample)
+        targets = truncated(targets, plan.target_lengths[number], self.truncate, "target tokens", sample)
+        return inputs, [self.special.bos_id, *targets], [*targets, self.special.eos_id], np.ones(len(targets) + 1)
 
     def _read(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         assert self.reader is not None
-        given, wanted = self.reader[sample]
-        return given.astype(np.int64), wanted.astype(np.int64)
+        inputs, targets = self.reader[sample]
+        return inputs.astype(np.int64), targets.astype(np.int64)
 
     def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
         return np.full((plan.shape.size, length), self.special.pad_id, np.int64)

@@ -118,11 +118,11 @@ def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, File
     return digests
 
 
-def changed_file(path: Path, expected: str, found: str) -> DataError:
+def changed_file(path: Path, expected: str, actual: str) -> DataError:
     """The error of a file that is not the manifest's."""
     return DataError(
         f"{path}: expected the file that {meta_path(path.parent).name} describes (digest {expected}), found another "
-        f"(digest {found})",
+        f"(digest {actual})",
         hint="it was overwritten or copied badly: copy it again, or make the dataset again with `data prepare`; "
         "`data verify` checks every file and sample",
     )

@@ -44,9 +44,9 @@ def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[
     """Write (input, target) samples, none of them empty, as `<prefix>.bin` and `<prefix>.idx`, with their checksums."""
     dtype = token_dtype(vocabulary_size)
     pairs = list(samples)
-    tokens = [np.asarray([*given, *wanted], dtype).tobytes() for given, wanted in pairs]
+    tokens = [np.asarray([*inputs, *targets], dtype).tobytes() for inputs, targets in pairs]
     data_path(prefix).write_bytes(b"".join(tokens))
-    save_array(checksums_path(prefix), np.array([zlib.crc32(each) for each in tokens], np.uint32))
+    save_array(checksums_path(prefix), np.array([zlib.crc32(sample) for sample in tokens], np.uint32))
     lengths = np.array([len(part) for pair in pairs for part in pair], "<i4")
     write_index(prefix, dtype, len(tokens), lambda: [lengths])
 
@@ -78,7 +78,7 @@ def write_index(
         samples: their number.
         lengths: gives tokens of every input and target in turn, in any number of pieces; called twice.
     """
-    code = next(code for code, each in DTYPES.items() if each == dtype)
+    code = next(code for code, known in DTYPES.items() if known == dtype)
     with index_path(prefix).open("wb") as index:
         index.write(HEADER.pack(MAGIC, VERSION, code, 2 * samples, samples + 1))
         for piece in lengths():

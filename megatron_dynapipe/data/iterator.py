@@ -217,11 +217,11 @@ def pinning(device: torch.device) -> Callable[[HostMicroBatch], HostMicroBatch]:
 def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     """The same micro-batch with all its tensors in one buffer."""
     rows = {name: row for name in ("input_segments", "decoder_segments") if (row := getattr(batch, name)) is not None}
-    own = {each.name: value for each in fields(batch) if isinstance(value := getattr(batch, each.name), Tensor)}
+    named = {field.name: value for field in fields(batch) if isinstance(value := getattr(batch, field.name), Tensor)}
     parts = ("offsets", "positions", "key_offsets")
-    given = [*own.values(), *(getattr(row, part) for row in rows.values() for part in parts)]
-    copied = iter(gathered(given, pin=pin))
-    changed: dict[str, Any] = dict(zip(own, copied, strict=False))
+    tensors = [*named.values(), *(getattr(row, part) for row in rows.values() for part in parts)]
+    copied = iter(gathered(tensors, pin=pin))
+    changed: dict[str, Any] = dict(zip(named, copied, strict=False))
     changed |= {name: replace(row, **{part: next(copied) for part in parts}) for name, row in rows.items()}
     return replace(batch, **changed)
 

@@ -205,14 +205,14 @@ def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
 
     path = tokenizer_folder(folder)
     try:
-        found = fingerprint(path) if meta.tokenizer else ""
+        actual = fingerprint(path) if meta.tokenizer else ""
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: expected the dataset's tokenizer, cannot read it: {error}", hint=_COPY_HINT
         ) from error
-    if found != meta.tokenizer:
+    if actual != meta.tokenizer:
         raise DataError(
             f"{path}: expected the tokenizer that {meta_path(folder).name} describes (fingerprint {meta.tokenizer}),"
-            f" found another (fingerprint {found})",
+            f" found another (fingerprint {actual})",
             hint=_COPY_HINT,
         )

@@ -65,14 +65,14 @@ class SpanTable:
         return [(int(start), int(end)) for _, start, end in self.rows[first:stop]]
 
 
-def learned(sample: int, given: int, wanted: int, loss_on: LossOn, spans: SpanTable) -> npt.NDArray[np.float32]:
+def learned(sample: int, inputs: int, targets: int, loss_on: LossOn, spans: SpanTable) -> npt.NDArray[np.float32]:
     """float32[given + wanted], 1 for each token of a decoder-only sequence that is to be learned."""
     if loss_on is LossOn.EVERYTHING:
-        return np.ones(given + wanted, np.float32)
-    counts = np.zeros(given + wanted, np.float32)
-    counts[given:] = 1
+        return np.ones(inputs + targets, np.float32)
+    counts = np.zeros(inputs + targets, np.float32)
+    counts[inputs:] = 1
     for first, end in spans.of(sample):
-        counts[first : min(end, given)] = 1
+        counts[first : min(end, inputs)] = 1
     return counts
 
 

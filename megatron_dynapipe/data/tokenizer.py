@@ -106,10 +106,10 @@ def start_id(tokenizer: Tokenizer) -> int:
 def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that stand for removed spans, in order; none where a tokenizer has none."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    found: list[int] = []
-    while (token := SENTINEL.format(len(found))) in vocabulary:
-        found.append(vocabulary[token])
-    return tuple(found)
+    ids: list[int] = []
+    while (token := SENTINEL.format(len(ids))) in vocabulary:
+        ids.append(vocabulary[token])
+    return tuple(ids)
 
 
 def fingerprint(folder: Path) -> str:
@@ -147,7 +147,7 @@ class FastEncoder:
             encoded = self._slow(list(texts), add_special_tokens=False, split_special_tokens=is_text)
             return [list(ids) for ids in encoded["input_ids"]]
         self._fast.encode_special_tokens = is_text
-        return [each.ids for each in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -196,7 +196,7 @@ class RecordFile:
         """Add a timeline; where there are too many, every second one goes. Raises OSError."""
         if len(self._timelines) >= MOST_TIMELINES:
             self._timeline_stride *= 2
-            self._timelines = [each for each in self._timelines if self.wants_timeline(each)]
+            self._timelines = [iteration for iteration in self._timelines if self.wants_timeline(iteration)]
             self._thin_out()
         self._write(_encoder.encode_lines([record]))
         self._timelines.append(record.iteration)

@@ -20,8 +20,8 @@ _SAME = ("model", "data")
 
 def earlier_starts(folder: Path) -> list[Path]:
     """The folders of the earlier starts, in order."""
-    found = [(int(m[1]), path) for path in folder.glob("start-*") if (m := _START.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    starts = [(int(m[1]), path) for path in folder.glob("start-*") if (m := _START.fullmatch(path.name))]
+    return [path for _, path in sorted(starts)]
 
 
 def keep_earlier(folder: Path, begun: RunRecord) -> None:
@@ -35,8 +35,8 @@ def keep_earlier(folder: Path, begun: RunRecord) -> None:
     if not _goes_on(folder / "rank-0.jsonl", begun):
         for path in files:
             path.unlink()
-        for each in before:
-            shutil.rmtree(each)
+        for start in before:
+            shutil.rmtree(start)
         return
     last = int(before[-1].name.removeprefix("start-")) if before else 0
     target = folder / f"start-{last + 1}"
@@ -50,7 +50,7 @@ def _goes_on(records: Path, begun: RunRecord) -> bool:
     if begun.first_iteration == 0:
         return False
     try:
-        earlier = next((each for each in read_records(records) if isinstance(each, RunRecord)), None)
+        earlier = next((record for record in read_records(records) if isinstance(record, RunRecord)), None)
     except DataError:
         return False
     return (

@@ -126,7 +126,7 @@ def summarise(
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
         plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
-        memory=max(memory, key=lambda each: each.fragment_bytes, default=None),
+        memory=max(memory, key=lambda record: record.fragment_bytes, default=None),
     )
 
 
@@ -159,10 +159,10 @@ def _prediction_text(summary: Summary) -> str:
 
 
 def _memory_line(memory: MemoryRecord) -> str:
-    held, tensors, fragments = in_mb(memory.reserved_bytes, memory.allocated_bytes, memory.fragment_bytes)
+    reserved, tensors, fragments = in_mb(memory.reserved_bytes, memory.allocated_bytes, memory.fragment_bytes)
     retries = f", having given its cache back {memory.retries} times" if memory.retries else ""
     return (
-        f"memory: rank {memory.rank}'s allocator held up to {held} for tensors of up to {tensors}{retries}: "
+        f"memory: rank {memory.rank}'s allocator held up to {reserved} for tensors of up to {tensors}{retries}: "
         f"a --dynapipe-device-memory-limit {fragments} below the device's memory has room for its fragments"
     )
 
@@ -180,7 +180,7 @@ def _evaluation_line(split: str, losses: Mapping[str, Mapping[int, float]]) -> s
     said = f"{split} loss after iteration {last}: " + ("–" if total is None else f"{total:.4f}")
     if not latest:
         return said
-    highest = sorted(latest.items(), key=lambda each: -each[1])
+    highest = sorted(latest.items(), key=lambda task_loss: -task_loss[1])
     named = ", ".join(f"{task} {loss:.4f}" for task, loss in highest[:MOST_TASKS])
     more = f", … {len(highest) - MOST_TASKS} lower ones" if len(highest) > MOST_TASKS else ""
     return f"{said}; by task {named}{more}"

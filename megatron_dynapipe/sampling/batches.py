@@ -214,10 +214,10 @@ def permuted(places: Places, sizes: Places | int, keys: npt.NDArray[np.uint64]) 
     keys = np.broadcast_to(keys, values.shape)
     bits = np.ceil(np.log2(np.maximum(limits.astype(np.float64), 2.0))).astype(np.int64)
     halves = np.maximum((bits + 1) // 2, 1).astype(_U)
-    found = _network(values, halves, keys)
-    while (outside := np.flatnonzero(found >= limits)).size:
-        found[outside] = _network(found[outside], halves[outside], keys[outside])
-    return found.astype(np.int64)
+    permutation = _network(values, halves, keys)
+    while (outside := np.flatnonzero(permutation >= limits)).size:
+        permutation[outside] = _network(permutation[outside], halves[outside], keys[outside])
+    return permutation.astype(np.int64)
 
 
 def _network(
@@ -324,5 +324,5 @@ class TaskRows:
 
 def draws_of_rates(sizes: Sequence[int], rates: Sequence[float]) -> list[int]:
     """The draws of each task in an epoch of about sum(sizes) draws, in proportion to its rate, at least 1 each."""
-    wanted = np.asarray(rates, np.float64) / sum(rates) * sum(sizes)
-    return [max(int(each), 1) for each in np.round(wanted)]
+    shares = np.asarray(rates, np.float64) / sum(rates) * sum(sizes)
+    return [max(int(share), 1) for share in np.round(shares)]

@@ -262,9 +262,9 @@ def read_array(path: Path, dtype: np.dtype[Any], samples: int) -> npt.NDArray[An
     """
     try:
         content = read_bounded(path, most_bytes=_HEADER_BYTES + dtype.itemsize * samples)
-        found = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python's own syntax, which fails in many ways
         raise DataError(f"{path}: expected {dtype}[{samples}], cannot read it: {error}") from error
-    if found.dtype != dtype or found.shape != (samples,):
-        raise DataError(f"{path}: expected {dtype}[{samples}], got {found.dtype}{list(found.shape)}")
-    return np.asarray(found)
+    if array.dtype != dtype or array.shape != (samples,):
+        raise DataError(f"{path}: expected {dtype}[{samples}], got {array.dtype}{list(array.shape)}")
+    return np.asarray(array)

@@ -159,15 +159,15 @@ def apply_maximum(lengths: LengthTable, settings: "SamplerSettings") -> tuple[Us
     return usable_samples, report
 
 
-def _too_long(settings: "SamplerSettings", sample: int, given: int, wanted: int, report: LongSampleReport) -> DataError:
+def _too_long(settings: "SamplerSettings", sample: int, first: int, second: int, report: LongSampleReport) -> DataError:
     """Name the first sample that is too long, its lengths, the maximum, and how many there are."""
     if settings.family is ModelFamily.GPT:
-        allowed, found = f"{settings.max_input_length} tokens (input and target)", f"{given}"
+        allowed, actual = f"{settings.max_input_length} tokens (input and target)", f"{first}"
     else:
         allowed = f"{settings.max_input_length} input and {settings.max_target_length} target tokens"
-        found = f"{given} and {wanted}"
+        actual = f"{first} and {second}"
     return DataError(
-        f"expected samples of at most {allowed}, sample {sample} has {found}"
+        f"expected samples of at most {allowed}, sample {sample} has {actual}"
         f" ({report.long_samples} of {report.samples} samples are too long)",
         hint="raise the maximum length, or use --dynapipe-long-samples truncate (or skip)",
     )

@@ -87,8 +87,8 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
     check_digests(path)
     _check_rows(path, rows or {})
     with _reading(path):
-        found = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)
-    model.load_state_dict(found["model"], strict=False)  # entries beside the parameters differ between versions
+        loaded = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)
+    model.load_state_dict(loaded["model"], strict=False)  # entries beside the parameters differ between versions
     return path
 
 
@@ -98,10 +98,10 @@ def _check_rows(path: Path, rows: Mapping[str, int]) -> None:
         return
     with _reading(path):
         saved = dist_checkpointing.load_tensors_metadata(str(path))
-    for name, wanted in rows.items():
-        if name in saved and saved[name].global_shape[0] < wanted:
+    for name, count in rows.items():
+        if name in saved and saved[name].global_shape[0] < count:
             raise ConfigError(
-                f"expected {wanted} rows of {name}, the vocabulary's, got {saved[name].global_shape[0]} in {path}",
+                f"expected {count} rows of {name}, the vocabulary's, got {saved[name].global_shape[0]} in {path}",
                 hint="train with the model.yaml that `convert from-hf` wrote, whose padded-vocab-size is the model's",
             )
 

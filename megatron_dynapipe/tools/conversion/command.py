@@ -113,12 +113,12 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], pr
     Raises:
         ConfigError: a tensor is missing, or of another shape.
     """
-    wanted = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
-            parameter, value = wanted.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
+            parameter, value = parameters.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
             if tuple(value.shape) != expected:
                 raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")
@@ -128,7 +128,7 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], pr
                 # exponentials, so P of them add at most P/V to its sum over V tokens. A row of zeros would have the
                 # logit 0, and a GPT-2's lie far below.
                 parameter[len(value) :] = value.mean(dim=0)
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             if name != "output_layer.bias":  # a tied T5's, which starts at zero
                 raise ConfigError(
                     f"expected weights for every parameter, found none for {name} {tuple(parameter.shape)}"
@@ -189,7 +189,7 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
     missing = set(report["missing_keys"])
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-    shapes = [f"{name} {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]]
+    shapes = [f"{name} {tuple(got)}, expected {tuple(shape)}" for name, got, shape in report["mismatched_keys"]]
     problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
     if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
         raise ConfigError(
@@ -199,9 +199,9 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
 
 
 def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:
-    own = f"{folder}-run"
+    run = f"{folder}-run"
     command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
     command += ["--dynapipe-config", str(folder / RUN_FILE), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
-    command += ["--pretrained-checkpoint", str(folder), "--load", own, "--save", own, "--save-interval", "500"]
+    command += ["--pretrained-checkpoint", str(folder), "--load", run, "--save", run, "--save-interval", "500"]
     header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
     return header + yaml.safe_dump(described, sort_keys=False)

@@ -64,10 +64,10 @@ def flags(config: Any) -> Flags:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
     """
     tables: Mapping[str, Callable[[Any], Flags]] = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
-    made = tables.get(config.model_type, _llama)(config) | {"padded-vocab-size": padded_rows(config.vocab_size)}
+    known = tables.get(config.model_type, _llama)(config) | {"padded-vocab-size": padded_rows(config.vocab_size)}
     dropouts: Flags = {"attention-dropout": 0.0, "hidden-dropout": 0.0}
     kernels: Flags = {"transformer-impl": "local", "no-persist-layer-norm": True, "no-masked-softmax-fusion": True}
-    return made | dropouts | kernels | {"no-bias-dropout-fusion": True}
+    return known | dropouts | kernels | {"no-bias-dropout-fusion": True}
 
 
 def padded_rows(vocabulary: int) -> int:
@@ -101,7 +101,7 @@ def _llama(config: Any) -> Flags:
     _expect(config, hint=_BIASES, attention_bias=projections, mlp_bias=(False, None))
     _check_windows(config)
     heads = config.num_attention_heads
-    made: Flags = {
+    flags: Flags = {
         "num-layers": config.num_hidden_layers,
         "hidden-size": config.hidden_size,
         "num-attention-heads": heads,
@@ -116,18 +116,18 @@ def _llama(config: Any) -> Flags:
         "seq-length": config.max_position_embeddings,
         "max-position-embeddings": config.max_position_embeddings,
     }
-    made |= _rotations(config.rope_parameters)
+    flags |= _rotations(config.rope_parameters)
     if config.num_key_value_heads != heads:
-        made |= {"group-query-attention": True, "num-query-groups": config.num_key_value_heads}
+        flags |= {"group-query-attention": True, "num-query-groups": config.num_key_value_heads}
     if not config.tie_word_embeddings:
-        made["untie-embeddings-and-output-weights"] = True
+        flags["untie-embeddings-and-output-weights"] = True
     if config.model_type in OF_EXPERTS:
-        made |= _experts(config)
+        flags |= _experts(config)
     if config.model_type == "qwen2":
-        made["add-qkv-bias"] = True
+        flags["add-qkv-bias"] = True
     if config.model_type.startswith("qwen3"):
-        made["qk-layernorm"] = True
-    return made
+        flags["qk-layernorm"] = True
+    return flags
 
 
 def experts(config: Any) -> tuple[int, list[bool]]:
@@ -141,7 +141,7 @@ def experts(config: Any) -> tuple[int, list[bool]]:
 
 def _experts(config: Any) -> Flags:
     count, sparse = experts(config)
-    made: Flags = {
+    flags: Flags = {
         "num-experts": count,
         "moe-ffn-hidden-size": getattr(config, "moe_intermediate_size", config.intermediate_size),
         "moe-router-topk": config.num_experts_per_tok,
@@ -149,10 +149,10 @@ def _experts(config: Any) -> Flags:
         "moe-token-dispatcher-type": "alltoall",
     }
     if not all(sparse):
-        made["moe-layer-freq"] = f"[{','.join(str(int(has)) for has in sparse)}]"
+        flags["moe-layer-freq"] = f"[{','.join(str(int(has)) for has in sparse)}]"
     if not getattr(config, "norm_topk_prob", True):  # of the chosen experts, as a Mixtral's
-        made["moe-router-pre-softmax"] = True
-    return made
+        flags["moe-router-pre-softmax"] = True
+    return flags
 
 
 def _check_windows(config: Any) -> None:
@@ -168,16 +168,16 @@ def _check_windows(config: Any) -> None:
         )
 
 
-def _rotations(given: Mapping[str, Any]) -> Flags:
-    if given["rope_theta"] != int(given["rope_theta"]):
-        raise ConfigError(f"expected a whole number of rope_theta, as Megatron's flag has, got {given['rope_theta']}")
-    made: Flags = {"rotary-base": int(given["rope_theta"])}
-    if given["rope_type"] == "default":
-        return made
-    if given["rope_type"] == "llama3" and all(given.get(name) == value for name, value in _LLAMA3_SCALING.items()):
-        return made | {"use-rope-scaling": True, "rope-scaling-factor": float(given["factor"])}
+def _rotations(rope: Mapping[str, Any]) -> Flags:
+    if rope["rope_theta"] != int(rope["rope_theta"]):
+        raise ConfigError(f"expected a whole number of rope_theta, as Megatron's flag has, got {rope['rope_theta']}")
+    flags: Flags = {"rotary-base": int(rope["rope_theta"])}
+    if rope["rope_type"] == "default":
+        return flags
+    if rope["rope_type"] == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3_SCALING.items()):
+        return flags | {"use-rope-scaling": True, "rope-scaling-factor": float(rope["factor"])}
     raise ConfigError(
-        f"expected rotary positions as they are, or scaled as LLaMA 3.1's {_LLAMA3_SCALING}, got {dict(given)}"
+        f"expected rotary positions as they are, or scaled as LLaMA 3.1's {_LLAMA3_SCALING}, got {dict(rope)}"
     )
 
 
@@ -213,7 +213,7 @@ def _t5(config: Any) -> Flags:
 
 def _expect(config: Any, *, hint: str | None = None, **allowed: tuple[object, ...]) -> None:
     for name, values in allowed.items():
-        given = getattr(config, name, values[0])
-        if given not in values:
+        value = getattr(config, name, values[0])
+        if value not in values:
             expected = " or ".join(dict.fromkeys(map(str, values)))
-            raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {given}", hint=hint)
+            raise ConfigError(f"{config.model_type}: expected {name} {expected}, got {value}", hint=hint)

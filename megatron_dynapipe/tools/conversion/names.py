@@ -108,8 +108,8 @@ def _t5(config: Any, query_scale: float) -> Iterator[Entry]:
 
 def _t5_layer(heads: Heads, ours: str, theirs: str, stack: str) -> Iterator[Entry]:
     yield Entry(f"{ours}input_layernorm.weight", (f"{theirs}0.layer_norm.weight",))
-    own = tuple(f"{theirs}0.SelfAttention.{name}.weight" for name in "qkv")
-    yield Entry(f"{ours}self_attention.linear_qkv.weight", own, heads.join, heads.split)
+    projections = tuple(f"{theirs}0.SelfAttention.{name}.weight" for name in "qkv")
+    yield Entry(f"{ours}self_attention.linear_qkv.weight", projections, heads.join, heads.split)
     yield Entry(f"{ours}self_attention.linear_proj.weight", (f"{theirs}0.SelfAttention.o.weight",))
     if stack == "decoder":
         cross = f"{theirs}1.EncDecAttention."

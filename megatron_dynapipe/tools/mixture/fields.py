@@ -41,8 +41,8 @@ def row_reader(spec: TaskSpec) -> Reader:
         return _columns(spec, {"value": spec.messages}, list[Message])
     if spec.text is not None:
         return _columns(spec, {"value": spec.text}, str)
-    given, wanted = ("input", "target") if spec.columns is None else (spec.columns.input, spec.columns.target)
-    return _columns(spec, {"input": given, "target": wanted}, str)
+    inputs, targets = ("input", "target") if spec.columns is None else (spec.columns.input, spec.columns.target)
+    return _columns(spec, {"input": inputs, "target": targets}, str)
 
 
 def read_rows(block: Block, read: Reader) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -69,13 +69,13 @@ def _columns(spec: TaskSpec, columns: Mapping[str, str], kind: Any) -> Reader:
         raise ConfigError(f"expected different columns, got {', '.join(rename.values())}")
     fields = [(field, str if field == "task" else kind) for field in rename]
     decode = msgspec.json.Decoder(msgspec.defstruct("Row", fields, rename=rename)).decode
-    astuple, wanted, name = msgspec.structs.astuple, ", ".join(rename.values()), spec.name
+    astuple, names, name = msgspec.structs.astuple, ", ".join(rename.values()), spec.name
 
     def read(line: bytes) -> tuple[Any, ...]:
         try:
             values = astuple(decode(line))
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RowError(f"expected an object with {wanted}: {error}") from error
+            raise RowError(f"expected an object with {names}: {error}") from error
         return (_checked_name(values[0]), *values[1:]) if name is None else (name, *values)
 
     return read
@@ -87,10 +87,10 @@ def _checked_name(task: str) -> str:
     return task
 
 
-def _templated(spec: TaskSpec, given: str, wanted: str) -> Reader:
+def _templated(spec: TaskSpec, input_template: str, target_template: str) -> Reader:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
-        templates = environment.from_string(given), environment.from_string(wanted)
+        templates = environment.from_string(input_template), environment.from_string(target_template)
     except Exception as error:  # a template is a program, constant parts of which are computed here
         raise ConfigError(
             f"task {spec.name or spec.task_column}: expected a Jinja template: {described(error)}"

@@ -60,25 +60,25 @@ def files_of_source(source: str | Sequence[str], root: Path) -> list[Path]:
     Raises:
         DataError: nothing is there, or a file is of no known form.
     """
-    found: list[Path] = []
-    for given in [source] if isinstance(source, str) else source:
-        path = root / given
+    files: list[Path] = []
+    for entry in [source] if isinstance(source, str) else source:
+        path = root / entry
         if path.is_dir():
-            matches = sorted(each for each in path.rglob("*") if each.is_file() and _ending(each) in SUFFIXES)
+            matches = sorted(match for match in path.rglob("*") if match.is_file() and _ending(match) in SUFFIXES)
         elif path.exists():
             matches = [path]
         else:
             base, pattern = (
                 (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (Path(), str(path))
             )
-            matches = sorted(each for each in base.glob(pattern) if each.is_file()) if set(given) & set("*?[") else []
+            matches = sorted(file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else []
         if not matches:
             raise DataError(
                 f"{path}: expected a file, a folder of files or a pattern, found none",
                 hint=f"known are {', '.join(SUFFIXES)}",
             )
-        found += matches
-    return found
+        files += matches
+    return files
 
 
 def form_of(path: Path) -> str:

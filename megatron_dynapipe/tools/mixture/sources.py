@@ -65,11 +65,11 @@ def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
     if spec.hub is not None:
         return [_table(spec.hub, load_hub(spec.hub, spec.hub_config, spec.hub_split, hub_root))]
     assert spec.source is not None
-    given = [spec.source] if isinstance(spec.source, str) else spec.source
-    if len(given) == 1 and _is_saved(root / given[0]):
-        name = str(root / given[0])
+    entries = [spec.source] if isinstance(spec.source, str) else spec.source
+    if len(entries) == 1 and _is_saved(root / entries[0]):
+        name = str(root / entries[0])
         return [_table(name, load_hub(name, None, spec.hub_split, None))]
-    return [_file(path) for path in files_of_source(given, root)]
+    return [_file(path) for path in files_of_source(entries, root)]
 
 
 def _file(path: Path) -> SourcePart:
@@ -83,7 +83,7 @@ def _file(path: Path) -> SourcePart:
 
 def _table(name: str, rows: Any) -> SourcePart:
     def fingerprint() -> str:
-        files = [file_digest(Path(each["filename"])) for each in rows.cache_files]
+        files = [file_digest(Path(cached["filename"])) for cached in rows.cache_files]
         return "\0".join([f"{name} {len(rows)} {','.join(rows.column_names)}", *(files or [str(rows._fingerprint)])])
 
     return SourcePart(partial(hub_blocks, name, rows), fingerprint)

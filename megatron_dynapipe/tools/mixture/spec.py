@@ -98,8 +98,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if sum(value is not None for value in values) != 1:
                 raise ValueError(f"task {named}: expected {what}, got {'both' if all(values) else 'neither'}")
         forms = ("columns", "template", "messages", "text")
-        if len(given := [form for form in forms if getattr(self, form) is not None]) > 1:
-            raise ValueError(f"task {named}: expected one of {', '.join(forms)}, got {', '.join(given)}")
+        if len(set_forms := [form for form in forms if getattr(self, form) is not None]) > 1:
+            raise ValueError(f"task {named}: expected one of {', '.join(forms)}, got {', '.join(set_forms)}")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"task {named}: expected a weight above 0, got {self.weight}; leave the task out instead")
         if (self.valid or 0.0) + (self.test or 0.0) >= 1:
@@ -111,8 +111,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def templates(self) -> tuple[str, str] | None:
         """Of input and target, where it has them."""
         if isinstance(self.template, str):
-            given, wanted = self.template.split("|||")
-            return given.strip(), wanted.strip()
+            inputs, targets = self.template.split("|||")
+            return inputs.strip(), targets.strip()
         return None if self.template is None else (self.template.input, self.template.target)
 
 

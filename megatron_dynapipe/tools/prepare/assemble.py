@@ -42,10 +42,10 @@ def assign_splits(
     count = len(digests)
     splits = np.zeros(count, np.uint8)
     taken = 0
-    wanted = []
+    ranges = []
     for split, fraction in (("test", test_fraction), ("valid", valid_fraction)):
         number = min(max(round(fraction * count), fraction > 0), count - 1 - taken)
-        wanted.append((split, taken, taken + number))
+        ranges.append((split, taken, taken + number))
         taken += number
     if taken > 0:
         smallest = np.argpartition(digests, taken)[:taken] if taken < count else np.arange(count)
@@ -53,7 +53,7 @@ def assign_splits(
         bound = digests[smallest].max()
         below, equal = np.flatnonzero(digests < bound), np.flatnonzero(digests == bound)
         order = np.concatenate([below[np.argsort(digests[below], kind="stable")], equal])[:taken]
-        for split, start, end in wanted:
+        for split, start, end in ranges:
             splits[order[start:end]] = SPLITS.index(split)
     return splits
 
@@ -157,25 +157,25 @@ def write_dataset(
 def _tasks_of_entries(staging: Staging, tasks: Array, names: Sequence[str]) -> list[list[str]]:
     """The tasks of each entry of the mixture."""
     seen: set[str] = set()
-    found = []
-    for own in np.split(tasks, np.cumsum(staging.checkpoint.entries)[:-1]):
-        found.append([names[at] for at in np.unique(own)])
-        if twice := seen & set(found[-1]):
+    names_of_entries = []
+    for tasks_of_entry in np.split(tasks, np.cumsum(staging.checkpoint.entries)[:-1]):
+        names_of_entries.append([names[at] for at in np.unique(tasks_of_entry)])
+        if twice := seen & set(names_of_entries[-1]):
             raise DataError(
                 f"expected every task in one entry of the mixture, {min(twice)} is in two",
                 hint="give one of them another name",
             )
-        seen |= set(found[-1])
-    return found
+        seen |= set(names_of_entries[-1])
+    return names_of_entries
 
 
 def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dict[str, int]]:
     lengths = staging.column("lengths").reshape(-1, 2)
-    found: dict[str, dict[str, int]] = {}
+    histogram: dict[str, dict[str, int]] = {}
     for part, name in enumerate(("input", "target")):
         bins = np.ceil(np.log2(np.maximum(lengths[:, part][chosen], 1))).astype(np.int64)
-        found[name] = {str(2**at): int(count) for at, count in enumerate(np.bincount(bins)) if count}
-    return found
+        histogram[name] = {str(2**at): int(count) for at, count in enumerate(np.bincount(bins)) if count}
+    return histogram
 
 
 def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: Array, vocabulary: int) -> Array:

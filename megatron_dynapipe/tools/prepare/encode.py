@@ -116,15 +116,15 @@ class Encoder:
     def _pairs(self, rows: Iterator[tuple[int, Any]]) -> _Samples:
         samples = _Samples()
         texts: list[str] = []
-        for number, (name, given, wanted) in rows:
-            samples.add(number, name, _digest(name, given, wanted))
-            texts += (given, wanted)
+        for number, (name, input_text, target_text) in rows:
+            samples.add(number, name, _digest(name, input_text, target_text))
+            texts += (input_text, target_text)
         samples.ids += self._tokenizer(texts)
         return samples
 
     def _texts(self, rows: Iterator[tuple[int, Any]], length: int, objective: Objective) -> _Samples:
-        samples, found = _Samples(), list(rows)
-        for (number, (name, text)), ids in zip(found, self._tokenizer([row[1][1] for row in found]), strict=True):
+        samples, numbered = _Samples(), list(rows)
+        for (number, (name, text)), ids in zip(numbered, self._tokenizer([row[1][1] for row in numbered]), strict=True):
             for place, piece in enumerate(pieces(ids, length) if len(ids) else [ids]):
                 digest = _digest(name, text, str(place))
                 samples.add(number, name, digest)
@@ -154,12 +154,12 @@ class Encoder:
         for (sample, _, learned), ids in zip(segments, encoded, strict=True):
             parts_of[sample].append((ids, learned))
         for sample, ids_of in enumerate(parts_of):
-            given: list[int] = []
+            inputs: list[int] = []
             for part, learned in ids_of[:-1]:
                 if learned:
-                    samples.spans.append((sample, len(given), len(given) + len(part)))
-                given.extend(part)
-            samples.ids += (given, ids_of[-1][0] if ids_of else ())
+                    samples.spans.append((sample, len(inputs), len(inputs) + len(part)))
+                inputs.extend(part)
+            samples.ids += (inputs, ids_of[-1][0] if ids_of else ())
         return samples
 
     def _finished(self, block: Block, samples: _Samples) -> EncodedBlock:
@@ -207,8 +207,8 @@ class Encoder:
         most = [np.iinfo(np.int32).max if limit is None else limit for limit in settings.limits]
         long = np.flatnonzero((lengths > most).any(1) & (statuses == KEPT))
         if long.size and settings.long_samples is LongSamples.FAIL:
-            given, wanted = lengths[long[0]]
-            raise too_long(place(int(long[0])), f"{given} and {wanted}", settings)
+            inputs, targets = lengths[long[0]]
+            raise too_long(place(int(long[0])), f"{inputs} and {targets}", settings)
         statuses[long] = status_of(Skipped.TOO_LONG) if settings.long_samples is LongSamples.SKIP else TRUNCATED
         return statuses
 
@@ -223,7 +223,7 @@ class Encoder:
                 samples.ids[2 * sample + part] = [token for first, end in kept for token in ids[first:end]]
                 if part == 0:
                     ranges[sample] = kept
-        samples.spans = [span for each in samples.spans for span in _moved(each, ranges.get(each[0]))]
+        samples.spans = [span for old in samples.spans for span in _moved(old, ranges.get(old[0]))]
 
 
 def _moved(span: tuple[int, int, int], ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, int]]:
@@ -231,13 +231,13 @@ def _moved(span: tuple[int, int, int], ranges: Sequence[tuple[int, int]] | None)
     if ranges is None:
         return [span]
     sample, first, end = span
-    found, before = [], 0
+    moved, before = [], 0
     for start, stop in ranges:
         low, high = max(first, start), min(end, stop)
         if low < high:
-            found.append((sample, before + low - start, before + high - start))
+            moved.append((sample, before + low - start, before + high - start))
         before += stop - start
-    return found
+    return moved
 
 
 def _digest(*parts: str) -> int:
@@ -278,14 +278,14 @@ def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) ->
         )
     random = np.random.Generator(np.random.PCG64(seed))
     noisy, kept = _divided(random, removed, spans), _divided(random, len(tokens) - removed, spans)
-    given: list[int] = []
-    wanted: list[int] = []
+    inputs: list[int] = []
+    targets: list[int] = []
     at = 0
     for sentinel, keep, remove in zip(sentinels, kept, noisy, strict=False):
-        given += [*tokens[at : at + keep], sentinel]
-        wanted += [sentinel, *tokens[at + keep : at + keep + remove]]
+        inputs += [*tokens[at : at + keep], sentinel]
+        targets += [sentinel, *tokens[at + keep : at + keep + remove]]
         at += int(keep + remove)
-    return given, wanted
+    return inputs, targets
 
 
 def _divided(random: np.random.Generator, total: int, parts: int) -> npt.NDArray[Any]:

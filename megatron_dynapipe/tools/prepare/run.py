@@ -110,8 +110,8 @@ def _prepare(
     _delete_replaced(old)
     clear(folder)
     if before is not None and before.content_hash != meta.content_hash:
-        held = sum(before.split_samples.values())
-        notes += (f"replaced another dataset in {output}: {held} samples of {before.source}",)
+        replaced = sum(before.split_samples.values())
+        notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
     return Prepared(meta=meta, notes=notes)
 
 
@@ -210,10 +210,10 @@ def _made(
     return meta, (*notes, *_notes(mixture, meta))
 
 
-def _save_tokenizer(made: Tokenizer, folder: Path) -> None:
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     part = folder.with_suffix(".part")
     try:
-        made.save_pretrained(part)
+        tokenizer.save_pretrained(part)
     except OSError:
         raise
     except Exception as error:  # the tokenizer library's own

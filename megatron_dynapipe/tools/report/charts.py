@@ -56,7 +56,7 @@ class Chart:
 
 def run_charts(run: Run) -> list[Chart]:
     """The charts that the run's records have something for."""
-    made = [
+    drawn = [
         _loss(run),
         *(_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
         _efficiency(run),
@@ -64,7 +64,7 @@ def run_charts(run: Run) -> list[Chart]:
         _stages(run),
         _memory(run),
     ]
-    charts = [chart for chart in made if chart.traces or chart.table]
+    charts = [chart for chart in drawn if chart.traces or chart.table]
     for chart in charts:
         if chart.layout.get("xaxis", {}).get("title") != ITERATION:
             continue
@@ -101,7 +101,7 @@ def _line(name: str, xs: Sequence[int], ys: Sequence[float], **more: Any) -> dic
 
 def _numbers(run: Run) -> list[int]:
     """Iterations as Megatron counts them, from 1."""
-    return [each.iteration + 1 for each in run.iterations]
+    return [record.iteration + 1 for record in run.iterations]
 
 
 def _by_iteration(y: str) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
     """Of a split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
-    tasks = {name.removeprefix(f"{whole} "): each for name, each in losses.items() if name != whole and each}
+    tasks = {name.removeprefix(f"{whole} "): line for name, line in losses.items() if name != whole and line}
     shown = {"all tasks": losses[whole], **(tasks if len(tasks) <= MOST_LINES else {})}
     lines = [_line(name, list(values), list(values.values())) for name, values in shown.items() if len(times) > 1]
-    ranked = sorted(tasks.items(), key=lambda each: -each[1][max(each[1])])
+    ranked = sorted(tasks.items(), key=lambda task: -task[1][max(task[1])])
     note = "Mean over tokens; tasks by their loss, the highest first."
     if len(ranked) > 2 * MOST_ROWS:
         note = f"Mean over tokens; of {len(ranked)} tasks the {MOST_ROWS} of the highest and of the lowest loss."
@@ -138,7 +138,7 @@ def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
 
 
 def _efficiency(run: Run) -> Chart:
-    shares = [100 * each.totals.padding_efficiency for each in run.iterations]
+    shares = [100 * record.totals.padding_efficiency for record in run.iterations]
     layout = _by_iteration("%")
     layout["yaxis"]["range"] = [0, 102]
     note = "Real tokens among all positions: 100% is no padding."
@@ -147,12 +147,12 @@ def _efficiency(run: Run) -> Chart:
 
 
 def _prediction(run: Run) -> Chart:
-    measured = [each.measured_ns / NS_PER_MS for each in run.iterations]
-    predicted = [each.predicted_ns / NS_PER_MS for each in run.iterations]
+    measured = [record.measured_ns / NS_PER_MS for record in run.iterations]
+    predicted = [record.predicted_ns / NS_PER_MS for record in run.iterations]
     layout, note = _by_iteration("ms"), "Of an iteration's list, on the slowest replica."
     first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
-    others = [max(pair) for each, *pair in zip(run.iterations, measured, predicted, strict=True)
-              if each.iteration not in first]  # fmt: skip
+    others = [max(pair) for record, *pair in zip(run.iterations, measured, predicted, strict=True)
+              if record.iteration not in first]  # fmt: skip
     if others and max(measured) > (top := 1.08 * max(others)):
         layout["yaxis"]["range"] = [0, round(top, 3)]
         note += f" A start's first iteration, here up to {max(measured):,.0f} ms, pays for starting up, and is cut off."
@@ -179,8 +179,8 @@ def _stages(run: Run) -> Chart:
         "plan_wait": "plan wait", "between": "optimizer, reduction, log",
     }  # fmt: skip
     traces = [
-        {"type": "bar", "name": labels.get(part, part), "x": [each.stage for each in medians],
-         "y": [round(getattr(each, part) / NS_PER_MS, 4) for each in medians], "marker": {"color": colour},
+        {"type": "bar", "name": labels.get(part, part), "x": [stage.stage for stage in medians],
+         "y": [round(getattr(stage, part) / NS_PER_MS, 4) for stage in medians], "marker": {"color": colour},
          "hovertemplate": "stage %{x}: %{y:.3g} ms"}
         for part, colour in parts
     ] if medians else []  # fmt: skip
@@ -196,7 +196,7 @@ def _memory(run: Run) -> Chart:
     records = list(run.stages.values())
     state = list(run.run.model_state_bytes) if run.run else []
     counted = len(state) == len(at)
-    planned = [max(each.planned_activation_bytes for each in stage) for stage in records]
+    planned = [max(record.planned_activation_bytes for record in stage) for stage in records]
     bars = [("planned activations", planned, FORWARD)]
     if counted:
         bars.insert(0, ("model state", state, BETWEEN))
@@ -209,7 +209,7 @@ def _memory(run: Run) -> Chart:
         ("held by the allocator", "reserved_bytes", "diamond"),
         ("tensors at their peak", "allocated_bytes", "circle"),
     ):
-        most = [max(getattr(each, field_name) for each in stage) for stage in records]
+        most = [max(getattr(record, field_name) for record in stage) for stage in records]
         if any(most):
             marker = {"symbol": symbol, "size": 9, "color": BACKWARD}
             traces.append(
@@ -280,7 +280,7 @@ def _boxes(timeline: Timeline) -> dict[str, Any]:
         if kind_of(event.instruction) in PASSES or event.end_ns - event.start_ns >= span * LEAST_SHARE
     ]
     if len(shown) > MOST_DRAWN:
-        shown = sorted(shown, key=lambda each: each[0].start_ns - each[0].end_ns)[:MOST_DRAWN]
+        shown = sorted(shown, key=lambda box: box[0].start_ns - box[0].end_ns)[:MOST_DRAWN]
     kinds: dict[str, dict[str, list[Any]]] = {}
     for event, stage in shown:
         name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)

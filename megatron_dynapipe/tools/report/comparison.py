@@ -34,9 +34,9 @@ def geometric_means(entries: Entries) -> dict[str, dict[str, dict[str, float]]]:
         for other in methods:
             pairs = [(entry["methods"][method], entry["methods"][other]) for entry in entries]
             ratios = [
-                mine["tokens_per_second"] / its["tokens_per_second"]
-                for mine, its in pairs
-                if not (mine["error"] or its["error"])
+                ours["tokens_per_second"] / its["tokens_per_second"]
+                for ours, its in pairs
+                if not (ours["error"] or its["error"])
             ]
             if other != method and ratios:
                 over[method]["geomean_over"][other] = geometric_mean(ratios)
@@ -54,7 +54,7 @@ def draw_comparison(entries: Entries, path: Path) -> Path:
 
     from megatron_dynapipe.report.timeline import save
 
-    found = {
+    rows_of = {
         method: [entry["methods"][method] for entry in entries if entry["methods"][method]["error"] is None]
         for method in entries[0]["methods"]
     }
@@ -62,16 +62,16 @@ def draw_comparison(entries: Entries, path: Path) -> Path:
 
     def _note(method: str) -> str:
         ratio = f" (× {over[method]:.2f})" if method in over else ""
-        few = len(found[method])
+        few = len(rows_of[method])
         return ratio + (f", {few} of {len(entries)} batches" if few < len(entries) else "")
 
-    figure = Figure(figsize=(11.0, 1.3 + 0.42 * len(found)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11.0, 1.3 + 0.42 * len(rows_of)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    speeds = {method: [each["tokens_per_second"] for each in batches] for method, batches in found.items()}
+    speeds = {method: [row["tokens_per_second"] for row in rows] for method, rows in rows_of.items()}
     _bars(left, speeds, lambda method, mean: f"{mean:,.0f}{_note(method)}", room=1.45)
     left.set_xlabel("tokens/s, predicted")
-    shares = {method: [each["padding_efficiency"] * 100 for each in batches] for method, batches in found.items()}
+    shares = {method: [row["padding_efficiency"] * 100 for row in rows] for method, rows in rows_of.items()}
     _bars(right, shares, lambda _, mean: f"{mean:.1f}%", room=1.2)
     right.set_xlabel("padding efficiency, %")
     figure.suptitle(
@@ -84,16 +84,16 @@ def draw_comparison(entries: Entries, path: Path) -> Path:
 def _bars(axis: "Axes", values: dict[str, list[float]], label: Any, *, room: float) -> None:
     """A bar for every method, labelled; `room` is how far the axis goes beyond the longest."""
     names = list(values)
-    most = max((value for each in values.values() for value in each), default=1.0)
+    most = max((value for numbers in values.values() for value in numbers), default=1.0)
     axis.set_xlim(0, most * room)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_yticks(range(len(names)), names)
     axis.spines[["top", "right"]].set_visible(False)
-    for row, (name, each) in enumerate(values.items()):
-        if not each:
+    for row, (name, numbers) in enumerate(values.items()):
+        if not numbers:
             axis.text(most * 0.01, row, "no plan", va="center", fontsize=9, color=DOT)
             continue
-        mean = geometric_mean(each)
+        mean = geometric_mean(numbers)
         axis.barh(row, mean, height=0.7, color=COLOUR if name == OURS else OTHERS)
-        axis.plot(each, [row] * len(each), ".", color=DOT, markersize=4, alpha=0.6)
-        axis.text(max(each) + most * 0.015, row, label(name, mean), va="center", fontsize=9)
+        axis.plot(numbers, [row] * len(numbers), ".", color=DOT, markersize=4, alpha=0.6)
+        axis.text(max(numbers) + most * 0.015, row, label(name, mean), va="center", fontsize=9)

@@ -64,16 +64,17 @@ class Run:
     @property
     def last_timelines(self) -> list[RecordedTimeline]:
         """Those of the last start: earlier ones may have had other stages."""
-        return [each for each in self.timelines if self.run is None or each.iteration >= self.run.first_iteration]
+        first = -1 if self.run is None else self.run.first_iteration
+        return [timeline for timeline in self.timelines if timeline.iteration >= first]
 
     @property
     def maximum(self) -> Shape:
         """Lengths that a run without planning would pad every sample to; by default the longest that occur."""
         if self.run is not None:
             return self.run.maximum
-        shapes = [shape for each in self.iterations for shape in each.shapes]
+        shapes = [shape for record in self.iterations for shape in record.shapes]
         lengths = [(shape.input_length, shape.target_length) for shape in shapes] or [(1, 0)]
-        return Shape(1, max(each[0] for each in lengths), max(each[1] for each in lengths))
+        return Shape(1, max(pair[0] for pair in lengths), max(pair[1] for pair in lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         DataError: there are no records of iterations, or a line is not a record.
     """
-    starts = [_read_start(each) for each in (*earlier_starts(folder), folder)]
+    starts = [_read_start(path) for path in (*earlier_starts(folder), folder)]
     begun = [start.run.first_iteration if start.run else 0 for start in starts]
     ends = [min(begun[at + 1 :], default=None) for at in range(len(starts))]
     iterations: list[IterationRecord] = []
@@ -105,17 +106,17 @@ def read_run(folder: Path) -> Run:
     evaluated: list[EvaluationRecord] = []
     timelines: list[RecordedTimeline] = []
     for start, end in zip(starts, ends, strict=True):
-        kept = [each for each in start.records if _is_before(each, end)]
-        iterations += joined([each for each in kept if isinstance(each, IterationRecord)])
-        trained += [each for each in kept if isinstance(each, StageRecord)]
-        evaluated += [each for each in kept if isinstance(each, EvaluationRecord)]
-        timelines += _timelines([each for each in kept if isinstance(each, TimelineRecord)], start.run)
+        kept = [record for record in start.records if _is_before(record, end)]
+        iterations += joined([record for record in kept if isinstance(record, IterationRecord)])
+        trained += [record for record in kept if isinstance(record, StageRecord)]
+        evaluated += [record for record in kept if isinstance(record, EvaluationRecord)]
+        timelines += _timelines([record for record in kept if isinstance(record, TimelineRecord)], start.run)
     if not iterations:
         raise DataError(f"expected records of at least one iteration, found none in {folder}")
     stages: dict[int, list[StageRecord]] = defaultdict(list)
-    for each in starts[-1].records:
-        if isinstance(each, StageRecord):
-            stages[each.stage].append(each)
+    for record in starts[-1].records:
+        if isinstance(record, StageRecord):
+            stages[record.stage].append(record)
     return Run(
         starts=tuple(start.run for start in starts if start.run is not None),
         iterations=tuple(iterations),
@@ -134,19 +135,19 @@ class _Start:
 
 def _read_start(folder: Path) -> _Start:
     """One start's records; ranks that a run of fewer ranks does not have are an earlier run's."""
-    found = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := RANK_FILE.fullmatch(path.name)))
-    if not found:
+    files = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := RANK_FILE.fullmatch(path.name)))
+    if not files:
         raise DataError(
             f"expected records of a run, rank-0.jsonl and others, found none in {folder}",
             hint="name the folder that --dynapipe-report-dir gave the run",
         )
     records: list[Record] = []
     run: RunRecord | None = None
-    for rank, path in found:
+    for rank, path in files:
         if run is not None and rank >= run.world_size:
             continue
         read = read_records(path)
-        run = next((each for each in read if isinstance(each, RunRecord)), run)
+        run = next((record for record in read if isinstance(record, RunRecord)), run)
         records += read
     return _Start(run, records)
 
@@ -166,20 +167,20 @@ def stage_medians(run: Run) -> list[StageMedians]:
             shares[stage].append(share)
     medians = []
     for stage, records in run.stages.items():
-        begin = min(each.iteration for each in records)
-        timed = [each for each in records if each.iteration > begin] or records
-        transfer = median(each.transfer_ns for each in timed)
+        begin = min(record.iteration for record in records)
+        timed = [record for record in records if record.iteration > begin] or records
+        transfer = median(record.transfer_ns for record in timed)
         bubble = transfer * (median(shares[stage]) if shares[stage] else 0.0)
         medians.append(
             StageMedians(
                 stage=stage,
-                forward=median(each.forward_ns for each in timed),
-                backward=median(each.backward_ns for each in timed),
+                forward=median(record.forward_ns for record in timed),
+                backward=median(record.backward_ns for record in timed),
                 bubble=bubble,
                 transfer=transfer - bubble,
-                other=median(each.other_ns for each in timed),
-                plan_wait=median(each.plan_wait_ns for each in timed),
-                between=median(each.between_ns for each in timed),
+                other=median(record.other_ns for record in timed),
+                plan_wait=median(record.plan_wait_ns for record in timed),
+                between=median(record.between_ns for record in timed),
             )
         )
     return medians
@@ -194,16 +195,16 @@ def bubble_shares(timeline: Timeline) -> list[float]:
     sent: dict[tuple[int, int, Payload, int], deque[int]] = defaultdict(deque)
     for stage, events in enumerate(timeline):
         for event in events:
-            if isinstance(each := event.instruction, SendStart):
-                sent[stage, each.peer, each.payload, each.micro_batch].append(event.start_ns)
+            if isinstance(send := event.instruction, SendStart):
+                sent[stage, send.peer, send.payload, send.micro_batch].append(event.start_ns)
     return [_bubble_share(stage, events, sent) for stage, events in enumerate(timeline)]
 
 
 def _bubble_share(stage: int, events: Sequence[Event], sent: dict[tuple[int, int, Payload, int], deque[int]]) -> float:
     waited = 0
     for event in events:
-        if isinstance(each := event.instruction, RecvWait):
-            starts = sent[each.peer, stage, each.payload, each.micro_batch]
+        if isinstance(receive := event.instruction, RecvWait):
+            starts = sent[receive.peer, stage, receive.payload, receive.micro_batch]
             if starts:
                 waited += max(min(starts.popleft(), event.end_ns) - event.start_ns, 0)
     whole = time_by_kind(events)[TRANSFER]
@@ -211,14 +212,14 @@ def _bubble_share(stage: int, events: Sequence[Event], sent: dict[tuple[int, int
 
 
 def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dict[int, float]]]:
-    splits = dict.fromkeys(each.split for each in records)
-    return {split: _losses([each for each in records if each.split == split]) for split in splits}
+    splits = dict.fromkeys(record.split for record in records)
+    return {split: _losses([record for record in records if record.split == split]) for split in splits}
 
 
 def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict[int, float]]:
     """Means over the tokens of all replicas, in the order of iterations."""
     sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
-    for record in sorted(records, key=lambda each: each.iteration):
+    for record in sorted(records, key=lambda record: record.iteration):
         for name, (total, tokens) in record.losses.items():
             sums[name][record.iteration][0] += total
             sums[name][record.iteration][1] += tokens
@@ -233,7 +234,7 @@ def _timelines(records: Sequence[TimelineRecord], run: RunRecord | None) -> tupl
     groups: dict[tuple[int, int], dict[int, TimelineRecord]] = defaultdict(dict)
     for record in records:
         groups[record.iteration, record.replica][record.stage] = record
-    stages = run.stages if run else max((len(each) for each in groups.values()), default=0)
+    stages = run.stages if run else max((len(group) for group in groups.values()), default=0)
     return tuple(
         _timeline([group[stage] for stage in range(stages)])
         for _, group in sorted(groups.items())

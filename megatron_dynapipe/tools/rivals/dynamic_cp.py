@@ -83,7 +83,7 @@ def _first_groups(
         best, best_work = None, float("inf")
         for size in _sizes(_least_ranks(length, positions), ranks):
             new = [Group(size, [])] if free >= size else []
-            for group in [*(each for each in groups if each.ranks == size), *new]:
+            for group in [*(other for other in groups if other.ranks == size), *new]:
                 work = max(busiest, group.work + length**2 / size)
                 if work < best_work and group.positions + length / size <= positions:
                     best, best_work = group, work
@@ -145,7 +145,7 @@ class DynamicRun:
     @property
     def makespan_ns(self) -> int:
         """Of the slowest rank."""
-        return max(each.makespan_ns for each in self.schedules)
+        return max(schedule.makespan_ns for schedule in self.schedules)
 
 
 def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> DynamicRun:
@@ -181,32 +181,32 @@ def _divided(
     shares: dict[tuple[int, int], int] = {}
     rows: list[list[IntArray]] = [[] for _ in range(planner.settings.data_parallel)]
     for groups in micro_batches:
-        row = [np.array([shares.setdefault((i, each.ranks), len(shares)) for i in each.samples]) for each in groups]
-        of_ranks = [entries for entries, each in zip(row, groups, strict=True) for _ in range(each.ranks)]
+        row = [np.array([shares.setdefault((i, one.ranks), len(shares)) for i in one.samples]) for one in groups]
+        of_ranks = [entries for entries, one in zip(row, groups, strict=True) for _ in range(one.ranks)]
         for rank, entries in enumerate(of_ranks):
             rows[rank].append(entries)
     of, parts = np.array(list(shares), np.int64).T
     if (samples.target_positions[of[parts > 1]] > 0).any():
         raise PlanningError("default_dynamic_cp divides samples of decoder-only models alone")
     whole, targets = samples.input_positions[of], samples.target_positions[of]
-    own = -(-whole // parts)
+    part = -(-whole // parts)
     problem, is_share = planner.problem(samples), parts > 1
     costs = [
         piece_costs(
             tables,
             mode,
-            own=own * is_share,
-            before=(whole - own) // 2,
-            later=np.zeros_like(own),
+            own=part * is_share,
+            before=(whole - part) // 2,
+            later=np.zeros_like(part),
             element_bytes=planner.settings.element_bytes,
         )
         for tables, mode in zip(problem.modes, planner.settings.recompute, strict=True)
     ]
     changed = replace(
         problem,
-        inputs=round_up_all(own),
+        inputs=round_up_all(part),
         targets=round_up_all(targets),
-        input_positions=own,
+        input_positions=part,
         target_positions=targets,
         chains=np.where(is_share, np.cumsum(is_share) - 1, -1).astype(np.int32) if is_share.any() else None,
         piece_costs=np.stack(costs),
@@ -217,14 +217,14 @@ def _divided(
 def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> DynamicRun | None:
     """Every rank's rows under 1F1B and one recompute mode; None where one does not fit."""
     schedules, shapes = [], []
-    for mine in rows:
-        layouts = [BatchLayout.PACKED] * len(mine)
-        costs, covered = problem.costs_of(mine, layouts, np.full(len(mine), mode, np.int64))
+    for replica_rows in rows:
+        layouts = [BatchLayout.PACKED] * len(replica_rows)
+        costs, covered = problem.costs_of(replica_rows, layouts, np.full(len(replica_rows), mode, np.int64))
         if not covered.all():
             return None
         try:
             schedules.append(schedule(costs, ScheduleSettings(method="1f1b")))
         except InfeasibleError:
             return None
-        shapes += [problem.shape(row, BatchLayout.PACKED) for row in mine]
+        shapes += [problem.shape(row, BatchLayout.PACKED) for row in replica_rows]
     return DynamicRun(schedules=schedules, shapes=shapes)

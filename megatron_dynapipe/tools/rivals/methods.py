@@ -112,7 +112,7 @@ def _predict_dynamic_cp(
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
-        peak_memory_mb=max(max(each.peak_bytes) for each in run.schedules) / BYTES_PER_MB,
+        peak_memory_mb=max(max(schedule.peak_bytes) for schedule in run.schedules) / BYTES_PER_MB,
         padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
         micro_batches=len(run.shapes),
         shapes=len(set(run.shapes)),
@@ -122,7 +122,7 @@ def _predict_dynamic_cp(
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
     """The prediction of a plan for a batch of so many real tokens."""
     totals = plan.totals
-    micro_batches = [each for replica in plan.replicas for each in replica.micro_batches]
+    micro_batches = [micro_batch for replica in plan.replicas for micro_batch in replica.micro_batches]
     peaks = [peak_bytes(plan, replica, stage.stage) for replica in plan.replicas for stage in replica.stages]
     return Prediction(
         ms=totals.predicted_ns / 1e6,
@@ -130,7 +130,7 @@ def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
         peak_memory_mb=max(peaks) / BYTES_PER_MB,
         padding_efficiency=min(tokens / totals.padded_positions, 1.0),
         micro_batches=len(micro_batches),
-        shapes=len({each.shape for each in micro_batches}),
+        shapes=len({micro_batch.shape for micro_batch in micro_batches}),
     )
 
 

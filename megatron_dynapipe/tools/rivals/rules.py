@@ -66,14 +66,14 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
     work = [_VERL_LINEAR * length + length**2 for length in lengths]
     equal = len(lengths) % room.replicas == 0
     replicas = differencing(work, room.replicas, equal_counts=equal)
-    counts = [min(len(each), -(-sum(lengths[i] for i in each) // room.positions)) for each in replicas]
+    counts = [min(len(ids), -(-sum(lengths[i] for i in ids) // room.positions)) for ids in replicas]
     count = min(-(-max(counts) // room.group) * room.group, min(map(len, replicas)))
     columns = []
     for members in replicas:
         parts = differencing([work[i] for i in members], count)
         parts.sort(key=lambda part: (-sum(work[members[i]] for i in part), -part[0]))
         columns.append([[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]])
-    return [row for each in zip(*columns, strict=True) for row in each]
+    return [row for ids in zip(*columns, strict=True) for row in ids]
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
@@ -98,7 +98,7 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
         rows[longest], added = halves
         rows.append(added)
     replicas = differencing([sum(work[i] for i in row) for row in rows], room.replicas, equal_counts=True)
-    return [rows[index] for each in zip(*replicas, strict=True) for index in each]
+    return [rows[index] for indices in zip(*replicas, strict=True) for index in indices]
 
 
 Rival = Callable[[Sequence[int], Room], Rows]
@@ -145,7 +145,7 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
     heapq.heapify(heap)
     for number in range(len(heap), 2 * len(heap) - 1):
         one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
-        joined = [(a + b, mine + theirs) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        joined = [(a + b, ours + theirs) for (a, ours), (b, theirs) in zip(one, reversed(other), strict=True)]
         heapq.heappush(heap, _entry(joined, number))
     return [sorted(items) for _, items in heap[0][-1]]
 

@@ -163,7 +163,7 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
     """Of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
     inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
     positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
-    own = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
+    charged = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
     both = [Quantity.FORWARD, Quantity.BACKWARD]
     times = packed.attention[:, both].reshape(-1, *packed.attention.shape[2:])
     attention = at_point(times, packed.inputs, packed.targets, samples.input_positions, samples.target_positions)
@@ -173,7 +173,7 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
         known = (forward != ABSENT) & (backward != ABSENT) & (positions > 0)
         whole = (forward + backward)[known]
         least = float((whole / positions[known]).min(initial=np.inf))
-        shares.append(own[measure] * (least if np.isfinite(least) else 0.0) + inside[:, kind])
+        shares.append(charged[measure] * (least if np.isfinite(least) else 0.0) + inside[:, kind])
     return np.asarray(np.maximum(np.stack(shares, axis=1) - _ROUNDING_NS, 0))
 
 

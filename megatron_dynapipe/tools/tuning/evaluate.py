@@ -132,7 +132,7 @@ class Workers:
                 f"none of {len(self._futures)} plans was done within {PLAN_DEADLINE_S:.0f} s",
                 hint="use fewer batches, or fewer samples in a batch",
             )
-        future = min(done, key=lambda each: self._futures[each])
+        future = min(done, key=lambda started: self._futures[started])
         candidate, batch = self._futures.pop(future)
         try:
             return candidate, batch, future.result()
@@ -171,11 +171,11 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
     layout, shared = settings.layout, settings.expert_parallel
     everything, experts = layout.parameter_bytes(state), layout.expert_bytes(state)
     reduction = stepped = 0.0
-    for held, replicas, apart in (
+    for state_bytes, replicas, apart in (
         (everything - experts, settings.data_parallel, 1),
         (experts, settings.data_parallel // shared, shared),
     ):
-        parameters = int(held.max()) // _STORED_BYTES
+        parameters = int(state_bytes.max()) // _STORED_BYTES
         if settings.distributed_optimizer:
             # Half an all-reduce of the gradients, and half a one of the parameters.
             size = parameters * (rates.gradient_bytes + _STORED_BYTES) / 2

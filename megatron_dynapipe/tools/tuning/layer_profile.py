@@ -96,7 +96,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: the length was not measured, or not with every size.
         """
-        known = sorted(int(each) for each in costs.segments[0].boundary_mb)
+        known = sorted(int(size) for size in costs.segments[0].boundary_mb)
         chosen = known[-1] if length is None else length
         if chosen not in known:
             raise ConfigError(f"expected a length among {known}, which were measured, got {chosen}")
@@ -120,8 +120,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     def times_ns(self, samples: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Forward and backward time of every layer for a slice of so many samples, in ns: two float64[layers]."""
         sizes = np.array([0, *self.sizes], np.float64)
-        return _at(sizes, [each.forward_ms for each in self.layers], samples), _at(
-            sizes, [each.backward_ms for each in self.layers], samples
+        return _at(sizes, [layer.forward_ms for layer in self.layers], samples), _at(
+            sizes, [layer.backward_ms for layer in self.layers], samples
         )
 
     def single_device_ms(self, micro_batch_size: int, global_batch_size: int) -> float:
@@ -136,8 +136,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> IntArray:
         """Parameters with gradients and optimizer state, summed as `before`: int64[layers + 1]."""
-        held = self.before([each.parameter_bytes * _STATE_PER_PARAMETER_BYTE for each in self.layers])
-        return np.rint(held).astype(np.int64)
+        before_bytes = self.before([layer.parameter_bytes * _STATE_PER_PARAMETER_BYTE for layer in self.layers])
+        return np.rint(before_bytes).astype(np.int64)
 
 
 def _at(
@@ -190,19 +190,19 @@ def parse_graph_profile(text: str, batch_size: int, name: str = "profile") -> La
         elif line.strip():
             raise CostModelError(f"{name}, line {number}: expected a node or an edge, got {line!r}", hint=_FORM)
     for edge_of in edges:
-        if missing := [each for each in edge_of if each not in nodes]:
+        if missing := [node_id for node_id in edge_of if node_id not in nodes]:
             raise CostModelError(f"{name}: expected edges between nodes of the file, got one of {missing[0]}")
-    data = {each for each, node in nodes.items() if node.name.startswith("Input")}
+    data = {node_id for node_id, node in nodes.items() if node.name.startswith("Input")}
     kept = [edge for edge in edges if not data & set(edge)]
-    order = _order([each for each in nodes if each not in data], kept, name)
-    place = {each: position for position, each in enumerate(order)}
+    order = _order([node_id for node_id in nodes if node_id not in data], kept, name)
+    place = {node_id: position for position, node_id in enumerate(order)}
     read_until = dict(place)
     for source, target in kept:
         read_until[source] = max(read_until[source], place[target])
     layers = []
-    for position, each in enumerate(order):
+    for position, node_id in enumerate(order):
         crossing = sum(nodes[other].activation_bytes for other in order[: position + 1] if read_until[other] > position)
-        node_of = nodes[each]
+        node_of = nodes[node_id]
         layers.append(
             Layer(
                 name=node_of.name,
@@ -217,9 +217,9 @@ def parse_graph_profile(text: str, batch_size: int, name: str = "profile") -> La
 
 
 def _numbers(fields: str, where: str) -> tuple[float, ...]:
-    given = dict(part.split("=", 1) for part in fields.split(", ") if "=" in part)
+    values = dict(part.split("=", 1) for part in fields.split(", ") if "=" in part)
     try:
-        return tuple(sum(float(word) for word in given[field].strip("[] ").split(";")) for field in _FIELDS)
+        return tuple(sum(float(word) for word in values[field].strip("[] ").split(";")) for field in _FIELDS)
     except (KeyError, ValueError) as error:
         raise CostModelError(f"{where}: expected numbers {', '.join(_FIELDS)}, got {fields!r}", hint=_FORM) from error
 

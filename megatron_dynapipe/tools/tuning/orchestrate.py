@@ -119,9 +119,9 @@ def orchestrate(
         dropped = NEVER
         for micro_batches in problem.unit_sizes:
             incumbent = best[0] if best else NEVER
-            found, least = problem.search(micro_batches, incumbent, beam, most)
+            choices, least = problem.search(micro_batches, incumbent, beam, most)
             dropped = min(dropped, least)
-            for bound, choice in found:
+            for bound, choice in choices:
                 if best is not None and bound >= best[0]:
                     continue
                 predicted = problem.predicted_ns(choice)
@@ -164,7 +164,7 @@ class OrchestrationProblem:
         self.profile, self.topology = profile, topology
         self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
         self._whole = whole_samples
-        self._parameters = profile.before([each.parameter_bytes for each in profile.layers])
+        self._parameters = profile.before([layer.parameter_bytes for layer in profile.layers])
         self._state = profile.state_bytes
         self._limit = NEVER if topology.memory_bytes is None else topology.memory_bytes
         self._costs: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
@@ -173,7 +173,7 @@ class OrchestrationProblem:
     def unit_sizes(self) -> list[int]:
         """Numbers of micro-batches that a unit may have: divisors of those of an iteration."""
         count = self._global_batch_size // self._micro_batch_size
-        return [each for each in range(1, count + 1) if count % each == 0]
+        return [size for size in range(1, count + 1) if count % size == 0]
 
     def samples_per_replica(self, micro_batches: int, replicas: int) -> float:
         """Of a unit, on the busiest replica."""
@@ -207,7 +207,7 @@ class OrchestrationProblem:
             beam=beam,
             most=most,
         )
-        found = [
+        choices = [
             (
                 bound,
                 Assignment(
@@ -218,7 +218,7 @@ class OrchestrationProblem:
             )
             for bound, ends, at in plans
         ]
-        return found, dropped
+        return choices, dropped
 
     def predicted_ns(self, choice: Assignment) -> int | None:
         """Time of an iteration; None where a stage's memory is not enough."""
@@ -257,7 +257,7 @@ class OrchestrationProblem:
         if micro_batches not in self._costs:
             most, layers = self.topology.devices, self.profile.layers
             forward, backward, stored = (np.zeros((most + 1, len(layers) + 1), np.int64) for _ in range(3))
-            kept = self.profile.before([each.stored_bytes for each in layers])
+            kept = self.profile.before([layer.stored_bytes for layer in layers])
             for replicas in range(1, most + 1):
                 samples = self.samples_per_replica(micro_batches, replicas)
                 for rows, times in zip((forward, backward), self.profile.times_ns(samples), strict=True):
@@ -267,7 +267,7 @@ class OrchestrationProblem:
         return self._costs[micro_batches]
 
     def _boundaries(self, samples: int) -> npt.NDArray[np.float64]:
-        crossing = [each.boundary_bytes for each in self.profile.layers[:-1]]
+        crossing = [layer.boundary_bytes for layer in self.profile.layers[:-1]]
         return np.array([0.0, *crossing, 0.0]) * samples
 
     def _simulate(self, choice: Assignment) -> tuple[int, list[int]]:

@@ -135,17 +135,17 @@ def tune_segments(
     settings_of = partial(
         segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
     )
-    found = [
+    evaluated = [
         _divided(settings_of, costs, stages, devices // stages, batches)
         for stages in range(1, devices + 1)
         if devices % stages == 0
     ]
-    found.sort(key=lambda each: _rank(each[0]))
-    evaluations = [one for one, _ in found]
+    evaluated.sort(key=lambda pair: _rank(pair[0]))
+    evaluations = [one for one, _ in evaluated]
     tuning = _tuning(evaluations, batches, sum(len(one.outcomes) for one in evaluations), time.monotonic() - start)
     layouts = [
         msgspec.structs.replace(layout, layers_per_stage=segments)
-        for layout, (_, segments) in zip(tuning.layouts, found, strict=True)
+        for layout, (_, segments) in zip(tuning.layouts, evaluated, strict=True)
     ]
     return msgspec.structs.replace(tuning, layouts=tuple(layouts))
 
@@ -190,7 +190,7 @@ class _Search:
         self.plans = 0
         self._evaluations, self._cost_model, self._batches = evaluations, cost_model, batches
         self._top, self._progress = top, progress
-        self._open = [(each.bound_ns, at) for at, each in enumerate(evaluations) if each.error is None]
+        self._open = [(one.bound_ns, at) for at, one in enumerate(evaluations) if one.error is None]
         heapq.heapify(self._open)
         self._known: list[int] = []
 
@@ -235,13 +235,13 @@ class _Search:
 
 
 def _evaluations(
-    found: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
+    candidates: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
 ) -> list[_Evaluation]:
     """Candidates with their bounds, without those whose layers are split as those of one before."""
     works: dict[tuple[int, int], list[LeastWork]] = {}
     evaluations: list[_Evaluation] = []
     seen: set[PlannerSettings | Candidate] = set()
-    for candidate in found:
+    for candidate in candidates:
         if candidate.error is not None:
             alike = msgspec.structs.replace(candidate, split=Split.EQUAL)
             if alike not in seen:
@@ -283,8 +283,8 @@ def _tuning(
     """Evaluations, the best first, as a result."""
     tokens = [batch.tokens for batch in batches]
     return Tuning(
-        layouts=tuple(_tuned(each, tokens) for each in evaluations),
-        settings=tuple(each.settings for each in evaluations),
+        layouts=tuple(_tuned(evaluation, tokens) for evaluation in evaluations),
+        settings=tuple(evaluation.settings for evaluation in evaluations),
         plans=plans,
         seconds=seconds,
         interrupted=interrupted,
@@ -305,7 +305,7 @@ def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
     if one.error is None and planned:
         ends = one.reduction_ns + one.optimizer_ns
         total_ns = sum(outcome.predicted_ns for outcome in one.outcomes) + ends * planned
-        peaks = zip(*(each.peak_bytes for each in one.outcomes), strict=True)
+        peaks = zip(*(outcome.peak_bytes for outcome in one.outcomes), strict=True)
         known["predicted_ms"] = total_ns / planned / NS_PER_MS
         known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9
         known["peak_memory_mb"] = tuple(max(stage) / BYTES_PER_MB for stage in peaks)

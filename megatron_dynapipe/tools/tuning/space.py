@@ -178,7 +178,7 @@ def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tu
 
 def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: Split) -> Candidate:
     data, tensor, experts = layout.data_parallel, layout.tensor_parallel, layout.expert_parallel
-    wanted, per_node = space.distributed_optimizer, base.network.devices_per_node
+    distributed, per_node = space.distributed_optimizer, base.network.devices_per_node
     settings, error = base, None
     try:
         if tensor > 1 and per_node % tensor:
@@ -197,7 +197,7 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             **layout.sizes,
             lockstep=experts > 1 and experts,
             layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO),
-            distributed_optimizer=data > 1 if wanted is None else wanted,
+            distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )
     except DynaPipeError as problem:

@@ -55,16 +55,16 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def nodes(self) -> Counts:
         """Devices of every node."""
-        each = self.network.devices_per_node
-        return tuple(min(each, self.devices - first) for first in range(0, self.devices, each))
+        per_node = self.network.devices_per_node
+        return tuple(min(per_node, self.devices - first) for first in range(0, self.devices, per_node))
 
     @cached_property
     def placements(self) -> "Placements":
         """Where stages may be placed."""
         for choices in (_all_choices, _few_choices, _next_choices):
-            found = Placements.reach(self.nodes, choices)
-            if found is not None:
-                return found
+            reached = Placements.reach(self.nodes, choices)
+            if reached is not None:
+                return reached
         raise AssertionError("the next devices in order are always few")
 
     def transfer(self, source: Counts, target: Counts) -> tuple[float, float]:
@@ -132,16 +132,16 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
         most = MOST_DEVICES**2 if choices_of is _next_choices else _MOST_PLACEMENTS
         reached, choices = [nodes], []
         for free in reached:
-            found = []
+            options = []
             for counts in choices_of(nodes, free):
                 after = tuple(a - b for a, b in zip(free, counts, strict=True))
                 if after not in states:
                     states[after] = len(states)
                     reached.append(after)
-                found.append((placements.setdefault(counts, len(placements)), states[after]))
+                options.append((placements.setdefault(counts, len(placements)), states[after]))
                 if max(len(placements), len(states)) > most:
                     return None
-            choices.append(tuple(found))
+            choices.append(tuple(options))
         return cls(counts=tuple(placements), free=tuple(map(sum, reached)), choices=tuple(choices))
 
 

@@ -62,10 +62,10 @@ def with_measured(tuning: Tuning, measured: Sequence[Measured]) -> Tuning:
     count = len(measured)
     entries = [
         (
-            msgspec.structs.replace(layout, measured_ms=found.mean_ms, measurement_error=found.error),
+            msgspec.structs.replace(layout, measured_ms=measurement.mean_ms, measurement_error=measurement.error),
             settings,
         )
-        for layout, settings, found in zip(tuning.layouts[:count], tuning.settings[:count], measured, strict=True)
+        for layout, settings, measurement in zip(tuning.layouts[:count], tuning.settings[:count], measured, strict=True)
     ]
     entries.sort(key=lambda entry: math.inf if entry[0].measured_ms is None else entry[0].measured_ms)
     return msgspec.structs.replace(
@@ -103,7 +103,7 @@ def train_best(
     Returns:
         The tuning as `with_measured`.
     """
-    best = [each for each in tuning.layouts[:count] if each.predicted_ms is not None]
+    best = [layout for layout in tuning.layouts[:count] if layout.predicted_ms is not None]
     with tempfile.TemporaryDirectory() as folder:
         commands = []
         for number, (layout, settings) in enumerate(zip(best, tuning.settings, strict=False)):
@@ -172,9 +172,9 @@ def training_command(script: str, flags: Sequence[str], *, devices: int, iterati
     if "--save" in flags:
         raise ConfigError("expected validation runs without --save, got it", hint="a few iterations are no checkpoint")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
-    own = ["--train-iters", str(iterations), "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000000"]
-    own += ["--lr-decay-iters", "1000000"]  # Megatron takes no warm-up that is longer, and a run file's is
-    return [*torchrun, script, *flags, *own]
+    short = ["--train-iters", str(iterations), "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000000"]
+    short += ["--lr-decay-iters", "1000000"]  # Megatron takes no warm-up that is longer, and a run file's is
+    return [*torchrun, script, *flags, *short]
 
 
 def measure(
@@ -186,7 +186,7 @@ def measure(
     said: Said | None = None,
 ) -> list[Measured]:
     """Run the commands in turn; what each measured."""
-    found: list[list[tuple[float, ...]]] = [[] for _ in commands]
+    times_of: list[list[tuple[float, ...]]] = [[] for _ in commands]
     errors: list[str | None] = [None] * len(commands)
     for turn in range(rounds):
         for number, command in enumerate(commands):
@@ -195,14 +195,14 @@ def measure(
             start = time.monotonic()
             one = run(command, iterations=iterations, deadline_s=deadline_s)
             errors[number] = one.error
-            found[number].append(one.iterations_ms)
+            times_of[number].append(one.iterations_ms)
             if said is not None:
                 result = one.error.splitlines()[0] if one.error else f"{one.mean_ms:.1f} ms an iteration"
                 place = f"run {turn * len(commands) + number + 1} of {rounds * len(commands)}"
                 said(f"{place}: {result} ({time.monotonic() - start:.0f} s)")
     return [
         Measured(error=error) if error else Measured(iterations_ms=tuple(map(min, zip(*times, strict=True))))
-        for times, error in zip(found, errors, strict=True)
+        for times, error in zip(times_of, errors, strict=True)
     ]
 
 
@@ -219,7 +219,7 @@ def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measur
             _end(process)
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
-    times = {int(found[1]): float(found[2]) for line in lines if (found := _ITERATION.search(line))}
+    times = {int(match[1]): float(match[2]) for line in lines if (match := _ITERATION.search(line))}
     if status is None:
         return Measured(error=f"not done within {deadline_s:g} s: {len(times)} of {iterations} iterations were trained")
     missing = [number for number in range(2, iterations + 1) if number not in times]
@@ -231,9 +231,9 @@ def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measur
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End what is left of a run's processes."""
-    for wanted in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, wanted)
+            os.killpg(process.pid, signal_number)
             process.wait(_END_S)
         except ProcessLookupError:
             break
