@@ -54,6 +54,17 @@ assert start.elapsed_time(end) >= 0 and end.query()
 with torch.cuda.stream(side := torch.cuda.Stream()):
     assert torch.cuda.current_stream() == side
 
+from megatron_dynapipe.runtime.memory import pass_memory
+
+scale, held = torch.ones(16, device="cuda", requires_grad=True), [torch.ones(4096, device="cuda")]
+
+def forward():
+    held[0] = torch.ones(16, device="cuda")  # of the pass before until now
+    return scale * held[0]
+
+memory = pass_memory(forward, lambda output: torch.autograd.grad(output.sum(), scale), torch.device("cuda"))
+assert memory.stored_bytes == 64, "the output alone"
+
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(total := torch.ones(3, device="cuda"))
 assert total.equal(torch.ones(3, device="cuda"))
