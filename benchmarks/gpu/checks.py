@@ -160,8 +160,7 @@ def entry(case: Case, on_cpu: LoggedLosses, family: str, ranks: int, extra: str 
 
 
 def engine(case: Case, on_cpu: LoggedLosses) -> Figures:
-    """Layers of Transformer Engine around PyTorch's attention, with weights of the same seed, in fp32; the CPU's run
-    has Megatron's local layers."""
+    """Transformer Engine's layers in fp32, against local ones with weights of the same seed on the CPU."""
     need_engine(case)
     return entry(case, on_cpu, "t5", 1, "--transformer-impl transformer_engine")
 
@@ -175,13 +174,6 @@ def gpu_tests(case: Case) -> Figures:
     return {"summary": run([words], case.budget, log=case.folder / "pytest")[0].strip().splitlines()[-1]}
 
 
-def one_rank(case: Case, reference: Reference, family: str) -> Figures:
-    """One rank, fp32, NCCL: through `MegatronPipeline`, against samples one by one on the CPU."""
-    row = f"{family} 1x1x1"
-    gradients, losses = deviation(case.train(row), reference(row))
-    return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
-
-
 def model_of(row: str) -> str:
     """One rank of a layout's model."""
     layout = named(row)
@@ -190,7 +182,8 @@ def model_of(row: str) -> str:
 
 
 def stages(case: Case, reference: Reference, bounds: Callable[[str], Bounds], row: str) -> Figures:
-    """Several stages on one GPU, through the host, within bounds of the reference; tensor-parallel ranks apart."""
+    """One rank over NCCL, several through the host of one GPU, tensor-parallel ones apart, within bounds of the
+    reference."""
     layout = named(row)
     if layout.engine:
         need_engine(case)
@@ -236,7 +229,7 @@ def large_messages(case: Case) -> Figures:
 
 
 def need_devices(case: Case, ranks: int) -> None:
-    """Raise NotRunError where ranks would have to share a GPU, which NCCL refuses."""
+    """Raise NotRunError where ranks would share a GPU, which NCCL refuses."""
     if case.device == "cuda" and torch.cuda.device_count() < ranks:
         raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
 
@@ -248,9 +241,7 @@ def need_engine(case: Case) -> None:
 
 
 def probe(case: Case, what: str, row: str) -> Figures:
-    """Figures of a device, of the rank with the most of each."""
-    if case.device == "cpu":
-        raise NotRunError("no GPU")
+    """Figures of `probes`, of the rank with the most of each."""
     need_devices(case, named(row).ranks)
     found = case.train(row, what, alone=named(row).ranks == 1)
     return {name: max(figures[name] for figures in found) for name in found[0]}
@@ -338,7 +329,7 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     yield two, partial(entry, case, on_cpu, "t5", 2)
     yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, exact, "t5 1x2x1")
     for family in case.families:
-        yield f"{family}: one rank against the CPU", partial(one_rank, case, reference, family)
+        yield f"{family}: one rank against the CPU", partial(stages, case, reference, exact, f"{family} 1x1x1")
     for name, row in PARTS.items():
         if row.split()[0] in case.families or "packed" not in name:
             yield name, partial(stages, case, reference, noise, f"{row}, bf16")
@@ -346,11 +337,12 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for family in case.families:
         yield f"{family}: throughput of real training", partial(throughput, case, family)
     yield "tests marked gpu", partial(gpu_tests, case)
-    for row in () if case.small else ENGINE:
-        yield f"{row}, bf16", partial(stages, case, reference, noise, f"{row}, bf16")
-    yield "experts: the host's time for a layer", partial(probe, case, "experts", "gpt 1x1x1, hidden 256, bf16")
-    beside = "gpt 2x1x1, hidden 1024, sequence parallel, divided, bf16"
-    yield "tensor parallel: transfers beside products", partial(probe, case, "transfers", beside)
+    if not case.small:
+        for row in ENGINE:
+            yield f"{row}, bf16", partial(stages, case, reference, noise, f"{row}, bf16")
+        yield "experts: the host's time for a layer", partial(probe, case, "experts", "gpt 1x1x1, hidden 256, bf16")
+        row = "gpt 2x1x1, hidden 1024, sequence parallel, divided, bf16"
+        yield "tensor parallel: transfers beside products", partial(probe, case, "transfers", row)
     yield "soak: 2 stages on one device", partial(soak, case, alone=True)
     for family in case.families:
         for count in (2,) if case.small else (2, 4):

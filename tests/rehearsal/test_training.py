@@ -90,7 +90,7 @@ COMBINED = table(
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 1024")),
-    ("no", Row("gpt", "--bf16 --dynapipe-calibrate 1", ranks=1)),
+    ("", Row("gpt", "--bf16 --dynapipe-calibrate 1", ranks=1)),
     ("", Row("t5", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
     ("", Row("profile", "--model gpt --budget-minutes 0.05", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05", ranks=1)),
@@ -164,22 +164,22 @@ def job(row: Row, data: Path, folder: Path) -> jobs.Job:
         argv = f"profile {row.flags} --output {folder}/costs.json -- {sizes}".split()
         return jobs.Job("tests.helpers.rehearsal.jobs:command", {"argv": argv}, row.ranks)
     if document in DOCUMENTS:
-        return cut(*commands(document)[int(number)], data=data, folder=folder)
+        return cut(*commands(document)[int(number)], "--save", str(folder / re.sub(r"\W", "_", row.name)), data=data)
     if row.what in LAYOUTS:
         return jobs.layout(row.what, named(row.what).ranks)
     script = entry_scripts.script_of("t5" if row.what.startswith(("t5", "demo_t5", "one_gpu_t5")) else "gpt")
     words = [] if row.engine else WITHOUT_ENGINE.get(row.what, "").split()
-    return cut(script, "--dynapipe-config", f"configs/{row.what}.yaml", *words, data=data, folder=folder)
+    config = f"configs/{row.what}.yaml"
+    return cut(script, "--dynapipe-config", config, "--dynapipe-unset", "save", *words, data=data)
 
 
-def cut(script: str, *words: str, data: Path, folder: Path) -> jobs.Job:
+def cut(script: str, *words: str, data: Path) -> jobs.Job:
     """A command with the sizes of its run file cut, on as many ranks as that leaves."""
     settings = yaml.safe_load((ROOT / words[words.index("--dynapipe-config") + 1]).read_text())
     settings |= {word.removeprefix("--"): True for word in words if word.startswith("--")}
     small = {name: size for name, size in SMALL.items() if settings.get(name) not in (None, "auto", 1)}
     small |= {name: SMALL[name] for name in ("lr-warmup-iters", "eval-interval", "eval-iters")}
-    paths = {"dynapipe-data": data, "dynapipe-report-dir": folder / "report", "dynapipe-calibrate": 0}
-    paths |= {"save": folder / f"saved{len(list(folder.iterdir()))}"} if "save" in settings else {}
+    paths = {"dynapipe-data": data, "dynapipe-report-dir": data.parent / "report", "dynapipe-calibrate": 0}
     flags = [word for name, value in (small | paths).items() for word in (f"--{name}", str(value))]
     ranks = math.prod(small.get(f"{kind}-model-parallel-size", 1) for kind in ("tensor", "pipeline"))
     shared = {"use-distributed-optimizer", "expert-model-parallel-size"} & settings.keys()

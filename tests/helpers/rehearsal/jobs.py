@@ -46,7 +46,7 @@ def run_all(jobs: Sequence[Job], folder: Path, *, engine: bool = False, deadline
     subprocess.run(
         [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
         input=json.dumps([asdict(job) for job in jobs]).encode(),
-        env=launch.environment(8, engine=engine),
+        env=launch.environment(8, engine=engine) | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
         cwd=ROOT,
         timeout=deadline_s,
         check=True,
