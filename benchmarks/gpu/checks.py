@@ -96,11 +96,11 @@ class Case:
         layout, device = named(row), device or self.device
         key = (device, layout.ranks, layout.tensor > 1, alone)
         ranks = self._up.pop(key, None) or self._started(device, layout.ranks, layout.tensor, alone=alone)
-        found = ranks.carry_out(self.budget, layout=row, what=what, steps=steps or self.steps, port=free_port())
+        learned = ranks.carry_out(self.budget, layout=row, what=what, steps=steps or self.steps, port=free_port())
         while len(self._up) >= KEPT:
             self._up.pop(next(iter(self._up))).processes.kill()
         self._up[key] = ranks
-        return found
+        return learned
 
     def _started(self, device: str, count: int, tensor: int, *, alone: bool) -> Ranks:
         words = [*WORKER, "--device", device, *([] if alone else ["--spread"])]
@@ -198,7 +198,7 @@ def bf16_bounds(case: Case, reference: Reference, model: str) -> Bounds:
     """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
     allowed one rounding besides."""
     alone = [case.train(f"{model}, bf16{order}") for order in ("", ", samples reversed")]
-    gradients, losses = zip(*(deviation(found, reference(model)) for found in alone), strict=True)
+    gradients, losses = zip(*(deviation(order, reference(model)) for order in alone), strict=True)
     return 2 * max(gradients), max(2 * max(losses), BF16_ROUNDING)
 
 
@@ -214,9 +214,9 @@ def soak(case: Case, *, alone: bool) -> Figures:
     if not alone:
         need_devices(case, 2)
     steps = 16 if case.small else 100 if alone else 500
-    found = case.train("t5 1x2x1, rules of CUDA", "soak", steps=steps, alone=alone)
-    grown = {name: max(one[name][-1] - one[name][0] for one in found) for name in ("tensors", "bytes")}
-    reserved = max(one["reserved_mb"][-1] - one["reserved_mb"][0] for one in found)
+    of_ranks = case.train("t5 1x2x1, rules of CUDA", "soak", steps=steps, alone=alone)
+    grown = {name: max(rank[name][-1] - rank[name][0] for rank in of_ranks) for name in ("tensors", "bytes")}
+    reserved = max(rank["reserved_mb"][-1] - rank["reserved_mb"][0] for rank in of_ranks)
     return within({name: (float(more), 0.0) for name, more in grown.items()}) | {"reserved_mb": reserved}
 
 
@@ -224,8 +224,8 @@ def large_messages(case: Case) -> Figures:
     """The lists of a T5 of four stages as a job of tensor 2 runs them, with passes of one product each."""
     ranks = 4 if case.small else 8
     need_devices(case, ranks)
-    found = case.train(f"t5 {ranks // 4}x4x1, rules of CUDA", "lists", alone=False)
-    return {name: max(one[name] for one in found) for name in ("largest_message_mb", "messages", "seconds")}
+    of_ranks = case.train(f"t5 {ranks // 4}x4x1, rules of CUDA", "lists", alone=False)
+    return {name: max(rank[name] for rank in of_ranks) for name in ("largest_message_mb", "messages", "seconds")}
 
 
 def need_devices(case: Case, ranks: int) -> None:
@@ -243,8 +243,8 @@ def need_engine(case: Case) -> None:
 def probe(case: Case, what: str, row: str) -> Figures:
     """Figures of `probes`, of the rank with the most of each."""
     need_devices(case, named(row).ranks)
-    found = case.train(row, what, alone=named(row).ranks == 1)
-    return {name: max(figures[name] for figures in found) for name in found[0]}
+    of_ranks = case.train(row, what, alone=named(row).ranks == 1)
+    return {name: max(figures[name] for figures in of_ranks) for name in of_ranks[0]}
 
 
 def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
@@ -254,11 +254,11 @@ def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
     if case.device == "cpu":
         sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
     (said,) = case.torchrun(f"-m benchmarks.executor.{script} {sizes}", ranks=ranks)
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    low, high = found["interval_95"]
-    measured = {"megatron_ms": found["megatron_ms"], "executor_ms": found["executor_ms"], "low": low, "high": high}
-    held = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
-    return within({"ratio": (found["ratio"], held)}) | measured
+    report = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    low, high = report["interval_95"]
+    measured = {"megatron_ms": report["megatron_ms"], "executor_ms": report["executor_ms"], "low": low, "high": high}
+    most = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
+    return within({"ratio": (report["ratio"], most)}) | measured
 
 
 def throughput(case: Case, family: str) -> Figures:

@@ -56,11 +56,11 @@ with torch.cuda.stream(side := torch.cuda.Stream()):
 
 from megatron_dynapipe.runtime.memory import pass_memory
 
-scale, held = torch.ones(16, device="cuda", requires_grad=True), [torch.ones(4096, device="cuda")]
+scale, inputs = torch.ones(16, device="cuda", requires_grad=True), [torch.ones(4096, device="cuda")]
 
 def forward():
-    held[0] = torch.ones(16, device="cuda")  # of the pass before until now
-    return scale * held[0]
+    inputs[0] = torch.ones(16, device="cuda")  # of the pass before until now
+    return scale * inputs[0]
 
 memory = pass_memory(forward, lambda output: torch.autograd.grad(output.sum(), scale), torch.device("cuda"))
 assert memory.stored_bytes == 64, "the output alone"
@@ -81,8 +81,8 @@ alone = torch.cat([
     attend(*(row[a:b].transpose(0, 1)[None] for row in rows), is_causal=True)[0].transpose(0, 1)
     for a, b in ((0, 4), (4, 10))
 ])
-given = torch.randn_like(packed)
-ours, theirs = (torch.autograd.grad(each, rows, given, retain_graph=True) for each in (packed, alone))
+gradient = torch.randn_like(packed)
+ours, theirs = (torch.autograd.grad(result, rows, gradient, retain_graph=True) for result in (packed, alone))
 for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 """

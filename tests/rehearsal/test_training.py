@@ -200,20 +200,22 @@ def outcomes(request, data, tmp_path_factory) -> Mapping[str, Any]:
     for family in {row.what for row in rows if "SAVED" in row.flags}:
         first = f"{LOCAL} {PIPELINE} --save {tmp_path_factory.getbasetemp() / family} --save-interval 1 --train-iters 1"
         entry_scripts.losses(family, data, first, ranks=2, report=tmp_path_factory.mktemp("first"))
-    found = {}
+    outcomes = {}
     for engine in (False, True):
         if selected := [row for row in rows if row.engine is engine]:
-            made = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
-            ran = jobs.run_all(made, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=60 + 120 * len(made))
-            found |= dict(zip((row.name for row in selected), ran, strict=True))
-    return found
+            selected_jobs = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
+            ran = jobs.run_all(
+                selected_jobs, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=60 + 120 * len(selected_jobs)
+            )
+            outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
+    return outcomes
 
 
 def ended(ranks: Any) -> Sequence[dict[str, Any]]:
     """The ranks of a run that ended well, and said nothing that nobody has looked at."""
     assert not isinstance(ranks, str), ranks
     for rank in ranks:
-        assert rank["status"] == 0, "\n".join(each["stderr"][-3000:] for each in ranks)
+        assert rank["status"] == 0, "\n".join(rank["stderr"][-3000:] for rank in ranks)
         assert "could not be measured" not in rank["stdout"] + rank["stderr"], rank["stderr"]
         warnings = [line for line in rank["stderr"].splitlines() if "Warning: " in line]
         assert not [line for line in warnings if not any(text in line for text in EXPECTED_WARNINGS)]

@@ -72,17 +72,17 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal = is_causal or window_size_right == 0
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    grads = tuple(torch.zeros_like(each) for each in (query, key, value))
+    grads = tuple(torch.zeros_like(row) for row in (query, key, value))
     for (q0, q1), (k0, k1) in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
         groups = (key.size(1), query.size(1) // key.size(1))
         weights = (_scores(query[q0:q1], key[k0:k1], scale, causal) - logsumexp[:, q0:q1, None]).exp().nan_to_num(0.0)
-        given = grad_out[q0:q1].float()
-        of_weights = torch.einsum("qhd,khd->hqk", given, _heads(value[k0:k1], query))
-        of_scores = weights * (of_weights - (given * out[q0:q1].float()).sum(-1).t()[:, :, None]) * scale
+        of_output = grad_out[q0:q1].float()
+        of_weights = torch.einsum("qhd,khd->hqk", of_output, _heads(value[k0:k1], query))
+        of_scores = weights * (of_weights - (of_output * out[q0:q1].float()).sum(-1).t()[:, :, None]) * scale
         grads[0][q0:q1] = torch.einsum("hqk,khd->qhd", of_scores, _heads(key[k0:k1], query)).to(query.dtype)
         for grad, of_heads in (
             (grads[1], torch.einsum("hqk,qhd->khd", of_scores, query[q0:q1].float())),
-            (grads[2], torch.einsum("hqk,qhd->khd", weights, given)),
+            (grads[2], torch.einsum("hqk,qhd->khd", weights, of_output)),
         ):
             grad[k0:k1] = of_heads.unflatten(1, groups).sum(2).to(grad.dtype)
     return grads[0], grads[1], grads[2]

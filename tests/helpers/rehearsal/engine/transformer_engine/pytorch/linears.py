@@ -182,24 +182,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         linear, (weight, inputs) = ctx.linear, ctx.saved_tensors
-        rows, given = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        rows, of_output = inputs.flatten(0, -2), gradient.flatten(0, -2)
         if linear.sequence_parallel and linear.parallel_mode == "row":
-            given = _gathered(linear, given)
-        of_inputs = given @ weight
+            of_output = _gathered(linear, of_output)
+        of_inputs = of_output @ weight
         if linear.parallel_mode == "column" and linear.tp_size > 1:
             of_inputs = _summed(linear, of_inputs)
         if linear.sequence_parallel and linear.parallel_mode == "column":
             rows = _gathered(linear, rows)
 
-        def product(rows: Tensor, given: Tensor) -> tuple[Tensor, Tensor | None]:
-            return _weight_gradient(weight, rows, given, linear, ctx.is_first), given.sum(0) if has_bias else None
+        def product(rows: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _weight_gradient(weight, rows, of_output, linear, ctx.is_first), of_output.sum(
+                0
+            ) if has_bias else None
 
         has_bias = linear.apply_bias and not linear.gemm_bias_unfused_add
         of_weight = of_bias = None
         if linear.wgrad_store.delay_wgrad_compute():
-            linear.wgrad_store.put([rows, given], product)
+            linear.wgrad_store.put([rows, of_output], product)
         else:
-            of_weight, of_bias = product(rows, given)
+            of_weight, of_bias = product(rows, of_output)
         of_weight = _for_autograd(weight, of_weight, linear)
         return of_weight, of_inputs.view_as(inputs), of_bias, None, None
 
@@ -248,20 +250,22 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         linear, (inputs, *weights) = ctx.linear, ctx.saved_tensors
-        rows, given = (list(tensor.flatten(0, -2).split(ctx.splits)) for tensor in (inputs, gradient))
-        of_inputs = torch.cat([part @ weight for part, weight in zip(given, weights, strict=True)])
+        rows, of_output = (list(tensor.flatten(0, -2).split(ctx.splits)) for tensor in (inputs, gradient))
+        of_inputs = torch.cat([part @ weight for part, weight in zip(of_output, weights, strict=True)])
 
-        def product(rows: list[Tensor], given: list[Tensor], _: object) -> tuple[object, list[None], None]:
-            pairs = zip(weights, rows, given, strict=True)
-            made = [_weight_gradient(weight, a, b, linear, ctx.is_first) for weight, a, b in pairs]
-            return made, [None] * len(made), None
+        def product(rows: list[Tensor], of_output: list[Tensor], _: object) -> tuple[object, list[None], None]:
+            pairs = zip(weights, rows, of_output, strict=True)
+            gradients = [_weight_gradient(weight, a, b, linear, ctx.is_first) for weight, a, b in pairs]
+            return gradients, [None] * len(gradients), None
 
         of_weights: Any = [None] * len(weights)
         if linear.wgrad_store.delay_wgrad_compute():
-            linear.wgrad_store.put([rows, given, of_weights], product)
+            linear.wgrad_store.put([rows, of_output, of_weights], product)
         else:
-            of_weights = product(rows, given, None)[0]
-        stand_ins = [_for_autograd(weight, made, linear) for weight, made in zip(weights, of_weights, strict=True)]
+            of_weights = product(rows, of_output, None)[0]
+        stand_ins = [
+            _for_autograd(weight, gradient, linear) for weight, gradient in zip(weights, of_weights, strict=True)
+        ]
         return of_inputs.view_as(inputs), None, None, None, *stand_ins
 
 
@@ -282,13 +286,13 @@ def _summed(linear: Any, rows: Tensor) -> Tensor:
     return share
 
 
-def _weight_gradient(weight: Any, rows: Tensor, given: Tensor, linear: Module, is_first: bool | None) -> Tensor:
+def _weight_gradient(weight: Any, rows: Tensor, of_output: Tensor, linear: Module, is_first: bool | None) -> Tensor:
     if not linear.fuse_wgrad_accumulation:
-        return given.t() @ rows
+        return of_output.t() @ rows
     gradient: Tensor = weight.main_grad
     if is_first:
         gradient.zero_()
-    return gradient.add_(given.t().to(gradient.dtype) @ rows.to(gradient.dtype))
+    return gradient.add_(of_output.t().to(gradient.dtype) @ rows.to(gradient.dtype))
 
 
 def _for_autograd(weight: Any, gradient: Tensor | None, linear: Module) -> Tensor | None:

@@ -105,7 +105,7 @@ class DotProductAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None = None, hidden: Any = None
     ) -> Tensor:
         """[…, heads, queries, channels] of `query`; keys where `hidden` are not looked at."""
-        key, value = (each.repeat_interleave(self.heads // self.groups, -3) for each in (key, value))
+        key, value = (row.repeat_interleave(self.heads // self.groups, -3) for row in (key, value))
         scores = (query.float() @ key.float().transpose(-1, -2)) * self.softmax_scale
         scores = scores if bias is None else scores + bias
         if MASKS[kind]:
@@ -128,7 +128,7 @@ def _padding(mask: Any, offsets: tuple[Tensor | None, ...], query: Tensor, key: 
     """bool[b, positions] of queries and of keys, from a mask [b, 1, 1, positions], a pair of them, or offsets."""
     if mask is not None:
         pair = mask if isinstance(mask, tuple) else (mask, mask)
-        return [each[:, 0, 0] for each in pair]
-    assert all(each is not None and each.dtype == torch.int32 and each.numel() == query.size(1) + 1 for each in offsets)
+        return [hidden[:, 0, 0] for hidden in pair]
+    assert all(ends is not None and ends.dtype == torch.int32 and ends.numel() == query.size(1) + 1 for ends in offsets)
     sides = zip((query, key), offsets, strict=True)
-    return [torch.arange(row.size(0), device=row.device) >= each.diff()[:, None] for row, each in sides]
+    return [torch.arange(row.size(0), device=row.device) >= ends.diff()[:, None] for row, ends in sides]
