@@ -95,6 +95,9 @@ COMBINED = table(
     ("", Row("profile", "--model gpt --budget-minutes 0.05", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05", ranks=1)),
 )
+WHOLE = "--dynapipe-calibrate 0 --dynapipe-device-memory-limit 400"
+DEMOS = table(*(("", Row(f"demo_{family}", WHOLE)) for family in ("gpt", "t5")))
+"""To their end, with all layers."""
 DAILY_FILES = {"llama_like_8b": "no", "t5_11b_12+12layers": "no", "qwen3_30b_a3b": "with"}
 FILES = table(*((DAILY_FILES.get(path.stem, ""), Row(path.stem)) for path in sorted(ROOT.glob("configs/*.yaml"))))
 SMALL: dict[str, Any] = {
@@ -169,8 +172,11 @@ def job(row: Row, data: Path, folder: Path) -> jobs.Job:
         return jobs.layout(row.what, named(row.what).ranks)
     script = entry_scripts.script_of("t5" if row.what.startswith(("t5", "demo_t5", "one_gpu_t5")) else "gpt")
     words = [] if row.engine else WITHOUT_ENGINE.get(row.what, "").split()
-    config = f"configs/{row.what}.yaml"
-    return cut(script, "--dynapipe-config", config, "--dynapipe-unset", "save", *words, data=data)
+    config = ["--dynapipe-config", f"configs/{row.what}.yaml"]
+    if row.flags:
+        paths = f"--dynapipe-data {data} --dynapipe-report-dir {folder / 'report'}"
+        return jobs.entry(script, [*config, *f"{paths} {row.flags}".split()], row.ranks)
+    return cut(script, *config, "--dynapipe-unset", "save", *words, data=data)
 
 
 def cut(script: str, *words: str, data: Path) -> jobs.Job:
@@ -203,10 +209,8 @@ def outcomes(request, data, tmp_path_factory) -> Mapping[str, Any]:
     outcomes = {}
     for engine in (False, True):
         if selected := [row for row in rows if row.engine is engine]:
-            selected_jobs = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
-            ran = jobs.run_all(
-                selected_jobs, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=60 + 120 * len(selected_jobs)
-            )
+            to_run, deadline_s = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected], 120 * len(rows)
+            ran = jobs.run_all(to_run, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=deadline_s)
             outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
     return outcomes
 
@@ -222,7 +226,7 @@ def ended(ranks: Any) -> Sequence[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.parametrize("row", COMBINED + FILES + PRINTED)
+@pytest.mark.parametrize("row", COMBINED + DEMOS + FILES + PRINTED)
 def test_a_run_ends(row, outcomes):
     if row.what == "profile":
         assert outcomes[row.name] == [0]
