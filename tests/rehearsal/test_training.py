@@ -134,6 +134,7 @@ DOCUMENTS = ("README.md", "docs/quick-start/one-machine.md", "docs/quick-start/g
 def commands(document: str) -> list[list[str]]:
     """The entry scripts with their flags that a document's blocks start by torchrun."""
     text = (ROOT / document).read_text().replace("\\\n", " ")
+    text = text.replace("--dynapipe-cost-model costs.json", "")  # which the command before makes
     return [shlex.split(line) for line in re.findall(r"^ *torchrun .*?(pretrain_.*)$", text, re.M)]
 
 

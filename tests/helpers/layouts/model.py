@@ -24,19 +24,11 @@ from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-<<<<<<< HEAD
 from megatron_dynapipe.integration.models.specs import CoreAttention, TENorm, engine_layer, local_layer, with_halves
-from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
-from megatron_dynapipe.units import ModelFamily
-from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
-=======
-from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.layouts.engine_linears import as_engine_has_them
-from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model
->>>>>>> main
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -105,7 +97,7 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
                     positions=Positions(kind=layout.positions, relative_buckets=8),
                     attention=CoreAttention(layout.attention),
                     tied=layout.tied,
-                    transformer_engine=layout.engine,
+                    transformer_impl=model_config.transformer_impl,
                 ),
             )
         else:

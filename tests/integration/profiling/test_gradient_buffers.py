@@ -13,11 +13,12 @@ def buffers(rank: int, world_size: int) -> dict[str, object]:
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
 
     from megatron_dynapipe.integration.hooks import fused_kernels
+    from megatron_dynapipe.integration.hooks.originals import Originals
     from megatron_dynapipe.integration.profiling.layers import accumulate_gradients
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    fused_kernels.apply()
+    fused_kernels.install(Originals())
     found = {}
     for fused in (False, True):
         layer = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
