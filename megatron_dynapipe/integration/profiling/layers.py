@@ -141,16 +141,21 @@ def _put(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Add each gradient to a buffer, by default of its own type, and drop it, as Megatron's wrapper does."""
+    """Add each gradient to a buffer, by default of its own type, and drop it, as Megatron's wrapper does.
+
+    Linears that add it up themselves say so on the parameter, and hand autograd a stand-in.
+    """
 
     def accumulate(parameter: Any) -> None:
-        parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
+        if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
 
     parameter: Any  # Megatron hangs a main_grad on it
     for parameter in module.parameters():
         if not hasattr(parameter, "main_grad"):
             parameter.main_grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 

@@ -46,7 +46,7 @@ BEYOND_CACHES_BYTES = 100_000_000
 MOST_IN_FLIGHT = 12
 SUSTAINED_S, WARM_S, SHARED_WARM = 3.0, 0.05, 3
 """Work of a GPU before anything is timed, before each point, and there in passes where ranks share the layer."""
-SUSTAINING_SIZE = 8192
+SUSTAINING_SIZE = 4096
 """Rows and columns of the products that a GPU works on."""
 
 
