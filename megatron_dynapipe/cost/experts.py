@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dynapipe.cost.network import Network
-from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, EXPERT_MLP, CostTables, IntArray, Quantity
+from megatron_dynapipe.cost.tables import ABSENT, CostTables, IntArray, Quantity
 from megatron_dynapipe.units import Recompute
 
 IMBALANCE = 1.25
@@ -46,9 +46,7 @@ def with_expert_parallel(
     if kind is None or ranks == 1 or state.expert_parallel > 1:
         return tables
     elsewhere = state.expert_bytes - state.expert_bytes // ranks
-    # Where all layers have experts, the peak of a layer is that of its attention's (`cost.modules`).
-    experts, peak = (tables.kinds.index(each) for each in (kind, EXPERT_MLP if kind == EXPERT_MLP else ATTENTION))
-    more = _More(experts, peak, parallel, network, tables.exchange_bytes, recompute)
+    more = _More(tables.kinds.index(kind), parallel, network, tables.exchange_bytes, recompute)
     packed = tables.packed
     if packed is not None:
         packed = replace(packed, linear=more.of(packed.linear, packed.row_inputs[:, None]))
@@ -70,8 +68,6 @@ def with_expert_parallel(
 class _More(NamedTuple):
     experts: int
     """The kind of modules with experts."""
-    peak: int
-    """The kind that has their layer's peak."""
     parallel: ExpertParallel
     network: Network
     exchange_bytes: int
@@ -90,9 +86,11 @@ class _More(NamedTuple):
                 mlp == ABSENT, ABSENT, mlp + (mlp * more + 500) // 1000 + times * exchange
             )
         kept = values[self.experts, Quantity.STORED] * more // 1000
+        # Where nobody knows how a layer's peak is divided, attention has all of it; attention comes first.
+        peak = self.experts if values[self.experts, Quantity.PEAK].any() else 0
         for kind, quantity in (
             (self.experts, Quantity.STORED),
-            (self.peak, Quantity.PEAK),
+            (peak, Quantity.PEAK),
             (self.experts, Quantity.ENTRY_PEAK),
         ):
             before = values[kind, quantity]

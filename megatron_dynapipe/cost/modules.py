@@ -128,13 +128,24 @@ class Dividing:
         attention[Quantity.STORED], besides = (
             _part(stored, self._attention_share(layer, rates)) for rates in division.stored
         )
-        attention[Quantity.PEAK] = peak
+        attention[Quantity.PEAK] = mlp[Quantity.ENTRY_PEAK] = peak
         mlp[Quantity.STORED] = _difference(stored, attention[Quantity.STORED])
         mlp[Quantity.ENTRY_STORED] = _difference(attention[Quantity.STORED], besides)
-        mlp[Quantity.ENTRY_PEAK] = peak
-        if division.peak is not None:
-            known = division.peak[1].once + self.sizes * self._attention(layer, division.peak[1]) / PEAK_UNIT
-            mlp[Quantity.ENTRY_PEAK] = np.minimum(peak, np.floor(known)).astype(np.int64)
+        if division.peak is None:
+            return
+        mlp[Quantity.ENTRY_PEAK] = self._at_most(peak, layer, division.peak[1])
+        # In packed rows' own tables samples keep what attention's inside does besides, and peaks do not add up.
+        if (self.inside and self.linear) or not division.peak[0].inner:
+            # What attention at a stage's end keeps is still held when the layer before it peaks in its backward.
+            attention[Quantity.PEAK] = np.maximum(
+                self._at_most(peak, layer, division.peak[0]), _difference(peak, mlp[Quantity.STORED])
+            )
+            mlp[Quantity.PEAK] = _difference(peak, attention[Quantity.STORED])
+
+    def _at_most(self, peak: IntArray, layer: LayerKind, rates: Peak) -> IntArray:
+        """The peak of one of a layer's modules by its rates, no higher than the layer's."""
+        known = rates.once + self.sizes * self._attention(layer, rates) / PEAK_UNIT
+        return np.minimum(peak, np.floor(known)).astype(np.int64)
 
     def _experts(self, layers: Layers, attention: IntArray, mlp: IntArray) -> None:
         """What a layer with experts takes beside its attention, which is that of layers without."""

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
+import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -225,18 +226,21 @@ def _gpt_parts(
 ) -> list[MeasuredModule]:
     """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
 
-    def build(layers: int, *, ends: bool, **changes: Any) -> GPTModel:
-        own = _of_layers(config, layers)
-        for name, value in changes.items():
-            setattr(own, name, value)
-        return gpt_provider(model)(ends, ends, config=own, pg_collection=groups)
+    def build(layers: int, model: ModelConfig, *, ends: bool = False, experts: bool = True) -> GPTModel:
+        chain_config = _of_layers(config, layers)
+        if not experts:
+            chain_config.num_moe_experts = None
+        return gpt_provider(model)(ends, ends, config=chain_config, pg_collection=groups)
 
-    ends = build(1, ends=True)
-    kinds: dict[str, dict[str, Any]] = {"encoder": {}}
-    if model.experts is not None and model.experts.layers:
-        kinds = {"encoder": {"num_moe_experts": None}, "expert": {"moe_layer_freq": 1}}
+    ends = build(1, model, ends=True)
+    chains = {}
+    if model.experts is None or model.experts.layers:
+        chains["encoder"] = build(chained, model, experts=False)
+    if model.experts is not None:
+        everywhere = replace(model, experts=msgspec.structs.replace(model.experts, layers=()))
+        chains["expert" if model.experts.layers else "encoder"] = build(chained, everywhere)
     return [
-        *(_gpt_layers(kind, build(chained, ends=False, **kinds[kind]), model, chained, make) for kind in kinds),
+        *(_gpt_layers(kind, layers, model, chained, make) for kind, layers in chains.items()),
         MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
         MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
     ]
@@ -289,9 +293,9 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
 
 def _of_layers(config: TransformerConfig, layers: int) -> TransformerConfig:
     """The configuration of a model of so many layers; each has its own switches of recomputation."""
-    own = copy.copy(config)
-    own.num_layers = layers
-    return own
+    changed = copy.copy(config)
+    changed.num_layers = layers
+    return changed
 
 
 def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
