@@ -30,7 +30,7 @@ from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
 from megatron_dynapipe.integration.flags.preflight import check_data, check_run
 from megatron_dynapipe.integration.flags.resume_record import loaded, resumed, split_to_keep
-from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.providers import (
     ModelProvider,
@@ -72,7 +72,7 @@ def t5_run() -> Run:
 
     session = Session(
         run,
-        progress=partial(_progress, args),
+        args=args,
         required_fields=required_fields,
         make_batch=partial(t5_batch, row_format=run.model.row_format),
     )
@@ -100,17 +100,12 @@ def gpt_run() -> Run:
 
     session = Session(
         run,
-        progress=partial(_progress, args),
+        args=args,
         required_fields=required_fields,
         make_batch=partial(gpt_batch, explicit_mask=run.model.takes_mask, row_format=run.model.row_format),
     )
     provider = gpt_provider(run.model, run.divided_layout)
     return Run(args=args, session=session, model_provider=provider, forward_step=gpt_step)
-
-
-def _progress(args: argparse.Namespace) -> Progress:
-    """Megatron keeps its counters in its namespace."""
-    return Progress(iteration=args.iteration, valid_samples=args.consumed_valid_samples)
 
 
 def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
@@ -207,7 +202,7 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     return Session(
         run,
-        progress=partial(_progress, args),
+        args=args,
         required_fields=required_fields,
         make_batch=broadcastable,
         wrap_step=wrap,

@@ -7,6 +7,7 @@ Everything is started when Megatron asks for its datasets: by then the process g
 where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
 """
 
+import argparse
 import contextlib
 import functools
 import logging
@@ -36,7 +37,7 @@ from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
@@ -59,7 +60,8 @@ class Session:
 
     Args:
         run: what was asked for.
-        progress: Megatron's counters; called once Megatron knows where training resumes.
+        args: Megatron's namespace: it says, once Megatron knows, where training resumes, and how many batches Megatron
+            evaluates on.
         required_fields: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
         wrap_step: makes of Megatron's step function the one that is called.
@@ -73,13 +75,14 @@ class Session:
         self,
         run: RunConfig,
         *,
-        progress: Callable[[], Progress],
+        args: argparse.Namespace,
         required_fields: Callable[[], RequiredFields],
         make_batch: MakeBatch,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
         self._run, self.timeout_s = run, run.timeout_s
-        self._progress = progress
+        self._args = args
+        self._settle_evaluations()
         self._required_fields = required_fields
         self._make_batch = make_batch
         self._wrap_step = wrap_step
@@ -176,10 +179,22 @@ class Session:
         group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         named = named_losses(losses, self._tasks, group=group, replicas=replicas)
-        own = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
-        split = next(name for name, each in self._iterators.items() if each is own)
-        self._recorder.add_evaluation(split, named)
+        self._recorder.add_evaluation(self._split_of(iterator), named)
         return named
+
+    def _split_of(self, iterator: Any) -> str:
+        """The split of an iterator that Megatron may have wrapped, to run an item again."""
+        own = getattr(iterator, "iterable", iterator)
+        return next(name for name, planned in self._iterators.items() if planned is own)
+
+    def _settle_evaluations(self) -> None:
+        """Have Megatron evaluate on as many batches as are planned at most; `evaluation` says how many a split has."""
+        self._evaluations = {split.name: split.evaluation or 0 for split in self._run.inputs.splits}
+        self._args.eval_iters, self._args.full_validation = max(self._evaluations.values()), False
+
+    def evaluation(self, data_iterator: Any) -> int:
+        """Batches of an evaluation on the split of an iterator, or of a list of one for each chunk."""
+        return self._evaluations[self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)]
 
     def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
         """Before the first list, while nothing is pending on the device; gradients are zero after it."""
@@ -263,7 +278,7 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(resumed_inputs(run.inputs, self._progress()))
+        inputs = self._with_model_state(resumed_inputs(run.inputs, self._args.iteration))
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)

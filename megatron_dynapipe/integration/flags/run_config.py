@@ -107,20 +107,9 @@ class RunConfig:
         return self.planner.layout if self.planner.layout.has_halves else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Megatron's counters as training begins, which a checkpoint sets."""
-
-    iteration: int = 0
-    valid_samples: int = 0
-
-
-def resumed_inputs(inputs: PlanInputs, progress: Progress) -> PlanInputs:
-    """What plans are made from where training and its evaluations go on from Megatron's counters."""
+def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
+    """What plans are made from where training goes on from an iteration, which a checkpoint sets."""
     train, *others = inputs.splits
-    left = max((train.iterations or 0) - progress.iteration, 0)
-    splits = [msgspec.structs.replace(train, first_iteration=progress.iteration, iterations=left)]
-    for split in others:
-        done = progress.valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
-        splits.append(msgspec.structs.replace(split, first_iteration=done))
-    return msgspec.structs.replace(inputs, splits=tuple(splits))
+    left = max((train.iterations or 0) - iteration, 0)
+    train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
+    return msgspec.structs.replace(inputs, splits=(train, *others))

@@ -8,23 +8,20 @@ MOST_TASKS = 8
 """Named in a line, those with the highest losses; the records have all."""
 MOST_DASHES = 120
 BEGINNING = " validation loss at "
-_AT_THE_END = " on validation set"
+_NOTHING = f" {LOSS_NAME} value: {0:.6E} |"
 _WHOLE = re.compile(rf" {LOSS_NAME} (value|PPL): ")
 _TASK = re.compile(rf" {LOSS_NAME} (.+) value: (\S+) ")
 
 
 def shortened(line: str) -> str:
-    """What is printed in place of one of Megatron's lines; most stay as they are.
-
-    At its end a run evaluates the valid split once more, on the samples that come next: the line says so.
-    """
+    """What is printed in place of one of Megatron's lines; most stay as they are."""
     if line and not line.strip("-"):
         return line[:MOST_DASHES]
     if not line.startswith(BEGINNING):
         return line
+    if _NOTHING in line:
+        line += "no token of its samples counts | "
     head, _, rest = line.partition("|")
-    if _AT_THE_END in head:
-        head += "(the next samples; the report joins evaluations of one iteration) "
     whole: list[str] = []
     tasks: list[str] = []
     for part in rest.removesuffix(" ").removesuffix("|").split("|"):

@@ -16,16 +16,14 @@ def test_short_lines_stay(line):
     assert shortened(line) == line
 
 
+def test_an_evaluation_without_labels_says_so():
+    line = HEAD.replace("2.500000E+00", "0.000000E+00")
+    assert shortened(line) == f"{line}no token of its samples counts | "
+
+
 def test_many_tasks_are_those_of_highest_loss():
     line = shortened(HEAD + tasks(77))
     assert line.startswith(HEAD) and len(line) < 500
     assert line.count(" value: ") == 1 + MOST_TASKS and " lm loss task 76 value: 7.600000E+00 |" in line
     assert line.endswith("| 69 tasks of lower loss: see the report | ")
     assert shortened("-" * 5_901) == "-" * 120
-
-
-def test_the_evaluation_at_the_end_is_of_other_samples():
-    line = HEAD.replace(" | lm", " on validation set | lm", 1)
-    assert "on validation set (the next samples; the report joins evaluations of one iteration) | lm loss" in shortened(
-        line
-    )
