@@ -19,7 +19,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG, EarlyFlags
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.experts import IMBALANCE
-from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
@@ -320,6 +320,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:
+        read_meta(args.dynapipe_data)  # or Megatron would look for its tokenizer on a hub
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)

@@ -6,16 +6,20 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, start
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 
@@ -121,6 +125,10 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         (CheckpointException("write", {}), "another rank could not write its share"),
         (archive, archive.args[0]),
     ]
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    assert "No space left on device (" in save_checkpoint(archive).message
+    monkeypatch.undo()
+    monkeypatch.setattr(failure.sys, "argv", ["script", "--save", str(tmp_path / "saved")])
     for error, reason in rows:
         told = save_checkpoint(error)
         assert isinstance(told, CheckpointError) and told.__cause__ is error
@@ -188,12 +196,14 @@ ENDS = [
     (ConfigError("expected b, got a"), 2, "error: expected b, got a\n"),
     (ExecutionError("expected c"), 1, "[rank 0] error: expected c\n"),
     (SystemExit(7), 7, ""),
+    (KeyboardInterrupt(), 130, "interrupted; the last checkpoint is of iteration 40: --load {saved} goes on from it\n"),
 ]
 
 
-def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
+def end_each(rank: int, world_size: int, saved: str) -> list[tuple[object, str, bool]]:
     from megatron_dynapipe.integration.entry.failure import process_groups
 
+    sys.argv = ["script", "--save", saved]
     found = []
     for error, _, _ in ENDS:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -209,8 +219,10 @@ def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
     return found
 
 
-def test_how_a_run_ends():
-    assert run_ranks(end_each, 1) == [[(status, said, False) for _, status, said in ENDS]]
+def test_how_a_run_ends(tmp_path):
+    (tmp_path / TRACKER).write_text("40")
+    expected = [(status, said.format(saved=tmp_path), False) for _, status, said in ENDS]
+    assert run_ranks(end_each, 1, {"saved": str(tmp_path)}) == [expected]
 
 
 def test_a_checkpoint_without_the_shares_of_experts_is_said_in_our_words():

@@ -147,6 +147,7 @@ REFUSED = {
     f"{EXPERTS} --moe-expert-capacity-factor 1.5": "which tokens it drops, or pads, depends on the micro-batch",
     f"{EXPERTS} --moe-input-jitter-eps 0.1": "its noise is drawn by micro-batch",
     f"{EXPERTS} --moe-shared-expert-overlap": "beside the exchange of tokens",
+    f"{EXPERTS} --moe-router-topk 1": "Megatron does not have the model that the flags describe: Please use",
     f"{EXPERTS} --overlap-moe-expert-parallel-comm": "it brings its own schedule",
     f"{EXPERTS} --recompute-modules moe_act": "only core_attn, mlp, moe, shared_experts can be switched",
     f"{EXPERTS} --moe-layer-recompute": "name the module with --recompute-modules moe",
