@@ -15,7 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe.config import EarlyFlags, early_flags
-from megatron_dynapipe.cost import parse_split
+from megatron_dynapipe.cost import Split, parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
@@ -139,8 +139,15 @@ def _checked(family: ModelFamily) -> tuple[argparse.Namespace, RunConfig]:
 
 
 def _data_checked(run: RunConfig) -> str:
-    check_data(run)
+    kept = _kept_split(run) if run.plans_layer_split else None
+    check_data(run if kept is None else run.with_layers_per_stage(kept))
     return "done"
+
+
+def _kept_split(run: RunConfig) -> Split | None:
+    """The layers per stage of the checkpoint to go on from, where it loads in no others."""
+    layers = run.model.encoder_layers + run.model.decoder_layers
+    return split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
 
 
 def _preflight(run: RunConfig) -> None:
@@ -157,8 +164,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        layers = run.model.encoder_layers + run.model.decoder_layers
-        kept = split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
+        kept = _kept_split(run)
         found = ",".join(map(str, kept or chosen_layer_split(run)))
         print(f"layers per stage: {found}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
         return found

@@ -247,7 +247,8 @@ class Session:
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 
-        Times are from this stage's first pass to its last. Megatron has waited for the loss, so they are known.
+        Times are from the first pass of this stage, the last, to its last one; those of the summary and pictures are
+        of all stages. Megatron has waited for the loss, so they are known.
         """
         if self._trained is None or self._trace is None:
             return ""
@@ -256,8 +257,8 @@ class Session:
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
-            f" predicted (ms): {self._predicted()} |"
-            f" measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
+            f" last stage predicted (ms): {self._predicted()} |"
+            f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
         )
 

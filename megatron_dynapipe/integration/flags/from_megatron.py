@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.config import Cluster
@@ -203,7 +202,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
         experts=Experts.of_megatron(vars(args)),
-        megatron=partial(core_transformer_config_from_args, args),
+        megatron=partial(layer_split.megatron_config, args),
     )
 
 

@@ -23,6 +23,15 @@ AUTO, EQUAL = "auto", "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 
 
+def megatron_config(args: argparse.Namespace) -> TransformerConfig:
+    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
+    try:
+        return core_transformer_config_from_args(args)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines() or ["it does not say why"]
+        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
+
+
 def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | None:
     """Layers of each virtual stage as Megatron's checked arguments and ours say; None for an equal split.
 
@@ -169,7 +178,7 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
     `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
-    config = core_transformer_config_from_args(args)
+    config = megatron_config(args)
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
 

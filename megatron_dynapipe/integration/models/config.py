@@ -9,7 +9,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
 from megatron_dynapipe.cost import Experts
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -121,15 +120,8 @@ class ModelConfig:
 
         Args:
             made: what Megatron's loop has made; made here if None.
-
-        Raises:
-            ConfigError: Megatron refuses the model.
         """
-        try:
-            config = made or self.megatron()
-        except (AssertionError, NotImplementedError, ValueError) as error:
-            reason = str(error).splitlines() or ["it does not say why"]
-            raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
+        config = made or self.megatron()
         if self.activation == GELU_TANH:
             config.activation_func = partial(gelu, approximate="tanh")
             config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own
