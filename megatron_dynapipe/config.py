@@ -93,8 +93,8 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     """
     if not path.exists() and (ours := CLUSTERS / f"{path}.yaml").exists():
         path = ours
-    ours = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
-    hint = f"pass the path of a YAML file, or one of {ours}"
+    known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
+    hint = f"pass the path of a YAML file, or one of {known}"
     found = _mapping(path, "cluster file", "its keys to numbers", hint)
     for name in found:
         if name not in (*CLUSTER_KEYS, DEVICES):

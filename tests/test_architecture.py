@@ -62,7 +62,7 @@ ROOMS = {
     "tools": room(
         8,
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "plotly", "pyarrow"),
-        *("tokenizers", "tqdm", "transformers", "yaml"),
+        *("safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
     # `doctor` imports torch to see whether it works.
     "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
@@ -82,7 +82,7 @@ NEIGHBOURS = ("modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "store", "service", "tools.rivals", "tools.tuning"),
+    *("planning", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
 

@@ -8,8 +8,8 @@ import pytest
 from megatron_dynapipe import plan_batch
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.batch import BatchSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.batch import BatchSettings
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import ModelFamily
 
