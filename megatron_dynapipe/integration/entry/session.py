@@ -332,6 +332,7 @@ class Session:
                 maximum=self._longest,
                 first_iteration=self._first_iteration,
                 computed_costs=self._is_computed,
+                samples=read_meta(run.data).samples,
                 about=about(run),
             ),
             self._control.collect,
