@@ -162,7 +162,7 @@ def read_meta(folder: Path) -> DatasetMeta:
     Raises:
         DataError: the folder or the file is missing, or not of this form; the message names the field.
     """
-    hint = f"`megatron-dynapipe data prepare FILE --output {folder}` makes one of your samples, `data demo` a small one"
+    hint = "`megatron-dynapipe data prepare` makes one of your samples, `megatron-dynapipe data demo` a small one"
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
     path = meta_path(folder)

@@ -41,7 +41,7 @@ Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
 """Passes entries on, and may show how many."""
 
 
-def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> Path:
+def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> tuple[Path, str]:
     """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
 
     Args:
@@ -50,7 +50,7 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         progress: sees the tensors go by.
 
     Returns:
-        The run file, `model.yaml`.
+        The run file, `model.yaml`, and the command that trains with it.
 
     Raises:
         ConfigError: the model cannot be converted, or the folder is not empty.
@@ -67,7 +67,7 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
             checkpoint.save(model, fresh)
             shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
             (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family(config)))
-    return folder / RUN_FILE
+    return folder / RUN_FILE, training_command(folder, family(config))
 
 
 def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Progress = iter) -> Path:
@@ -226,9 +226,14 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
 
 
 def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:
+    header = _HEADER.format(name=source.name, command=training_command(folder, kind))
+    return header + yaml.safe_dump(described, sort_keys=False)
+
+
+def training_command(folder: Path, kind: ModelFamily) -> str:
+    """How what was converted is trained, in one line: in a run file each would need a `#`."""
     run = f"{folder}-run"
     command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
     command += ["--dynapipe-config", str(folder / RUN_FILE), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
     command += ["--pretrained-checkpoint", str(folder), "--load", run, "--save", run, "--save-interval", "500"]
-    header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
-    return header + yaml.safe_dump(described, sort_keys=False)
+    return shlex.join(command)
