@@ -46,6 +46,7 @@ public:
     private:
         friend class CostCache;
         const Axis* sizes_;
+        int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;
@@ -90,9 +91,10 @@ private:
 
     std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
     Summary summarize(const BySize& by_size, int64_t size);
+    int64_t message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const;
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
     void stage_costs();
-    void fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const;
+    void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
 
     const Problem& problem_;

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megatron_dynapipe.integration.entry import checkout as checkout_hooks
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
@@ -42,6 +43,8 @@ _LAZY = {
     }.items()
     for name in names.split()
 }
+_HOOKS = "checkout_hooks"
+"""What patched checkouts import: a module's name here, which stays, so that they work with later versions."""
 
 __all__ = [
     "CutPoint",
@@ -55,6 +58,7 @@ __all__ = [
     "SharedModule",
     "Stage",
     "__version__",
+    "checkout_hooks",
     "layout_for",
     "orchestrate",
     "plan_batch",
@@ -65,6 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == _HOOKS:
+        return import_module("megatron_dynapipe.integration.entry.checkout")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -59,8 +59,8 @@ def entry_imports() -> Iterator[None]:
 def require(package: str) -> None:
     """Refuse to begin without a package that is used at the end; raises InstallationError, naming its extra."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ValueError:  # it is in `sys.modules`, and is nothing
-        found = None
-    if found is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
+        spec = None
+    if spec is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
         raise error

@@ -19,7 +19,7 @@ BROUGHT_BY = {"megatron": "megatron-core", "sympy": "torch"}
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {Requirement(each).name.lower() for each in requirements}
+    return {Requirement(requirement).name.lower() for requirement in requirements}
 
 
 @pytest.mark.parametrize(("package", "extra"), EXTRA_OF.items())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
@@ -20,6 +20,7 @@ from megatron_dynapipe.cli.planning_arguments import (
     planner_settings,
 )
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel
@@ -41,7 +42,7 @@ _COLUMNS = (
 def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
-    add_shared_arguments(parser)
+    add_shared_arguments(parser, without=("layers-per-stage",))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         args.sequence_parallel = _cost_file(args) is None
     _check_validation(args)
     if args.write_config is not None:
-        check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
+        check_replaceable(args.write_config, is_ours=marked(LAYOUT_FILE_MARK))
     tuning = _tuned(args)
     if args.validate and not tuning.interrupted:
         tuning = _validated(tuning, args)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
         text = layout_file(best, tuning.settings[0], cost_model=_cost_file(args))
-        write_file(args.write_config, text, mine=marked(LAYOUT_FILE_MARK))
+        write_file(args.write_config, text, is_ours=marked(LAYOUT_FILE_MARK))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
@@ -113,7 +114,7 @@ def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_validation(args: argparse.Namespace) -> None:
     """Refuse, before the search, what could not be validated after it."""
-    command = [each for each in args.command_line if each != "--"]
+    command = [word for word in args.command_line if word != "--"]
     if args.validate is None:
         if command:
             raise ConfigError(f"a training script goes with --validate, and {command[0]!r} was given without it")
@@ -220,7 +221,7 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
-        | {"layer_split": "equal"}
+        | {"layers_per_stage": "equal"}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, IN_MEGATRON, SILENCED, SILENCED_ON_CPU, STUBS, Stub
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.patching import found_version
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -26,10 +26,10 @@ ARGS_DEFAULTS: dict[str, Any] = {
     "no_persist_layer_norm": True,  # apex's persistent kernel; run files with local layers say so on GPUs, too
     "gradient_accumulation_fusion": False,  # apex's; on GPUs `hooks/fused_kernels` has PyTorch's where apex is missing
     "masked_softmax_fusion": False,  # compiled CUDA kernel; run files with local layers say so on GPUs, too
-    "bias_gelu_fusion": False,  # for torch.compile, off here; on GPUs `flags/kernels` asks for its compiler
+    "bias_gelu_fusion": False,  # for torch.compile, off here; on GPUs `flags/checks` asks for its compiler
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,  # Transformer Engine's; on GPUs `flags/kernels` switches it off where that is missing
+    "apply_rope_fusion": False,  # Transformer Engine's; on GPUs `flags/checks` switches it off where that is missing
 }
 """Defaults of Megatron's arguments (by destination) for a run on the CPU.
 

@@ -205,6 +205,8 @@ def lists_without_shapes(
         peak_bytes=zeros,
         forward_transfer_ns=zeros,
         backward_transfer_ns=zeros,
+        forward_message_bytes=zeros,
+        backward_message_bytes=zeros,
         model_state_bytes=np.zeros(stages, np.int64),
         memory_limit_bytes=_NO_LIMIT,
         forward_only=forward_only,

@@ -2,8 +2,9 @@
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -94,6 +95,23 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         samplers = {split.name: (split.sampler, split.evaluation) for split in self.splits}
         parts = msgspec.json.encode([self.planner, self.costs.load().digest, samplers], order="sorted")
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+    def fields(self) -> dict[str, str]:
+        """Everything but the dataset's folder, which may lie elsewhere on every node, field by field as text."""
+        parts = {
+            "costs": self.costs.load().digest,
+            "planner": msgspec.to_builtins(self.planner),
+            "splits": {split.name: msgspec.to_builtins(split) for split in self.splits},
+        }
+        return dict(_flat("", parts))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), part)
+    else:
+        yield prefix, msgspec.json.encode(value).decode()
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

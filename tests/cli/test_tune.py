@@ -86,25 +86,6 @@ def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.Capt
     assert reports[""] == reports["--sequence-parallel"] != reports["--no-sequence-parallel"], "on, with computed costs"
 
 
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        (["--layer-splits", "odd"], "expected --layer-splits among equal, even, auto, got 'odd'"),
-        (["--device", "H100"], "--device goes with --cost-model analytic, and a file was given"),
-        (["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),
-        ([*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
-        (["--chunks", "0"], "expected a number from 1"),
-        (["--write-config", "/proc/nowhere/best.yaml"], "cannot write /proc/nowhere/best.yaml"),
-        (["--validate", "2"], "expected the training script and its flags after --, for --validate"),
-        (["--", "train.py"], "a training script goes with --validate, and 'train.py' was given without it"),
-        (["--validate", "2", "--devices-per-node", "2", "--", "train.py"], "expected the devices of one node"),
-    ],
-)
-def test_bad_arguments(batches_file, cost_file, more, error, capsys) -> None:
-    assert main(arguments(batches_file, cost_file, *more)) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file, tmp_path, capsys, monkeypatch):
     # In place of torchrun and a training script: one that takes less time the more stages its layout has.
     script = tmp_path / "train.py"

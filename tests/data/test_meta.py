@@ -25,7 +25,7 @@ def change(folder: Path, **changes: object) -> None:
 
 def test_opens_a_split(folder: Path) -> None:
     reader = open_split(folder, "train")
-    assert [(given.tolist(), wanted.tolist()) for given, wanted in map(reader.__getitem__, range(4))] == SAMPLES
+    assert [(inputs.tolist(), targets.tolist()) for inputs, targets in map(reader.__getitem__, range(4))] == SAMPLES
     assert len(open_split(folder, "valid")) == 0
     assert read_meta(folder).tasks == ("even", "odd")
     assert meta_path(folder).read_text().count("\n") > 10, "for people to read"

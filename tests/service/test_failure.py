@@ -5,23 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.service.failure import PlannerFailure, decode_failure, publish_failure
-from tests.helpers.memory_store import MemoryStore
+from megatron_dynapipe.store import StoreServer, open_store
 
 
-def test_the_first_failure_is_the_one_kept(settings) -> None:
-    job, store = settings(), MemoryStore()
+def test_the_first_failure_is_the_one_kept(settings, store) -> None:
+    job = settings()
     for text in ("first", "second"):
         publish_failure(store, job.keys, PlannerFailure.of(ValueError(text), who="planner 0", doing="testing"))
-    assert (
-        "failed while testing: ValueError: first\n" in decode_failure(store._values[job.keys.error]).to_error().message
-    )
+    _, data = store.wait_any([job.keys.error], timeout_s=5, what="it")
+    assert "failed while testing: ValueError: first\n" in decode_failure(data).to_error().message
 
 
 def test_a_failure_that_cannot_be_published_is_logged(settings, caplog) -> None:
-    store = MemoryStore()
-    store.close()
+    with StoreServer() as server:
+        store = open_store(server.address)
     publish_failure(store, settings().keys, PlannerFailure.of(ValueError("x"), who="planner 0", doing="testing"))
-    assert "cannot publish what went wrong: the plan store is closed" in caplog.text
+    assert "cannot publish what went wrong: plan store redis://***@127.0.0.1" in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"\xffgibberish", b'{"who": "0", "doing": "\xff\xfe"}', b"[" * 100_000, b"", b"null"])

@@ -116,13 +116,11 @@ OWNER = """
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(4)"])
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)"], ids=["killed", "left"])
 def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
     job = settings()
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         try:
@@ -139,9 +137,8 @@ def test_it_is_gone_when_its_owner_is_gone(settings, then: str) -> None:
     until(lambda: not is_running(pid))
 
 
-@pytest.mark.parametrize("stdin", [b"", b"{}\n", b"not json\n"])
-def test_unusable_settings_are_refused_in_one_line(stdin: bytes) -> None:
-    done = subprocess.run(COMMAND, input=stdin, capture_output=True, check=False, timeout=30)
+def test_unusable_settings_are_refused_in_one_line() -> None:
+    done = subprocess.run(COMMAND, input=b"{}\n", capture_output=True, check=False, timeout=30)
     assert done.returncode == 2
     assert done.stderr.startswith(b"planner: not the planner process's settings: ")
     assert done.stderr.count(b"\n") == 1 and done.stdout == b""

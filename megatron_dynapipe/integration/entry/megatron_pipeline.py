@@ -234,9 +234,6 @@ class MegatronPipeline:
         """Run a small micro-batch under each mode of recomputation, so that no list meets a kernel not yet loaded.
 
         The first training step on a GPU does it. Gradients are zero afterwards.
-
-        Args:
-            plan: whose longest samples the models take.
         """
         shapes = [micro_batch.shape for replica in plan.replicas for micro_batch in replica.micro_batches]
         warm_up(
@@ -267,17 +264,17 @@ class MegatronPipeline:
 
     def _check(self) -> None:
         settings = self.planner.settings
-        wanted = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
-        there = (
+        expected = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
+        actual = (
             parallel_state.get_data_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             len(self._models),
         )
-        if wanted != there:
+        if expected != actual:
             raise ConfigError(
                 "expected models in the planner's layout of data × tensor × pipeline parallel ranks × chunks "
-                f"{' × '.join(map(str, wanted))}, got {' × '.join(map(str, there))}"
+                f"{' × '.join(map(str, expected))}, got {' × '.join(map(str, actual))}"
             )
         if not self._config.calculate_per_token_loss:
             raise ConfigError(
@@ -297,11 +294,11 @@ class MegatronPipeline:
             )
 
     def _configure(self) -> None:
-        """What Megatron's training loop sets in the model's configuration."""
+        """Set what Megatron's training loop would set in the model's configuration."""
         config, models = self._config, self._models
         gpt = self._family is ModelFamily.GPT
-        made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
-        self._make_batch = partial(made, row_format=RowFormat.of(models))
+        make_batch = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
+        self._make_batch = partial(make_batch, row_format=RowFormat.of(models))
         self._step_function = gpt_step if gpt else t5_step
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:
@@ -317,16 +314,16 @@ class _Reader:
         self._batch = batch
 
     def __getitem__(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        given, wanted = self._batch[sample]
-        return np.asarray(given, np.int64), np.asarray(wanted, np.int64)
+        inputs, targets = self._batch[sample]
+        return np.asarray(inputs, np.int64), np.asarray(targets, np.int64)
 
 
 def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -> GlobalBatch:
     """The lengths that a planner looks at; raises DataError for a batch without samples."""
     if not batch:
         raise DataError("expected a batch of at least one sample, got none")
-    inputs = np.array([len(given) for given, _ in batch], np.int32)
-    targets = np.array([len(wanted) for _, wanted in batch], np.int32)
+    inputs = np.array([len(tokens) for tokens, _ in batch], np.int32)
+    targets = np.array([len(tokens) for _, tokens in batch], np.int32)
     if family is ModelFamily.GPT:
         inputs, targets = inputs + targets, np.zeros_like(targets)
     return GlobalBatch(

@@ -7,7 +7,6 @@ Everything is started when Megatron asks for its datasets: by then the process g
 where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
 """
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -29,6 +28,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
+from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -36,8 +36,7 @@ from megatron_dynapipe.integration.execution.step_functions import check_losses
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
@@ -60,8 +59,7 @@ class Session:
 
     Args:
         run: what was asked for.
-        args: Megatron's namespace: it says, once Megatron knows, where training resumes, and how many batches Megatron
-            evaluates on.
+        resumed: the inputs of plans from where training goes on; called once Megatron knows where that is.
         required_fields: which tensors this rank's stage reads; called once the pipeline exists.
         make_batch: host tensors to what the step function takes.
         wrap_step: makes of Megatron's step function the one that is called.
@@ -75,19 +73,18 @@ class Session:
         self,
         run: RunConfig,
         *,
-        args: argparse.Namespace,
+        resumed: Callable[[], PlanInputs],
         required_fields: Callable[[], RequiredFields],
         make_batch: MakeBatch,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
         self._run, self.timeout_s = run, run.timeout_s
-        self._args = args
-        self._settle_evaluations()
+        self._resumed = resumed
         self._required_fields = required_fields
         self._make_batch = make_batch
         self._wrap_step = wrap_step
         self._device = run.device
-        self._records: Sequence[CheckpointRecords | LocalRecords] = ()
+        self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
         self._context: MicroBatchContext | None = None
         self._resources = ExitStack()
@@ -187,14 +184,10 @@ class Session:
         own = getattr(iterator, "iterable", iterator)
         return next(name for name, planned in self._iterators.items() if planned is own)
 
-    def _settle_evaluations(self) -> None:
-        """Have Megatron evaluate on as many batches as are planned at most; `evaluation` says how many a split has."""
-        self._evaluations = {split.name: split.evaluation or 0 for split in self._run.inputs.splits}
-        self._args.eval_iters, self._args.full_validation = max(self._evaluations.values()), False
-
     def evaluation(self, data_iterator: Any) -> int:
         """Batches of an evaluation on the split of an iterator, or of a list of one for each chunk."""
-        return self._evaluations[self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)]
+        name = self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+        return next(split.evaluation or 0 for split in self._run.inputs.splits if split.name == name)
 
     def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
         """Before the first list, while nothing is pending on the device; gradients are zero after it."""
@@ -235,7 +228,7 @@ class Session:
 
     @property
     def tokens(self) -> int | None:
-        """Of the latest training iteration, where a batch's size is given in tokens."""
+        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
         in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
 
@@ -263,7 +256,7 @@ class Session:
         )
 
     def _predicted(self) -> str:
-        """What this stage's passes were to take; of computed costs, no prediction of this machine, says so instead."""
+        """The predicted time of this stage's passes, or that computed costs do not predict this machine."""
         assert self._trained is not None
         if self._is_computed:
             return "not calibrated"
@@ -279,13 +272,12 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(resumed_inputs(run.inputs, self._args.iteration))
+        inputs = self._with_model_state(self._resumed())
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
             for records in self._records:
-                if isinstance(records, CheckpointRecords):
-                    self._resources.callback(records.finish)
+                self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
@@ -314,7 +306,7 @@ class Session:
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:
-        """What keeps this rank's records."""
+        """The recorder of this rank."""
         run, rank = self._run, self._control.rank
         return Recorder(
             run.report_folder,
@@ -354,16 +346,16 @@ class Session:
 
     def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
         """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
-        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
-        held = [0] * inputs.planner.pipeline_parallel
-        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(mine))):
-            held[stage] = max(held[stage], size)
-        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
+        counted = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
+        most = [0] * inputs.planner.pipeline_parallel
+        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(counted))):
+            most[stage] = max(most[stage], size)
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(most))
         return msgspec.structs.replace(inputs, planner=planner)
 
 
 def _maximum(inputs: PlanInputs) -> Shape:
-    """What a run without planning would pad every sample to."""
+    """The shape that a run without planning would pad every sample to."""
     family, sampler = inputs.planner.family, inputs.splits[0].sampler
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
@@ -375,10 +367,6 @@ def progress_bar(*, first: int, iterations: int) -> Iterator[Callable[[], object
     """A bar of training iterations on stdout, where that is a terminal; the call that moves it on.
 
     What is printed while it is there goes above it.
-
-    Args:
-        first: iterations that were trained before, by the run that is resumed.
-        iterations: those of this run.
     """
     if not sys.stdout.isatty():
         yield lambda: None

@@ -16,7 +16,7 @@ from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):
-    """What Megatron's training loop needs of a run.
+    """A run, as Megatron's training loop needs it.
 
     Attributes:
         shape: of the micro-batch that is running; None before the first.

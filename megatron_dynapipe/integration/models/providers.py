@@ -24,7 +24,6 @@ from megatron_dynapipe.cost import PipelineLayout, StageLayers
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
@@ -41,8 +40,8 @@ def t5_required_fields(chunks: Sequence[StageLayers]) -> RequiredFields:
     )
 
 
-def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
-    """A provider of T5 stages; pass `split.embedding_ranks` to `pretrain` too, for words and positions."""
+def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
+    """A provider of T5 stages; pass `t5_stage.embedding_ranks` to `pretrain` too, for words and positions."""
     built: list[T5Stage] = []
 
     def provide(
@@ -58,15 +57,13 @@ def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
             built.clear()
         stage = T5Stage(
             model.transformer_config(config),
-            split=split,
-            stage=groups.pp.rank() + chunk * split.ranks,
-            vocab_size=model.vocabulary,
-            max_sequence_length=model.max_positions,
-            options=model.t5,
+            model=model,
+            layout=layout,
+            stage=groups.pp.rank() + chunk * layout.stages,
             pg_collection=groups,
         )
         built.append(stage)
-        if split.chunks > 1 and len(built) == split.chunks:
+        if layout.chunks > 1 and len(built) == layout.chunks:
             share_weights(built)
         return stage
 

@@ -89,7 +89,7 @@ def profile(
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )
-        write_file(output, encode_file(file), mine=is_cost_file)
+        write_file(output, encode_file(file), is_ours=is_cost_file)
         print(verdict(file, output), file=sys.stderr, flush=True)
         return output
 

@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
     attention_row,
@@ -167,16 +167,10 @@ def _t5_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
 ) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
-    inner, whole = T5Split.of(3 * chained, 3 * chained, 6), T5Split.of(1, 1, 1)
-    build = partial(
-        T5Stage,
-        config,
-        vocab_size=model.vocabulary,
-        max_sequence_length=model.max_positions,
-        options=model.t5,
-        pg_collection=groups,
-    )
-    encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
+    inner = PipelineLayout.equal(ModelFamily.T5, 3 * chained, 3 * chained, 6)
+    whole = PipelineLayout.equal(ModelFamily.T5, 1, 1, 1)
+    build = partial(T5Stage, config, model=model, pg_collection=groups)
+    encoder, decoder, ends = build(layout=inner, stage=1), build(layout=inner, stage=4), build(layout=whole, stage=0)
 
     def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
         state = make.state(length, size)

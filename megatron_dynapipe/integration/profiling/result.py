@@ -126,7 +126,7 @@ def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
     model, cuda = setup.model, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else processor()
-    attention = setup.args.attention_backend.name if model.t5.engine_attention else model.attention.value
+    attention = setup.args.attention_backend.name if model.engine_attention else model.attention.value
     return {
         "device": device,
         "dtype": str(model.dtype).removeprefix("torch."),

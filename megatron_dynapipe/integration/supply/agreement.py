@@ -8,7 +8,6 @@ from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
-from megatron_dynapipe.integration.flags.resume_record import settings_fields
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
@@ -23,7 +22,7 @@ def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInput
         ConfigError: settings differ; names the field.
         DataError: a file of the dataset differs between nodes, or from its manifest; names the file.
     """
-    if (found := control.find_difference(settings_fields(inputs))) is not None:
+    if (found := control.find_difference(inputs.fields())) is not None:
         raise ConfigError(
             f"expected the same settings on all ranks: {found}",
             hint="start every node with the same flags, run file, cost model and version of this package",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.resume_record import NAME, named, newest, read_record
+from megatron_dynapipe.integration.entry.resume_record import NAME, named, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, Flags, family, flags, read_config

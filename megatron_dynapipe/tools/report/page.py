@@ -40,7 +40,7 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
     template = resources.files("megatron_dynapipe.tools.report").joinpath("page.html").read_text("utf-8")
     head, _, rest = template.partition("/*PLOTLY*/")
     between, _, tail = rest.partition("/*DATA*/")
-    write_file(path, "".join((head, _plotly(), between, text, tail)), mine=is_page)
+    write_file(path, "".join((head, _plotly(), between, text, tail)), is_ours=is_page)
     return path
 
 

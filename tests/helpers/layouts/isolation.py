@@ -36,11 +36,7 @@ def change(layout: Layout) -> list[dict[str, float]]:
         moved = [(b - a).abs().max().item() for b, a in zip(before, after, strict=True)]
         alone = logits(model, layout.kind, [parts])[0]
         found.append(
-            {
-                "own": moved.pop(index),
-                "others": max(moved),
-                "alone": (before[index] - alone).abs().max().item(),
-            }
+            {"own": moved.pop(index), "others": max(moved), "alone": (before[index] - alone).abs().max().item()}
         )
     return found
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import digests
+from megatron_dynapipe.integration.entry.resume_record import NAME
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.resume_record import NAME
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import ROOT, script_of, train, words
 from tests.helpers.random_dataset import make_dataset

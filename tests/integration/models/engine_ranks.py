@@ -12,14 +12,13 @@ from torch import Tensor
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models import specs, t5_stage
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import Positions, StackPositions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_inputs import padded_attention
-from megatron_dynapipe.integration.models.t5_stage import T5Options
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import assert_close
+from tests.helpers.t5_models import t5_layout, t5_model
 from tests.integration.models.t5_ranks import batch_of, build, config, entries, options_of, start
 
 FIELDS = {field.name for field in fields(PackedSeqParams)}
@@ -96,13 +95,13 @@ def engine_layer(model_config: Any, attention: Any, *, decoder: bool, engine: bo
 
 
 def compare_all(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[tuple[str, str]]]:
-    start(T5Split.of(2, 2, 1))
+    start(t5_layout(2, 2, 1))
     return [compare(*case) for case in cases]
 
 
 def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
     """A T5 of local layers with masks, and one of Transformer Engine's with rows, have the same gradients."""
-    split = T5Split.of(2, 2, 1)
+    split = t5_layout(2, 2, 1)
     EngineAttention.seen.clear()
     masked, options = batch_of(SHAPE, 1), options_of(positions)
     local = build(split, 0, config(2, split), options)
@@ -111,7 +110,7 @@ def compare(positions: str, changes: dict[str, Any]) -> list[tuple[str, str]]:
             split,
             0,
             config(2, split, **changes),
-            replace(options, transformer_engine=True, attention=CoreAttention.MEGATRON),
+            replace(options, transformer_impl="transformer_engine", attention=CoreAttention.MEGATRON),
         )
     engine.load_state_dict(local.state_dict())
     made = padded_attention(SHAPE, *LENGTHS, RowFormat.TRANSFORMER_ENGINE)
@@ -150,7 +149,7 @@ def first_backward_adds(rank: int, world_size: int) -> list[bool]:
 
 def biases_in_one_piece(rank: int, world_size: int) -> list[bool]:
     """Whether biases lie in one piece where heads were divided over ranks, and as layers are given them."""
-    tp_group = start(T5Split.of(2, 2, 1)).tp
+    tp_group = start(t5_layout(2, 2, 1)).tp
     table = torch.nn.Module()
     made = torch.randn(1, 6, 6, 4).permute(0, 3, 1, 2)
     table.forward = lambda *_: made  # type: ignore[method-assign]
@@ -166,7 +165,7 @@ class EngineLinear(torch.nn.Linear):
 
 def our_attention_in_its_layers(rank: int, world_size: int) -> dict[str, object]:
     """Which modules a T5's layers of Transformer Engine have, and how rows are given to them."""
-    split = T5Split.of(2, 2, 1)
+    split = t5_layout(2, 2, 1)
     start(split)
     made: dict[str, object] = {}
 
@@ -186,6 +185,8 @@ def our_attention_in_its_layers(rank: int, world_size: int) -> dict[str, object]
                 parts = [layer.submodules.self_attention] + [layer.submodules.cross_attention] * decoder
                 cores = {part.submodules.core_attention.__name__ for part in parts}
                 made[f"{attention} {decoder}"] = [norm.__name__, *cores, parts[0].params["attn_mask_type"].name]
-            options = T5Options(transformer_engine=True, attention=attention, positions=Positions(kind="relative"))
+            options = t5_model(
+                transformer_impl="transformer_engine", attention=attention, positions=Positions(kind="relative")
+            )
             made[f"{attention} hides"] = [options.biases_hide, options.engine_attention]
     return made

@@ -16,7 +16,7 @@ def buffers(rank: int, world_size: int) -> dict[str, object]:
     for _ in range(2):
         layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     return {
-        "buffer": [str(layer.weight.main_grad.dtype), layer.weight.main_grad.tolist()[0], layer.weight.grad is None],
+        "buffer": [str(layer.weight.main_grad.dtype), layer.weight.main_grad.tolist()[0], layer.weight.grad is None]
     }
 
 

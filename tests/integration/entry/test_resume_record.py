@@ -6,17 +6,16 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.resume_record import (
+from megatron_dynapipe.integration.entry.resume_record import (
     NAME,
-    CheckpointConfig,
     CheckpointRecords,
-    LocalRecords,
     ResumeRecord,
     check_resumed,
     loaded,
     split_to_keep,
 )
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.run_config import CheckpointConfig
 
 RECORD = ResumeRecord(
     model={"hidden_size": "32", "vocabulary_size": "4096", "rotary_base": "10000"},
@@ -152,7 +151,7 @@ def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -
     local, halves = checkpoints / "local" / "0", {"planner.layers_per_stage": "[2.5,1.5]"}
     local.mkdir(parents=True)
     saved = replace(RECORD, settings=RECORD.settings | halves)
-    records = LocalRecords(local, saved)
+    records = CheckpointRecords(local, saved, local=True)
     (local / "iter_0000005_1_local.pt").touch()  # kept for another rank
     records.update()
     assert resume(checkpoints, RECORD, local_folder=local) is None, "Megatron loads the lasting one"

@@ -1,4 +1,4 @@
-"""What can be known of a run before Megatron is initialised: its data, its costs, its memory, its folders.
+"""Checks of a run before Megatron is initialised: its data, its costs, its memory, its folders.
 
 Checked on rank 0 for all ranks, after Megatron has accepted its arguments; otherwise it is found once the model is
 built, by every rank.
@@ -7,17 +7,19 @@ built, by every rank.
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.integration.flags.resume_record import check_resumed, record_of
+from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_costs import describe_costs
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.loop import split_sampler
-from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -46,7 +48,7 @@ def check_run(run: RunConfig) -> None:
     """
     check_data(run)
     meta, inputs = read_meta(run.data), run.inputs
-    notes = [*run.notes, f"cost model: {describe_costs(inputs.costs, run.device)}"]
+    notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
     if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
             "loss: of what assistants say alone, since the dataset has conversations; other tasks count by their"
@@ -62,6 +64,20 @@ def check_run(run: RunConfig) -> None:
         _check_longest_samples(sampler, inputs, costs, forward_only=split.evaluation is not None)
 
 
+def _describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) -> str:
+    """Where a run's costs come from, and what they assume, for its log."""
+    if isinstance(costs, MeasuredCosts):
+        return f"{costs.load().name}, from {costs.path}"
+    assumed = "a common server CPU's core (assumed)"
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device)
+        assumed = name if rates_of(name) else f"an A100 (assumed: {name} is not in the table of devices)"
+    return (
+        f"computed from the model's shape for {assumed}; to predict this machine, let it be measured"
+        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model)"
+    )
+
+
 def _print(run: RunConfig, lines: Iterable[str]) -> None:
     for line in lines if run.rank == 0 else ():
         print(line, flush=True)
@@ -72,12 +88,12 @@ def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[s
         names, table = read_meta(data).tasks, LengthTable.read(data, split.name)
         long = long_by_task(table, read_task_ids(data, split.name, len(table)), sampler.settings)
         yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
-    wanted, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
+    samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
     if split.evaluation is not None:
-        if split.evaluation * wanted < there:
-            yield f"every evaluation is of the same {split.evaluation * wanted} of its {there} samples"
-    elif wanted > there and sampler.settings.tokens_per_iteration is None:
-        yield f"an iteration of {wanted} samples repeats some of the split's {there}"
+        if split.evaluation * samples < there:
+            yield f"every evaluation is of the same {split.evaluation * samples} of its {there} samples"
+    elif samples > there and sampler.settings.tokens_per_iteration is None:
+        yield f"an iteration of {samples} samples repeats some of the split's {there}"
 
 
 def _check_report_folder(folder: Path) -> None:
@@ -94,10 +110,10 @@ def _check_report_folder(folder: Path) -> None:
 
 
 def _check_vocabulary(data: Path, vocabulary: int) -> None:
-    held = read_meta(data).vocabulary_size
-    if held > vocabulary:
+    tokens = read_meta(data).vocabulary_size
+    if tokens > vocabulary:
         raise DataError(
-            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {held}",
+            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {tokens}",
             hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
             "data for a converted model is prepared with that model's tokenizer",
         )

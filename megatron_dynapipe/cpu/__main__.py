@@ -1,6 +1,6 @@
 """Runs a script of a patched Megatron-LM checkout where there is no GPU, to try it.
 
-    torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py --use-dynapipe ...
+    torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py --use-dynapipe ...
 
 The CUDA stubs must be set before the script imports Megatron; then it runs as it would by itself.
 """
@@ -30,7 +30,7 @@ def check_script() -> None:
     if not Path(named).is_file():
         raise ConfigError(
             f"expected a script to run on the CPU, got {named}",
-            hint="torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py YOUR FLAGS",
+            hint="torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py YOUR FLAGS",
         )
 
 

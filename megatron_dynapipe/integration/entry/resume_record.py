@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that saved it, and what resuming it under other data, models or settings means.
+"""The record of its run that a checkpoint holds, compared when the checkpoint is resumed.
 
     CHECKPOINTS/iter_0000010/dynapipe.json                      beside Megatron's own files
     CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
@@ -13,11 +13,10 @@ another plan                   fine, and named in one line
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,10 +28,8 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
+from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.service.settings import PlanInputs
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
@@ -46,46 +43,6 @@ _LAYOUT = tuple(
 )
 """Settings by which every rank holds what it does."""
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
-
-    Attributes:
-        save, load: Megatron's folders.
-        step: the iteration to load; None for the last.
-        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
-        non_persistent_folder: where; None for a folder inside `save`.
-        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
-        one_layout: whether what Megatron saves loads only in the layout that saved it.
-        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
-        allows_other_data: whether the data may be other than the checkpoint's.
-        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
-        model: what makes it this model, as `model_record` says.
-        training: how it is trained, as far as its configuration says so.
-        tokenizer: the vocabulary's file or folder.
-    """
-
-    save: Path | None
-    load: Path | None
-    step: int | None
-    non_persistent: bool
-    non_persistent_folder: Path | None
-    local_folder: Path | None
-    one_layout: bool
-    pretrained: Path | None
-    allows_other_data: bool
-    finetunes: bool
-    model: Mapping[str, str]
-    training: Mapping[str, str]
-    tokenizer: Path
-
-    def emergency_folder(self, checkpoints: Path) -> Path | None:
-        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-        if not self.non_persistent:
-            return None
-        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +63,14 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
+def record_of(run: RunConfig, inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
     training = {**run.checkpoints.training, "truncate": run.truncate.value, "loss": str(run.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
-    fields = settings_fields(inputs).items()
+    fields = inputs.fields().items()
     return ResumeRecord(
         model=model,
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
@@ -122,26 +79,8 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     )
 
 
-def settings_fields(inputs: PlanInputs) -> dict[str, str]:
-    """What plans are made from, field by field, as text; the dataset's folder may lie elsewhere on every node."""
-    held = {
-        "costs": inputs.costs.load().digest,
-        "planner": msgspec.to_builtins(inputs.planner),
-        "splits": {split.name: msgspec.to_builtins(split) for split in inputs.splits},
-    }
-    return dict(_flat("", held))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
-    else:
-        yield prefix, msgspec.json.encode(value).decode()
-
-
 def _tokenizer_digest(path: Path) -> str:
-    """Of the file with a tokenizer's vocabulary; the settings beside it are written anew by every version."""
+    """The digest of a tokenizer's vocabulary file; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
         return file_digest(path / "tokenizer.json")
     if path.is_dir():
@@ -150,16 +89,13 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 class CheckpointRecords:
-    """Puts a run's record into every checkpoint that the run saves; those of earlier runs are left as they are.
+    """Puts a run's record into every checkpoint that the run saves to a folder; those of earlier runs are left alone.
 
-    Args:
-        checkpoints: where Megatron saves.
-        record: of this run.
+    With `local` the folder is a rank's, of local checkpoints, which hold checksums of their own: it is put beside them.
     """
 
-    def __init__(self, checkpoints: Path, record: ResumeRecord) -> None:
-        self._checkpoints = checkpoints
-        self._record = record
+    def __init__(self, folder: Path, record: ResumeRecord, *, local: bool = False) -> None:
+        self._folder, self._record, self._is_local = folder, record, local
         self._known = self._last_save()
         self._writing: threading.Thread | None = None
 
@@ -174,50 +110,30 @@ class CheckpointRecords:
         if last == self._known:
             return
         self._known = last
-        folder = checkpoint_of(self._checkpoints, last_iteration(self._checkpoints))
-        if folder is not None and folder.is_dir():
-            _write_record(folder, self._record)
+        folder = self._folder if self._is_local else checkpoint_of(self._folder, last_iteration(self._folder))
+        if folder is None or not folder.is_dir():
+            return
+        fresh = folder / f".{NAME}.unfinished"
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
+        fresh.replace(folder / NAME)
+        if not self._is_local:
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
             self.finish()
             self._writing = threading.Thread(target=_write_digests, args=(folder,))
             self._writing.start()
 
     def _last_save(self) -> int | None:
-        """When Megatron last completed a checkpoint; None if it has not."""
-        try:
-            return (self._checkpoints / TRACKER).stat().st_mtime_ns
-        except OSError:
-            return None
-
-
-class LocalRecords:
-    """Puts a run's record beside the local checkpoints that a rank saves, which hold checksums of their own.
-
-    Args:
-        folder: of the rank.
-        record: of this run.
-    """
-
-    def __init__(self, folder: Path, record: ResumeRecord) -> None:
-        self._folder, self._record, self._known = folder, record, _last_local(folder)
-
-    def update(self) -> None:
-        """Write the record if a checkpoint has been saved since the last call; raises OSError."""
-        last = _last_local(self._folder)
-        if last != self._known:
-            self._known = last
-            _write_record(self._folder, self._record)
+        """The time, or the iteration, of Megatron's last complete checkpoint; None if there is none."""
+        if self._is_local:
+            return _last_local(self._folder)
+        with suppress(OSError):
+            return (self._folder / TRACKER).stat().st_mtime_ns
+        return None
 
 
 def _last_local(folder: Path) -> int | None:
     """The iteration of a rank's last local checkpoint, which Megatron names; None where there is none."""
     return max((int(path.name[5:12]) for path in folder.glob(f"iter_???????_{folder.name}_local.pt")), default=None)
-
-
-def _write_record(folder: Path, record: ResumeRecord) -> None:
-    fresh = folder / f".{NAME}.unfinished"
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    fresh.replace(folder / NAME)
 
 
 def _write_digests(folder: Path) -> None:
@@ -227,14 +143,14 @@ def _write_digests(folder: Path) -> None:
         logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
-def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords | LocalRecords]:
-    """What puts a run's record into the checkpoints that it saves, lasting and not; empty where it saves none."""
-    own, local = run.checkpoints.save, run.checkpoints.local_folder
-    if own is None:
+def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords]:
+    """The records of the checkpoints that a run saves, lasting and not; empty where it saves none."""
+    saved, local = run.checkpoints.save, run.checkpoints.local_folder
+    if saved is None:
         return []
-    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(own)
-    lasting = [CheckpointRecords(folder, record) for folder in (own, emergency) if folder is not None]
-    return [*lasting, *([] if local is None else [LocalRecords(local, record)])]
+    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(saved)
+    lasting = [CheckpointRecords(folder, record) for folder in (saved, emergency) if folder is not None]
+    return [*lasting, *([] if local is None else [CheckpointRecords(local, record, local=True)])]
 
 
 def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
@@ -243,7 +159,7 @@ def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
 
 
 def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
-    """What a folder's tracker says; None where there is no checkpoint, or a release, which is no run's."""
+    """The iteration in a folder's tracker; None where there is no checkpoint, or a release, which is no run's."""
     try:
         return int(read_bounded(checkpoints / tracker, most_bytes=100))
     except (OSError, ValueError):
@@ -263,24 +179,24 @@ def newest(checkpoints: Path) -> Path | None:
 
 def loaded(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint whose weights Megatron is going to load: to go on from, or to begin from."""
-    if (found := resumed(checkpoints)) is not None:
-        return found
+    if (folder := resumed(checkpoints)) is not None:
+        return folder
     folders = [folder for folder in (checkpoints.load, checkpoints.pretrained) if folder is not None]
-    return next((found for folder in folders if (found := newest(folder)) is not None), None)
+    return next((checkpoint for folder in folders if (checkpoint := newest(folder)) is not None), None)
 
 
 def resumed(checkpoints: CheckpointConfig) -> Path | None:
     """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
-    own, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
-    if own is None:
+    folder, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
+    if folder is None:
         return None
-    other = checkpoints.emergency_folder(own)
-    last, found = None if other is None else last_iteration(other), step or last_iteration(own)
-    if local is not None and (here := _last_local(local)) is not None and here >= (found or 0):
+    other = checkpoints.emergency_folder(folder)
+    last, lasting = None if other is None else last_iteration(other), step or last_iteration(folder)
+    if local is not None and (here := _last_local(local)) is not None and here >= (lasting or 0):
         return local
-    if other is not None and last is not None and last >= (found or 0):
+    if other is not None and last is not None and last >= (lasting or 0):
         return checkpoint_of(other, last)
-    return checkpoint_of(own, found)
+    return checkpoint_of(folder, lasting)
 
 
 def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Split | None:
@@ -323,11 +239,11 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
             hint="resume with the flags and the tokenizer that it was trained with, or leave --load out; --finetune"
             " takes another model of the same weights",
         )
-    layouts = ({name: each.settings.get(name, "absent") for name in _LAYOUT} for each in (saved, record))
-    if folder == checkpoints.local_folder and (found := _differences(*layouts)):
+    layouts = ({name: compared.settings.get(name, "absent") for name in _LAYOUT} for compared in (saved, record))
+    if folder == checkpoints.local_folder and (differences := _differences(*layouts)):
         raise ConfigError(
             f"expected the layout of the local checkpoint {folder}, which every rank loads its own part of, got"
-            f" {named(found.values())}",
+            f" {named(differences.values())}",
             hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint; those of"
             " --non-persistent-ckpt-type global load in any layout",
         )
@@ -338,8 +254,8 @@ def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | 
             f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
-    found = model | data | _differences(saved.settings, record.settings)
-    return f"resuming {folder} with other settings: {named(found.values())}" if found else None
+    differences = model | data | _differences(saved.settings, record.settings)
+    return f"resuming {folder} with other settings: {named(differences.values())}" if differences else None
 
 
 def read_record(path: Path) -> ResumeRecord | None:

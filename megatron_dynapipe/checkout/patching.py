@@ -5,18 +5,13 @@
 
 Nothing is recorded in the checkout: what a file is follows from its bytes. A command that was killed is repeated or
 reversed, and the way back is tried before anything is written.
-
-Which Megatron is here is read without importing it. What is accepted does not depend on the version it says: a run
-checks what it relies on when it starts.
 """
 
 import enum
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,51 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
+from megatron_dynapipe.checkout.version import version_of
+from megatron_dynapipe.errors import PatchError
 from megatron_dynapipe.outputs import replace_bytes
 
-PACKAGE = "megatron-core[training]==0.19.2"
-"""What pip installs where there is none: the newest release that the tests train with."""
-INSTALL_HINT = f"pip install '{PACKAGE}', or put a checkout of a known release first on PYTHONPATH (patches/README.md)"
-
-
-def find_version() -> str | None:
-    """The version of the Megatron that an import would find: a checkout on the path, or the installed wheel."""
-    megatron = importlib.util.find_spec("megatron")
-    for folder in (megatron and megatron.submodule_search_locations) or ():
-        file = Path(folder) / "core" / "package_info.py"
-        if file.exists():
-            return version_of(file)
-    return None
-
-
-def megatron_folders() -> list[Path]:
-    """Every Megatron on the path, the one that an import takes first."""
-    folders = (Path(entry or ".") / "megatron" for entry in sys.path)
-    return list(dict.fromkeys(each.resolve() for each in folders if (each / "core" / "package_info.py").exists()))
-
-
-def version_of(package_info: Path) -> str:
-    """The version that a `package_info.py` says."""
-    text = package_info.read_text(encoding="utf-8")
-    numbers = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
-    release = re.search(r"^PRE_RELEASE = [\"'](\w*)[\"']", text, re.MULTILINE)
-    return ".".join(number[1] if number else "?" for number in numbers) + (release[1] if release else "")
-
-
-def found_version() -> str:
-    """The version that an import would find; what it can do is checked when a run starts (`hooks.compatibility`).
-
-    Raises:
-        UnsupportedMegatronError: there is no Megatron.
-    """
-    version = find_version()
-    if version is None:
-        raise UnsupportedMegatronError("expected megatron-core, found none", hint=f"pip install '{PACKAGE}'")
-    return version
-
-
-FOLDER = Path(__file__).parent / "patches"
+FOLDER = Path(__file__).parents[1] / "patches"
 DIGESTS = "digests.json"
 _TIMEOUT_S = 60
 
@@ -114,37 +69,34 @@ class Series(NamedTuple):
     @property
     def releases(self) -> Sequence[str]:
         """Every release that it is for."""
-        return tuple(dict.fromkeys(name for known in self.files.values() for each in known for name in each.releases))
-
-
-class FileReport(NamedTuple):
-    """One file of a checkout; of a known content, the releases that have it."""
-
-    name: str
-    state: State
-    releases: Sequence[str] = ()
+        return tuple(
+            dict.fromkeys(name for contents in self.files.values() for content in contents for name in content.releases)
+        )
 
 
 class Survey(NamedTuple):
-    """A checkout as one series knows it: its folder, the version it says, and the files that the series changes."""
+    """A checkout as one series knows it: its folder, and the version it says.
+
+    Of each file that the series changes there is how it stands, and of a known content the releases that have it.
+    """
 
     folder: Path
     says: str
     series: Series
-    files: Sequence[FileReport]
+    files: Mapping[str, tuple[State, Sequence[str]]]
 
     @property
     def state(self) -> State:
-        """Of all files: the one that they share, or what they are together."""
-        states = {file.state for file in self.files}
+        """The state of all files: the one that they share, or what they are together."""
+        states = {state for state, _ in self.files.values()}
         if len(states) == 1:
             return states.pop()
         mixed = State.MERGED if states == {State.PATCHED, State.MERGED} else State.PARTLY
-        return next((each for each in (State.MISSING, State.MODIFIED) if each in states), mixed)
+        return next((state for state in (State.MISSING, State.MODIFIED) if state in states), mixed)
 
     def named(self, *states: State) -> list[str]:
         """The files in one of these states."""
-        return [file.name for file in self.files if file.state in states]
+        return [name for name, (state, _) in self.files.items() if state in states]
 
 
 def load_all(folder: Path = FOLDER) -> list[Series]:
@@ -156,7 +108,7 @@ def load_all(folder: Path = FOLDER) -> list[Series]:
     series = []
     for path in sorted(folder.glob(f"core_v*/{DIGESTS}")):
         files = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[Content, ...]])
-        patches = [read_patch(each) for each in sorted(path.parent.glob("*.patch"))]
+        patches = [read_patch(patch) for patch in sorted(path.parent.glob("*.patch"))]
         series.append(Series(path.parent.name, patches, files))
     if not series:
         raise PatchError(f"no patches in {folder}", hint="install megatron-dynapipe again: its package holds them")
@@ -185,28 +137,28 @@ def survey(folder: Path) -> list[Survey]:
         )
     info = folder / "megatron" / "core" / "package_info.py"
     says = version_of(info) if info.is_file() else "no version"
-    found = [
-        Survey(folder, says, series, [_report(series, folder, name) for name in series.files])
+    surveys = [
+        Survey(folder, says, series, {name: _report(series, folder, name) for name in series.files})
         for series in reversed(load_all())
     ]
-    distances = [(len(each.named(*UNKNOWN)), len(each.named(State.MERGED))) for each in found]
-    return [each for each, distance in zip(found, distances, strict=True) if distance == min(distances)]
+    distances = [(len(known.named(*UNKNOWN)), len(known.named(State.MERGED))) for known in surveys]
+    return [known for known, distance in zip(surveys, distances, strict=True) if distance == min(distances)]
 
 
-def _report(series: Series, folder: Path, name: str) -> FileReport:
-    """What a file of a checkout is."""
+def _report(series: Series, folder: Path, name: str) -> tuple[State, Sequence[str]]:
+    """How a file of a checkout stands to a series, and the releases that have its content."""
     if not (folder / name).is_file():
-        return FileReport(name, State.MISSING)
+        return State.MISSING, ()
     data = (folder / name).read_bytes()
     for content in series.files[name]:
         for state, blob in ((State.RELEASED, content.released), (State.PATCHED, content.patched)):
             if blob == blob_name(data):
-                return FileReport(name, state, content.releases)
+                return state, content.releases
     lines = data.decode(errors="replace").splitlines()
     added = [line for patch in series.patches if patch.file == name for line in patch.added if line]
     if all(lines.count(line) >= added.count(line) for line in added):
-        return FileReport(name, State.MERGED)
-    return FileReport(name, State.PARTLY if any("megatron_dynapipe" in line for line in lines) else State.MODIFIED)
+        return State.MERGED, ()
+    return (State.PARTLY if any("megatron_dynapipe" in line for line in lines) else State.MODIFIED), ()
 
 
 def change(folder: Path, *, reverse: bool = False, merge: bool = False) -> list[str]:
@@ -225,9 +177,9 @@ def change(folder: Path, *, reverse: bool = False, merge: bool = False) -> list[
         OSError: a file cannot be written.
     """
     reasons = []
-    for found in survey(folder):
+    for known in survey(folder):
         try:
-            contents = _contents(found, reverse=reverse, merge=merge)
+            contents = _contents(known, reverse=reverse, merge=merge)
         except PatchError as error:
             reasons.append(error)
             continue
@@ -236,21 +188,21 @@ def change(folder: Path, *, reverse: bool = False, merge: bool = False) -> list[
     raise reasons[0]
 
 
-def _contents(found: Survey, *, reverse: bool, merge: bool) -> dict[str, bytes]:
+def _contents(checkout: Survey, *, reverse: bool, merge: bool) -> dict[str, bytes]:
     wrong = UNKNOWN[:2] if reverse or merge else UNKNOWN
-    if found.named(*wrong):
-        raise refusal(found)
+    if checkout.named(*wrong):
+        raise refusal(checkout)
     todo = (State.PATCHED, State.MERGED) if reverse else (State.RELEASED, State.MODIFIED)
-    return {name: _changed(found, name, reverse=reverse) for name in found.named(*todo)}
+    return {name: _changed(checkout, name, reverse=reverse) for name in checkout.named(*todo)}
 
 
-def _changed(found: Survey, name: str, *, reverse: bool) -> bytes:
+def _changed(checkout: Survey, name: str, *, reverse: bool) -> bytes:
     """One file with its patches, or in `reverse` without them."""
-    patches = [patch.path.resolve() for patch in found.series.patches if patch.file == name]
-    data = (found.folder / name).read_bytes()
+    patches = [patch.path.resolve() for patch in checkout.series.patches if patch.file == name]
+    data = (checkout.folder / name).read_bytes()
     with tempfile.TemporaryDirectory(prefix="dynapipe-patch-") as folder:
         stage = _Stage(Path(folder), name)
-        for released in _history(found, name):
+        for released in _history(checkout, name):
             stage.apply(patches, released)  # leaves the contents between two patches for three-way merges
         changed = stage.apply(patches, data, reverse=reverse)
         if stage.apply(patches, changed, reverse=not reverse) == data:
@@ -261,10 +213,10 @@ def _changed(found: Survey, name: str, *, reverse: bool) -> bytes:
     )
 
 
-def _history(found: Survey, name: str) -> list[bytes]:
+def _history(checkout: Survey, name: str) -> list[bytes]:
     """The released contents of a file that the checkout's history holds."""
-    objects = [_git(found.folder, "cat-file", "blob", content.released) for content in found.series.files[name]]
-    return [each.stdout for each in objects if each.returncode == 0]
+    objects = [_git(checkout.folder, "cat-file", "blob", content.released) for content in checkout.series.files[name]]
+    return [blob.stdout for blob in objects if blob.returncode == 0]
 
 
 class _Stage:
@@ -316,7 +268,7 @@ def _git(folder: Path, *arguments: str, **settings: str) -> subprocess.Completed
 
 
 def blob_name(data: bytes) -> str:
-    """What git calls a file's content."""
+    """Git's name of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
@@ -333,25 +285,25 @@ def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:
         raise
 
 
-def refusal(found: Survey) -> PatchError:
+def refusal(checkout: Survey) -> PatchError:
     """Why a checkout is not patched, or reversed, as it is."""
-    files = "; ".join(f"{state}: {', '.join(names)}" for state in UNKNOWN if (names := found.named(state)))
-    problem = f"expected {found.series.version} as released or patched, found {files}"
-    if found.named(State.PARTLY):
+    files = "; ".join(f"{state}: {', '.join(names)}" for state in UNKNOWN if (names := checkout.named(state)))
+    problem = f"expected {checkout.series.version} as released or patched, found {files}"
+    if checkout.named(State.PARTLY):
         hint = "take DynaPipe's lines out of these files by hand, or set the files aside (git stash); then patch again"
         return PatchError(problem, hint=hint)
-    if len(found.named(*UNKNOWN)) == len(found.files):
+    if len(checkout.named(*UNKNOWN)) == len(checkout.files):
         releases = ", ".join(name for series in load_all() for name in series.releases)
         return PatchError(
-            f"expected a checkout of one of the releases {releases}, found one that says {found.says},"
+            f"expected a checkout of one of the releases {releases}, found one that says {checkout.says},"
             " of which no file is known",
             hint="check out one of these; or --merge; or put the checkout first on PYTHONPATH and use this project's"
             " entry scripts, which patch nothing",
         )
-    if found.named(State.MISSING):
+    if checkout.named(State.MISSING):
         return PatchError(problem, hint="check out the whole of Megatron-LM")
     try:
-        _contents(found, reverse=False, merge=True)
+        _contents(checkout, reverse=False, merge=True)
     except PatchError as error:
         return PatchError(f"{problem}; {error.message}", hint=error.hint)
     hint = "--merge merges the patches with your changes; or set these aside (git stash), patch, and put them back"

@@ -4,9 +4,11 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
 from megatron_dynapipe.planning.boundary import BoundaryTensor, boundary_tensors
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.t5_models import t5_layout, t5_model
 
 # encoder layers, decoder layers, split → (encoder, decoder) layers of each stage, stages with word embeddings,
 # stages with position embeddings
@@ -24,32 +26,30 @@ TABLE = {
     ("encoder", "decoder", "split", "layers", "words", "positions"), TABLE.values(), ids=TABLE.keys()
 )
 def test_splits(encoder, decoder, split, layers, words, positions):
-    cut = T5Split.of(encoder, decoder, len(split), split)
-    drawn = ["|".join("".join(map(str, stack)) for stack in (stage.encoder, stage.decoder)) for stage in cut.stages]
+    layout = t5_layout(encoder, decoder, len(split), split)
+    stages = layout.virtual_stage_layers
+    drawn = ["|".join("".join(map(str, stack)) for stack in (stage.encoder, stage.decoder)) for stage in stages]
     assert drawn == layers
-    assert list(cut.word_embedding_stages) == words
-    assert list(cut.embedding_stages) == positions
-    assert cut.layout.layers_per_stage == tuple(split)
-    assert list(cut.encoder_stages) == [i for i, name in enumerate(layers) if name[0] != "|"]
-    assert list(cut.decoder_stages) == [i for i, name in enumerate(layers) if name[-1] != "|"]
+    assert holders(layout) == [words, positions]
+    assert holders(layout, tied=False) == [positions, positions]
+    encoder_stages = [stage for stage, name in enumerate(layers) if name[0] != "|"]
+    decoder_stages = [stage for stage, name in enumerate(layers) if name[-1] != "|"]
+    assert holders(layout, kind="relative") == [words, encoder_stages, decoder_stages]
+
+
+def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: bool = True) -> list[list[int]]:
+    """The stages with a copy of each shared weight."""
+    return [list(weight.stages) for weight in sharings(t5_model(positions=Positions(kind=kind), tied=tied), layout)]
 
 
 def test_virtual_stages_go_round_the_ranks():
-    cut = T5Split.of(4, 4, 2, chunks=2)
-    assert cut == T5Split.of(4, 4, 2, [2, 2, 2, 2], chunks=2)
-    assert cut.ranks == 2
-    assert cut.of_rank(0) == (cut.stages[0], cut.stages[2]) and cut.of_rank(1) == (cut.stages[1], cut.stages[3])
-    assert cut.stages == T5Split.of(4, 4, 4).stages
-    assert cut.word_embedding_stages == (0, 2, 3)
+    layout = t5_layout(4, 4, 2, chunks=2)
+    assert layout.stages == 2 and holders(layout)[0] == [0, 2, 3]
+    assert layout.virtual_stage_layers == t5_layout(4, 4, 4).virtual_stage_layers
 
 
 def test_megatron_is_told_of_one_holder_of_embeddings():
-    cut = T5Split.of(2, 2, 2, chunks=2)
-    assert cut.embedding_ranks([3, 7]) == [3]
-
-
-def test_an_equal_split_is_the_default():
-    assert T5Split.of(4, 2, 3) == T5Split.of(4, 2, 3, [2, 2, 2])
+    assert embedding_ranks([3, 7]) == [3]
 
 
 @pytest.mark.parametrize(
@@ -57,19 +57,13 @@ def test_an_equal_split_is_the_default():
     [
         ((4, 3, 2), "7 layers cannot be split equally over 2 stages"),
         ((0, 3, 1), "expected a t5 model with layers of its kinds, got 0 encoder and 3 decoder layers"),
-        ((2, 2, 2, [4]), r"expected a layer split over 2 stages, got \[4\]"),
         ((2, 2, 2, [4, 0]), r"at least 0.5 on every stage, got \[4, 0\]"),
         ((2, 2, 2, [2, 3]), r"a layer split of 4 layers .* got \[2, 3\]"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        T5Split.of(*arguments)
-
-
-def test_a_pipeline_of_another_size_is_refused():
-    with pytest.raises(ConfigError, match="expected 2 pipeline ranks, got 3"):
-        T5Split.of(2, 2, 2).embedding_ranks([0, 1, 2])
+        t5_layout(*arguments)
 
 
 @st.composite
@@ -82,7 +76,7 @@ def splits(draw):
 def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
     encoder, split = case
     decoder = sum(split) - encoder
-    stages = T5Split.of(encoder, decoder, len(split), split).stages
+    stages = t5_layout(encoder, decoder, len(split), split).virtual_stage_layers
     assert [i for stage in stages for i in stage.encoder] == list(range(encoder))
     assert [i for stage in stages for i in stage.decoder] == list(range(decoder))
     for happens_once in ("starts_encoder", "ends_encoder", "starts_decoder", "ends_decoder"):
