@@ -27,7 +27,7 @@ import numpy as np
 from megatron_dynapipe.cost import ABSENT, CostTables, ModelState, Quantity
 from megatron_dynapipe.cost.pieces import prefix_costs
 from megatron_dynapipe.cost.work import Floats
-from megatron_dynapipe.plan.instructions import Forward
+from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.planning.pieces import can_cut
 from megatron_dynapipe.planning.planner import Planner
@@ -117,7 +117,8 @@ class _LeastWork:
     def everywhere(self) -> int:
         """All work, over all devices."""
         each = self.time.min(axis=0)[:, self.modules].sum(axis=1)
-        return int(max((each @ self.counts / self.replicas - self.rounding) / self.stages, 0))
+        total = float(each @ self.counts) / self.replicas - self.rounding
+        return int(max(total / self.stages, 0))
 
     def best_split(self, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
@@ -254,20 +255,15 @@ def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
 
 def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:
     """A stage's work and the least forward work before it, of the micro-batches that a replica runs."""
-    stages, forward = len(replica.stages), np.zeros((len(replica.micro_batches), len(replica.stages)), np.int64)
-    backward, first = np.zeros_like(forward), range(stages)
-    work = np.zeros(stages, np.int64)
-    for stage in replica.stages:
-        for event in stage.predicted:
+    forward = np.zeros((len(replica.micro_batches), len(replica.stages)), np.int64)
+    backward, work = np.zeros_like(forward), np.zeros(len(replica.stages), np.int64)
+    for stage, plan in enumerate(replica.stages):
+        for event in plan.predicted:
             step, time = event.instruction, event.end_ns - event.start_ns
-            work[stage.stage] += time
-            if step.chunk == 0:
-                (forward if isinstance(step, Forward) else backward)[step.micro_batch, stage.stage] += time
+            work[stage] += time
+            if isinstance(step, Pass) and step.chunk == 0:
+                (forward if isinstance(step, Forward) else backward)[step.micro_batch, stage] += time
     if not len(forward):
         return 0
-    bounds = []
-    for stage in first:
-        fill = int(forward[:, :stage].sum(axis=1).min())
-        drain = 0 if divides else int(backward[:, :stage].sum(axis=1).min())
-        bounds.append(fill + int(work[stage]) + drain)
-    return max(bounds)
+    around = forward if divides else forward + backward
+    return max(int(around[:, :stage].sum(axis=1).min() + work[stage]) for stage in range(len(work)))

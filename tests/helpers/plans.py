@@ -66,11 +66,11 @@ def divided(order: PassOrder, seed: int) -> PassOrder:
     choose, lists = random.Random(seed), []
     for passes in order:
         steps: list[Pass] = list(passes)
-        for each in passes:
-            if isinstance(each, Backward) and choose.random() < 0.5:
-                at = steps.index(each)
-                steps[at] = BackwardInput(each.micro_batch, each.chunk)
-                steps.insert(choose.randint(at + 1, len(steps)), BackwardWeight(each.micro_batch, each.chunk))
+        for step in passes:
+            if isinstance(step, Backward) and choose.random() < 0.5:
+                at = steps.index(step)
+                steps[at] = BackwardInput(step.micro_batch, step.chunk)
+                steps.insert(choose.randint(at + 1, len(steps)), BackwardWeight(step.micro_batch, step.chunk))
         lists.append(tuple(steps))
     return tuple(lists)
 

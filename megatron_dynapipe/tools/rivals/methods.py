@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.plan.timeline import idle_share
 from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -68,6 +69,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         micro_batches: of all replicas.
         shapes: different shapes of micro-batches.
         of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
+        idle: share of all stages' time in which no pass runs.
     """
 
     ms: float
@@ -76,6 +78,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     padding_efficiency: float
     micro_batches: int
     shapes: int
+    idle: float
     of_limits: str | None = None
 
 
@@ -124,6 +127,7 @@ def _predict_dynamic_cp(
         padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
         micro_batches=len(run.shapes),
         shapes=len(set(run.shapes)),
+        idle=idle_share(tuple(events for schedule in run.schedules for events in schedule.timeline), run.makespan_ns),
     )
 
 
@@ -139,6 +143,7 @@ def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
         padding_efficiency=min(tokens / totals.padded_positions, 1.0),
         micro_batches=len(micro_batches),
         shapes=len({micro_batch.shape for micro_batch in micro_batches}),
+        idle=idle_share(tuple(s.predicted for replica in plan.replicas for s in replica.stages), totals.predicted_ns),
     )
 
 
