@@ -27,7 +27,7 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
-from megatron_dynapipe.integration.flags.resume_record import last_iteration
+from megatron_dynapipe.integration.entry.resume_record import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
