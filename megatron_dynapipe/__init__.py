@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.integration.entry import checkout as checkout_hooks
+    from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
@@ -58,7 +58,6 @@ __all__ = [
     "SharedModule",
     "Stage",
     "__version__",
-    "checkout_hooks",
     "layout_for",
     "orchestrate",
     "plan_batch",

@@ -119,19 +119,21 @@ def our_logits(model: Any) -> torch.Tensor:
 def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """For each model how large its logits are, how far Megatron's are from them, which tensors come back changed."""
     _without_cuda()
+    from megatron_dynapipe.cost.hugging_face import family_of
     from megatron_dynapipe.tools.conversion import checkpoint, command
-    from megatron_dynapipe.tools.conversion.families import family, flags
+    from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
 
     found = {}
-    rows = [(name, config, flags(config), entries(config)) for name, config in configs().items()]
+    rows = [(name, config, flags(config), False) for name, config in configs().items()]
     t5 = configs()["t5-v1.1"]
     described = {name: value for name, value in flags(t5).items() if name != "dynapipe-softmax-scale"}
-    rows.append((DIVIDES_SCORES, t5, described, entries(t5, divides_scores=True)))
-    for name, config, described, table in rows:
-        theirs = make(config)
+    rows.append((DIVIDES_SCORES, t5, described, True))
+    for name, config, described, divides_scores in rows:
+        theirs, family = make(config), family_of(config.to_dict())
+        table = entries(config.model_type, described, config.vocab_size, divides_scores=divides_scores)
         expected, tensors = their_logits(theirs), command.published(theirs)
-        with checkpoint.whole_model(described, family(config), config.vocab_size, torch.float32) as model:
+        with checkpoint.whole_model(described, family, config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)
             distance = (our_logits(model) - expected).abs().max().item()
