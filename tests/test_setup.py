@@ -52,7 +52,7 @@ def no_system_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pythons", "found"),
+    ("pythons", "expected"),
     [
         ({"python3.12": good("a"), "python3.13": good("b")}, "/opt/a"),
         ({"python3.12": REFUSING_SHIM, "python3.13": good("b")}, "/opt/b"),

@@ -152,7 +152,7 @@ def encode_settings(settings: ServiceSettings) -> bytes:
 
 
 def decode_settings(line: bytes) -> ServiceSettings:
-    """What `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
+    """The settings that `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
     try:
         return msgspec.json.decode(line, type=ServiceSettings)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -24,8 +24,8 @@ def verify_lists(
 
 
 def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
-    """The lists that `format_stages` wrote, a stage a line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """The lists that `format_stages` wrote, a stage a line, between comments and empty lines."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in range(len(lines))]
     return tuple(tuple(map(parse_instruction, line.partition(":")[2].split())) for line in lines)
 

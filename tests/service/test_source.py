@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError, StoreError
 from megatron_dynapipe.service import PlanSource, source
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
@@ -97,7 +97,7 @@ def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, store, ma
 def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, store, make) -> None:
     plans = make(deadline_s=60.0)
     publish(job, store, 0, b"theirs")
-    publish_failure(store, job.keys, PlannerFailure.of(ValueError("sample 3"), who="planner 0", doing="testing"))
+    publish_failure(store, job.keys, describe_failure(ValueError("sample 3"), who="planner 0", doing="testing"))
     assert plans.fetch("train", 0, PLACES), "what was published before"
     with pytest.raises(PlannerFailedError, match=r"planner 0 failed while testing: ValueError: sample 3\n"):
         plans.fetch("train", 1, PLACES)

@@ -88,7 +88,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         device=device,
         truncate=TruncationSide(args.dynapipe_truncate),
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
-        store=find_address(None, args.dynapipe_store_url_file, os.environ),
+        store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,

@@ -16,15 +16,14 @@ from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):
-    """A run, as Megatron's training loop needs it.
+    """A run, as Megatron's training loop needs it."""
 
-    Attributes:
-        shape: of the micro-batch that is running; None before the first.
-        timeout_s: deadline of every wait in an iteration.
-    """
-
-    shape: Shape | None
     timeout_s: float
+    """Deadline of every wait in an iteration."""
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of the micro-batch that is running; None before the first."""
 
     @property
     def samples(self) -> int:

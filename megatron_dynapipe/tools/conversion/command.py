@@ -11,12 +11,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from megatron_dynapipe.cost.hugging_face import OF_EXPERTS, T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import NAME, named, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
-from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, Flags, family, flags, read_config
+from megatron_dynapipe.tools.conversion.families import flags, read_config
 from megatron_dynapipe.tools.conversion.names import entries
 from megatron_dynapipe.tools.conversion.tensors import Entry
 from megatron_dynapipe.units import ModelFamily
@@ -54,16 +55,16 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         CheckpointError: its files cannot be written.
     """
     config = read_config(source)
-    described = flags(config)
+    described, family = flags(config), family_of(config.to_dict())
     theirs = _their_model(config, source)
     tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
-    with checkpoint.whole_model(described, family(config), config.vocab_size, dtype) as model:
-        fill(model, entries(config), tensors, progress)
+    with checkpoint.whole_model(described, family, config.vocab_size, dtype) as model:
+        fill(model, entries(config.model_type, described, config.vocab_size), tensors, progress)
         with fresh_folder(folder) as fresh:
             checkpoint.save(model, fresh)
             shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
-            (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family(config)))
+            (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family))
     return folder / RUN_FILE
 
 
@@ -85,8 +86,10 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
 
     like = like or folder
     config = read_config(like)
-    with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
-        table = entries(config, divides_scores=_divides_scores(config, folder))
+    described, vocabulary = flags(config), config.vocab_size
+    with checkpoint.whole_model(described, family_of(config.to_dict()), vocabulary, torch.float32) as model:
+        divides_scores = _divides_scores(config.model_type, folder)
+        table = entries(config.model_type, described, vocabulary, divides_scores=divides_scores)
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
     dtype = config.dtype or torch.float32
@@ -100,10 +103,10 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
     return target
 
 
-def _divides_scores(config: Any, folder: Path) -> bool:
+def _divides_scores(kind: str, folder: Path) -> bool:
     """Whether a T5's run had Megatron's scale of scores: its record says so, which what was converted does not have."""
     path = newest(folder)
-    record = None if config.model_type not in T5_LIKE or path is None else read_record(path / NAME)
+    record = None if kind not in T5_LIKE or path is None else read_record(path / NAME)
     return record is not None and "softmax_scale" not in record.model
 
 
@@ -156,7 +159,7 @@ def _their_model(config: Any, source: Path) -> Any:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    kind = AutoModelForSeq2SeqLM if family(config) is ModelFamily.T5 else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         model, report = kind.from_pretrained(
             source,

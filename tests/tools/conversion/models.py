@@ -116,15 +116,17 @@ def our_logits(model: Any) -> torch.Tensor:
 def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """For each model how large its logits are, how far Megatron's are from them, which tensors come back changed."""
     _without_cuda()
+    from megatron_dynapipe.cost.hugging_face import family_of
     from megatron_dynapipe.tools.conversion import checkpoint, command
-    from megatron_dynapipe.tools.conversion.families import family, flags
+    from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
 
     found = {}
     for name, config in configs().items():
-        theirs, table = make(config), entries(config)
+        theirs, described = make(config), flags(config)
+        family, table = family_of(config.to_dict()), entries(config.model_type, described, config.vocab_size)
         expected, tensors = their_logits(theirs), command.published(theirs)
-        with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
+        with checkpoint.whole_model(described, family, config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)
             distance = (our_logits(model) - expected).abs().max().item()
