@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         profile_module,
         split_model,
     )
-    from megatron_dynapipe.planning.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.runtime import PipelineExecutor
+    from megatron_dynapipe.tools.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.tools.elastic.layout import layout_for
     from megatron_dynapipe.tools.elastic.run import ElasticRun
     from megatron_dynapipe.tools.tuning import orchestrate, tune
@@ -37,7 +37,7 @@ _LAZY = {
         "tools.elastic.run": "ElasticRun",
         "integration.entry.megatron_pipeline": "MegatronPipeline",
         "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
-        "planning.batch": "PlannedBatch plan_batch",
+        "tools.batch": "PlannedBatch plan_batch",
         "runtime": "PipelineExecutor",
         "tools.tuning": "orchestrate tune",
     }.items()

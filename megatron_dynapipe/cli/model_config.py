@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import yaml
 
+from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.cost import Experts, ModelShape
 from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import ModelFamily, target_positions
 
-MOST_BYTES = 10_000_000
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 _NOT_MODELLED = (
@@ -144,7 +143,7 @@ def read_model(path: Path) -> ModelFile:
         ConfigError: it cannot be read, is neither of the two kinds, or lacks a size.
     """
     try:
-        loaded = yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())  # JSON is YAML
+        loaded = load_yaml(path)  # JSON is YAML
     except OSError as error:
         raise ConfigError(f"cannot read the model's configuration {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -36,15 +36,18 @@ class PlannedSplits:
             InfeasibleError: the model alone does not fit.
         """
         self._planner = Planner(inputs.planner, inputs.costs.load())
-        self._forward_only = {split.name: split.forward_only for split in inputs.splits}
+        self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
             logger.info("%s: %s", name, sampler.report)
 
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
-        batch = self._samplers[split].batch(iteration)
-        return encode_entries(self._planner.plan(batch, iteration, forward_only=self._forward_only[split]))
+        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        place = iteration
+        if evaluation is not None:
+            place = iteration % evaluation % (sampler.batches.count or evaluation)
+        return encode_entries(self._planner.plan(sampler.batch(place), iteration, forward_only=evaluation is not None))
 
 
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:

@@ -13,7 +13,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.cost import parse_split
+from megatron_dynapipe.cost import Split, parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
@@ -74,7 +74,7 @@ def _pretrain_arguments(
 
 def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
     """The run's inputs from where training goes on; Megatron keeps its counters in its namespace."""
-    return resumed_inputs(run.inputs, iteration=args.iteration, valid_samples=args.consumed_valid_samples)
+    return resumed_inputs(run.inputs, args.iteration)
 
 
 def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:
@@ -100,6 +100,7 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         if run.plans_layer_split:
             run = _plan_layer_split(run)
         _preflight(run)
+        _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
             shutil.copyfile(measured, run.report_folder / "cost-model.json")
         return args, run
@@ -107,9 +108,22 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
     return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
 
 
+def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+    """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
+    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    args.full_validation = False
+
+
 def _data_checked(run: RunConfig) -> str:
-    check_data(run)
+    kept = _kept_split(run) if run.plans_layer_split else None
+    check_data(run if kept is None else run.with_layers_per_stage(kept))
     return "done"
+
+
+def _kept_split(run: RunConfig) -> Split | None:
+    """The layers per stage of the checkpoint to go on from, where it loads in no others."""
+    layers = run.model.encoder_layers + run.model.decoder_layers
+    return split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
 
 
 def _preflight(run: RunConfig) -> None:
@@ -126,8 +140,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        layers = run.model.encoder_layers + run.model.decoder_layers
-        kept = split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
+        kept = _kept_split(run)
         split = ",".join(map(str, kept or chosen_layer_split(run)))
         print(f"layers per stage: {split}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
         return split
@@ -144,6 +157,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
+    _settle_evaluations(args, run)
 
     def required() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0

@@ -167,10 +167,18 @@ class Session:
         group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         named = named_losses(losses, self._tasks, group=group, replicas=replicas)
-        inner = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
-        split = next(name for name, known in self._iterators.items() if known is inner)
-        self._recorder.add_evaluation(split, named)
+        self._recorder.add_evaluation(self._split_of(iterator), named)
         return named
+
+    def _split_of(self, iterator: Any) -> str:
+        """The split of an iterator that Megatron may have wrapped, to run an item again."""
+        inner = getattr(iterator, "iterable", iterator)
+        return next(name for name, planned in self._iterators.items() if planned is inner)
+
+    def evaluation(self, data_iterator: Any) -> int:
+        """Batches of an evaluation on the split of an iterator, or of a list of one for each chunk."""
+        name = self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+        return next(split.evaluation or 0 for split in self._run.inputs.splits if split.name == name)
 
     @property
     def shape(self) -> Shape | None:
@@ -197,7 +205,8 @@ class Session:
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 
-        Times are from this stage's first pass to its last. Megatron has waited for the loss, so they are known.
+        Times are from the first pass of this stage, the last, to its last one; those of the summary and pictures are
+        of all stages. Megatron has waited for the loss, so they are known.
         """
         if self._trained is None or self._trace is None:
             return ""
@@ -206,8 +215,8 @@ class Session:
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
-            f" predicted (ms): {self._predicted()} |"
-            f" measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
+            f" last stage predicted (ms): {self._predicted()} |"
+            f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
         )
 
@@ -281,6 +290,7 @@ class Session:
                 maximum=self._longest,
                 first_iteration=self._first_iteration,
                 computed_costs=self._is_computed,
+                samples=read_meta(run.data).samples,
                 about=about(run),
             ),
             self._control.collect,

@@ -270,6 +270,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:
+        read_meta(args.dynapipe_data)  # or Megatron would look for its tokenizer on a hub
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import yaml
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megatron_dynapipe.cost.hugging_face import OF_EXPERTS, T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resume_record import NAME, named, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
@@ -23,6 +25,7 @@ from megatron_dynapipe.tools.conversion.tensors import Entry
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
 _HEADER = """\
 # {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
 # without the comment sign. Run files with layout and training go before this one.
@@ -39,7 +42,7 @@ Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
 """Passes entries on, and may show how many."""
 
 
-def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> Path:
+def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> tuple[Path, str]:
     """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
 
     Args:
@@ -48,7 +51,7 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         progress: sees the tensors go by.
 
     Returns:
-        The run file, `model.yaml`.
+        The run file, `model.yaml`, and the command that trains with it.
 
     Raises:
         ConfigError: the model cannot be converted, or the folder is not empty.
@@ -65,7 +68,7 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
             checkpoint.save(model, fresh)
             shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
             (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family))
-    return folder / RUN_FILE
+    return folder / RUN_FILE, training_command(folder, family)
 
 
 def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Progress = iter) -> Path:
@@ -154,9 +157,11 @@ def read_out(model: nn.Module, table: list[Entry], progress: Progress = iter) ->
 
 def _their_model(config: Any, source: Path) -> Any:
     """HuggingFace's model with its weights, from safetensors files alone: other files run code when they are read."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
+    _check_index(source / INDEX)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -170,13 +175,33 @@ def _their_model(config: Any, source: Path) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named by the report, which the error would hide
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"cannot read the weights in {source}: {str(error).splitlines()[0]}",
             hint="expected are files of safetensors; others are converted by HuggingFace's save_pretrained",
         ) from error
     _check_complete(model, report, source)
     return model
+
+
+def _check_index(index: Path) -> None:
+    """Refuse an index that names files elsewhere, before any of them is opened."""
+    if not index.is_file():
+        return
+    try:
+        files = set(msgspec.json.decode(read_bounded(index), type=_Index).weight_map.values())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {index}: {error}", hint="download it again") from error
+    if elsewhere := sorted(name for name in files if Path(name).name != name):
+        raise ConfigError(
+            f"expected {index} to name files beside it, got {named(elsewhere)}", hint="download the model anew"
+        )
+
+
+class _Index(msgspec.Struct):
+    """Which file holds each weight."""
+
+    weight_map: dict[str, str]
 
 
 def published(model: Any) -> Mapping[str, Tensor]:
@@ -190,21 +215,28 @@ def published(model: Any) -> Mapping[str, Tensor]:
 def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None:
     """Refuse files without some of the model's weights, which `transformers` makes up, or with weights beside them."""
     missing = set(report["missing_keys"])
+    hint = "download the model whole; one without its head, or with another task's, cannot be converted"
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
+        hint = "the T5 was saved with a head tied to its embeddings, as transformers 5 makes one; v1.1's is not"
     shapes = [f"{name} {tuple(got)}, expected {tuple(shape)}" for name, got, shape in report["mismatched_keys"]]
     problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
     if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
         raise ConfigError(
             f"expected every weight of config.json's model in {source}, and no others; {'; '.join(listed)}",
-            hint="download the model whole; one without its head, or with another task's, cannot be converted",
+            hint=hint,
         )
 
 
 def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:
+    header = _HEADER.format(name=source.name, command=training_command(folder, kind))
+    return header + yaml.safe_dump(described, sort_keys=False)
+
+
+def training_command(folder: Path, kind: ModelFamily) -> str:
+    """How what was converted is trained, in one line: in a run file each would need a `#`."""
     run = f"{folder}-run"
     command = ["torchrun", "--standalone", "--nproc-per-node", "1", f"pretrain_{kind}_multitask.py"]
     command += ["--dynapipe-config", str(folder / RUN_FILE), "--dynapipe-data", "data/mixture", *_TRAINING.split()]
     command += ["--pretrained-checkpoint", str(folder), "--load", run, "--save", run, "--save-interval", "500"]
-    header = _HEADER.format(name=source.name, command=shlex.join(command))  # one line, as each would need a `#`
-    return header + yaml.safe_dump(described, sort_keys=False)
+    return shlex.join(command)
