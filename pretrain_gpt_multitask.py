@@ -5,8 +5,11 @@
 Any Megatron flag and any `--dynapipe-*` flag may follow; the command line wins over the file.
 """
 
-from megatron_dynapipe.integration.entry import bootstrap
-from megatron_dynapipe.tools.elastic.entry import adapting, fit_layout
+from megatron_dynapipe.extras import entry_imports
+
+with entry_imports():
+    from megatron_dynapipe.integration.entry import bootstrap
+    from megatron_dynapipe.tools.elastic.entry import adapting, fit_layout
 
 
 def main() -> None:

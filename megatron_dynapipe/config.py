@@ -37,6 +37,8 @@ CLUSTERS = Path(__file__).parent / "clusters"
 """Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
 BY_DEVICE: tuple[tuple[str, str], ...] = (
     # pattern of the name that CUDA gives the device, file; cards without NVSwitch between them have none
+    (r"\bGB200\b", "gb200_186gb"),
+    (r"\bB200\b", "b200_180gb"),
     (r"\bH200\b(?! NVL)", "h200_141gb"),
     (r"\bH100 80GB HBM3\b", "h100_80gb"),
     (r"\bA100-SXM4-80GB\b", "a100_80gb"),
@@ -91,7 +93,9 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     """
     if not path.exists() and (ours := CLUSTERS / f"{path}.yaml").exists():
         path = ours
-    keys = _mapping(path, "cluster file", "its keys to numbers")
+    known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
+    hint = f"pass the path of a YAML file, or one of {known}"
+    keys = _mapping(path, "cluster file", "its keys to numbers", hint)
     for name in keys:
         if name not in (*CLUSTER_KEYS, DEVICES):
             near = near_name(str(name), (*CLUSTER_KEYS, DEVICES))
@@ -184,14 +188,14 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
 
 
-def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
+def _mapping(
+    path: Path, kind: str, of: str, hint: str = "pass the path of a YAML file, such as those in configs/"
+) -> dict[Any, Any]:
     """The mapping of a YAML file; raises ConfigError."""
     try:
-        loaded = _loaded(path)
+        loaded = load_yaml(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{kind} {path} does not exist", hint="pass the path of a YAML file, such as those in configs/"
-        ) from None
+        raise ConfigError(f"{kind} {path} does not exist", hint=hint) from None
     except _UNREADABLE as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{kind} {path} cannot be read: {reason}") from error
@@ -200,9 +204,18 @@ def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
     return loaded
 
 
-def _loaded(path: Path) -> object:
-    """The content of a YAML file; raises one of `_UNREADABLE`."""
-    return yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
+class _WithoutAliases(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for more than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("expected no aliases (*name): write out what they stand for")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(path: Path) -> object:
+    """What a YAML file says; raises OSError, ValueError, RecursionError or YAMLError."""
+    return yaml.load(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
 
 
 def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -9,6 +9,7 @@ writes says `dynapipe` in its first bytes, or comes with a rule of its own that 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -25,6 +26,7 @@ GENERATOR = "megatron-dynapipe"
 """What pictures, pages and traces name as the program that made them."""
 
 _HEAD_BYTES = 4096
+_FULL_MB = 1.0
 _MOST_SHOWN = 200
 LOCK = ".dynapipe-lock"
 LOCK_SHARE = 0.8
@@ -202,6 +204,8 @@ def unwritten(folder: Path, error: BaseException) -> CheckpointError:
     reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:_MOST_SHOWN]
     existing = _existing(folder)
     free = shutil.disk_usage(existing).free / 1e6
+    if free < _FULL_MB and not isinstance(error, OSError):  # torch's archives do not say why they could not be written
+        reason = f"{os.strerror(errno.ENOSPC)} ({reason})"
     return CheckpointError(
         f"cannot write the checkpoint {folder}: {reason}",
         hint=f"{existing} has {free:.1f} MB free; checkpoints that were complete are as they were",

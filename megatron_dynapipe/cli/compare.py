@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FORMAT = "dynapipe-compare/1"
 CHARTS = (".png", ".svg")
-_TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
-_COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes")
+_TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
+_COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes")
 
 
 def add_parser(subparsers: SubParsers) -> None:
@@ -120,7 +120,7 @@ def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
             f"{prediction['ms']:,.1f}",
             f"{prediction['tokens_per_second']:,.0f}",
             f"{prediction['peak_memory_mb']:,.0f}",
-            f"{prediction['padding_efficiency']:.1%}",
+            f"{prediction['idle']:.0%}",
             f"{prediction['micro_batches']}",
             f"{prediction['shapes']}",
         )

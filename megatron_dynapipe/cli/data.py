@@ -91,12 +91,10 @@ def _prepare(args: argparse.Namespace) -> None:
     choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
     settings = PrepareSettings(source=source, **flags | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
-    prepared = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
-    if not prepared.is_new:
-        print(f"{args.output} is made of the same already: nothing to do", file=sys.stderr)
-    for line in prepared.notes:
+    meta, notes = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
+    for line in notes:
         print(line, file=sys.stderr)
-    _print_made(prepared.meta, args.output)
+    _print_made(meta, args.output)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -180,7 +180,7 @@ class StageCostModel:
         self._tables = _tables_of_stages(costs, stage_of)
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
-        """See `CostModel.tables`."""
+        """The costs of the stages; raises CostModelError for tensor-parallel ranks and for recomputation."""
         if (tensor_parallel, recompute) != (1, Recompute.NONE):
             raise CostModelError(
                 f"cost model {self.name} has no table for tensor parallelism {tensor_parallel} with recompute "

@@ -150,7 +150,7 @@ def check_store(url_file: Path | None = None) -> Finding:
     from megatron_dynapipe.store import StoreServer, find_address, open_store
     from megatron_dynapipe.store.server import find_server_binary
 
-    if (address := find_address(None, url_file, os.environ)) is not None:
+    if (address := find_address(url_file, os.environ)) is not None:
         with open_store(address) as store:
             info = store.info()
         server = (

@@ -60,7 +60,7 @@ def test_what_no_check_is_called(tmp_path):
 
 
 def line(check: Any) -> str:
-    return gpu.line_of(gpu.made("it", check)).replace("\n", " | ")
+    return gpu.line_of(gpu.outcome_of("it", check)).replace("\n", " | ")
 
 
 def test_whatever_a_check_raises_it_is_a_line_and_the_report_is_whole_after_each(tmp_path):

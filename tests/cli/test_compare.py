@@ -56,7 +56,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert main(arguments("compare", batches_file, cost_file)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "b0"
-    columns = ["method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes"]
+    columns = ["method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes"]
     assert re.split(r"\s{2,}", lines[1].strip()) == columns
     reason = "sample 0 of padded shape 1x600 lies outside the cost model's lengths"
     assert lines[10].startswith(f"  no plan under packing, padding: {reason}")

@@ -49,6 +49,7 @@ GPUS = {
 CLUSTER = {"qwen3_30b_a3b": "h100_80gb"}
 """Of run files that devices of 40 GB are too small for."""
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
+DEVICE_MB |= {"b200_180gb": 180_000, "gb200_186gb": 186_000}
 
 
 def family(path: Path) -> str:

@@ -39,6 +39,7 @@ def test_opens_a_split(folder: Path) -> None:
         ({"tasks": None}, "Object missing required field `tasks`"),
         ({"vocabulary_size": 0}, "Expected `int` >= 1 - at `$.vocabulary_size`"),
         ({"samples": {"train": {"even": 4}}}, "expected samples of train, valid, test, got train"),
+        ({"tasks": ["even", "odd\x1b[2J"]}, "names of tasks of printable characters, got 'odd\\x1b[2J'"),
         ({"pad_id": "0"}, "Expected `int`, got `str` - at `$.pad_id`"),
     ],
 )

@@ -57,7 +57,7 @@ def settings(server: StoreServer, data_folder: Path) -> Settings:
             data_folder=str(data_folder),
             splits=(
                 SplitSettings(name="train", sampler=sampler, iterations=iterations),
-                SplitSettings(name="valid", sampler=sampler, forward_only=True),
+                SplitSettings(name="valid", sampler=sampler, evaluation=3),
             ),
             planner=PlannerSettings(
                 family=ModelFamily.T5,

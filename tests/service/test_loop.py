@@ -161,7 +161,7 @@ def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, sou
     with pytest.raises(InfeasibleError):
         PlannerLoop(job, source, store).run()
     assert iterations_in(store, job) == [0, 1, 2]
-    error = decode_failure(store.wait_any([job.keys.error], timeout_s=5, what="it")[1]).to_error()
+    error = decode_failure(store.wait_any([job.keys.error], timeout_s=5, what="it")[1])
     assert error.message.startswith(
         "planner 0 failed while planning iteration 3 of train: "
         "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
@@ -185,4 +185,4 @@ def test_iterations_that_are_named_as_left_behind_are_not_named_again(settings) 
     window.progress = 3
     assert (window.left_behind(), window.left_behind()) == ([0, 1], [])
     window.progress = 40
-    assert window.left_behind() == [2, 3] and window.own == [40, 41, 42, 43, 44]
+    assert window.left_behind() == [2, 3] and window.unplanned == [40, 41, 42, 43, 44]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError, StoreError
+from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
@@ -39,6 +40,20 @@ def test_what_is_late_is_made_as_planners_make_it(job, store, make) -> None:
     assert plans.fetch("train", 5, PLACES) == expected
     without = PlanSource(job.inputs, None, job.keys, who="rank 0", deadline_s=1e6)
     assert without.fetch("train", 5, PLACES) == expected
+
+
+def test_every_evaluation_is_of_the_same_samples(job) -> None:
+    planned = PlannedSplits(job.inputs)
+    ids = [
+        {
+            sample
+            for *_, data in planned.entries("valid", i)
+            for mb in decode_entry(data).micro_batches
+            for sample in mb.sample_ids
+        }
+        for i in range(7)
+    ]
+    assert ids[:3] == ids[3:6] and ids[6] == ids[0] and len(set.union(*ids)) == 36
 
 
 def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_again(job, store, make) -> None:
@@ -97,7 +112,7 @@ def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, store, ma
 def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, store, make) -> None:
     plans = make(deadline_s=60.0)
     publish(job, store, 0, b"theirs")
-    publish_failure(store, job.keys, PlannerFailure.of(ValueError("sample 3"), who="planner 0", doing="testing"))
+    publish_failure(store, job.keys, describe_failure(ValueError("sample 3"), who="planner 0", doing="testing"))
     assert plans.fetch("train", 0, PLACES), "what was published before"
     with pytest.raises(PlannerFailedError, match=r"planner 0 failed while testing: ValueError: sample 3\n"):
         plans.fetch("train", 1, PLACES)

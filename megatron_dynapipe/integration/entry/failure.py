@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -26,12 +27,14 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
+from megatron_dynapipe.integration.entry.resume_record import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
+_INTERRUPTED = 128 + signal.SIGINT
 SAVING = {"save_checkpoint", "maybe_finalize_async_save"}
 """Megatron's functions that write a checkpoint."""
 
@@ -41,7 +44,7 @@ def reported() -> Iterator[None]:
     """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
 
     Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
-    starting is the same on all ranks, or agreed on by them: one rank prints it.
+    starting is the same on all ranks, or agreed on by them: one rank prints it. After Ctrl-C it is 130.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -56,6 +59,18 @@ def reported() -> Iterator[None]:
         _print_report(error, f"[rank {rank}] ")
         start.write_error_file(str(error))
         sys.exit(1)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print(f"interrupted; {_last_checkpoint()}", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
+
+
+def _last_checkpoint() -> str:
+    saved = early_flags(sys.argv[1:]).save
+    last = last_iteration(Path(saved)) if saved else None
+    if last is None:
+        return "no checkpoint was saved: --save FOLDER and --save-interval N save some"
+    return f"the last checkpoint is of iteration {last}: --load {saved} goes on from it"
 
 
 def _print_report(error: DynaPipeError, prefix: str) -> None:

@@ -19,7 +19,7 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
 from megatron_dynapipe.service.loop import split_sampler
-from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -60,8 +60,8 @@ def check_run(run: RunConfig) -> None:
     costs = inputs.costs.load()
     for split in inputs.splits:
         sampler = split_sampler(run.data, split)
-        _print(run, (f"{split.name}: {line}" for line in _surprises(sampler, run.data, split.name)))
-        _check_longest_samples(sampler, inputs, costs, forward_only=split.forward_only)
+        _print(run, (f"{split.name}: {line}" for line in _surprises(sampler, run.data, split)))
+        _check_longest_samples(sampler, inputs, costs, forward_only=split.evaluation is not None)
 
 
 def _describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) -> str:
@@ -83,13 +83,16 @@ def _print(run: RunConfig, lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
-def _surprises(sampler: Sampler, data: Path, split: str) -> Iterator[str]:
+def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     if sampler.report.long_samples:
-        names, table = read_meta(data).tasks, LengthTable.read(data, split)
-        long = long_by_task(table, read_task_ids(data, split, len(table)), sampler.settings)
+        names, table = read_meta(data).tasks, LengthTable.read(data, split.name)
+        long = long_by_task(table, read_task_ids(data, split.name, len(table)), sampler.settings)
         yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
     samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
-    if samples > there and sampler.settings.tokens_per_iteration is None:
+    if split.evaluation is not None:
+        if split.evaluation * samples < there:
+            yield f"every evaluation is of the same {split.evaluation * samples} of its {there} samples"
+    elif samples > there and sampler.settings.tokens_per_iteration is None:
         yield f"an iteration of {samples} samples repeats some of the split's {there}"
 
 

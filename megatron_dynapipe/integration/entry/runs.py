@@ -13,7 +13,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.cost import parse_split
+from megatron_dynapipe.cost import Split, parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
@@ -24,17 +24,12 @@ from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, s
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
 from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
-from megatron_dynapipe.integration.models.providers import (
-    ModelProvider,
-    gpt_provider,
-    t5_provider,
-    t5_required_fields,
-)
+from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.service.settings import PlanInputs
@@ -48,19 +43,8 @@ def t5_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any]
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
     args, run = _checked(ModelFamily.T5, fit)
-    layout = run.planner.layout
-
-    def required_fields() -> RequiredFields:
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        return t5_required_fields(layout.virtual_stage_layers[rank :: layout.stages])
-
-    session = Session(
-        run,
-        resumed=partial(_resumed, run, args),
-        required_fields=required_fields,
-        make_batch=partial(t5_batch, row_format=run.model.row_format),
-    )
-    arguments = _pretrain_arguments(args, session, t5_provider(run.model, layout), t5_step)
+    session = Session(run, resumed=partial(_resumed, run, args))
+    arguments = _pretrain_arguments(args, session, t5_provider(run.model, run.planner.layout), t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return session, arguments | ranks
 
@@ -71,19 +55,7 @@ def gpt_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
-
-    def required_fields() -> RequiredFields:
-        return RequiredFields(
-            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-
-    session = Session(
-        run,
-        resumed=partial(_resumed, run, args),
-        required_fields=required_fields,
-        make_batch=partial(gpt_batch, explicit_mask=run.model.takes_mask, row_format=run.model.row_format),
-    )
+    session = Session(run, resumed=partial(_resumed, run, args))
     return session, _pretrain_arguments(args, session, gpt_provider(run.model, run.divided_layout), gpt_step)
 
 
@@ -102,7 +74,7 @@ def _pretrain_arguments(
 
 def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
     """The run's inputs from where training goes on; Megatron keeps its counters in its namespace."""
-    return resumed_inputs(run.inputs, iteration=args.iteration, valid_samples=args.consumed_valid_samples)
+    return resumed_inputs(run.inputs, args.iteration)
 
 
 def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:
@@ -128,6 +100,7 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         if run.plans_layer_split:
             run = _plan_layer_split(run)
         _preflight(run)
+        _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
             shutil.copyfile(measured, run.report_folder / "cost-model.json")
         return args, run
@@ -135,9 +108,22 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
     return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
 
 
+def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+    """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
+    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    args.full_validation = False
+
+
 def _data_checked(run: RunConfig) -> str:
-    check_data(run)
+    kept = _kept_split(run) if run.plans_layer_split else None
+    check_data(run if kept is None else run.with_layers_per_stage(kept))
     return "done"
+
+
+def _kept_split(run: RunConfig) -> Split | None:
+    """The layers per stage of the checkpoint to go on from, where it loads in no others."""
+    layers = run.model.encoder_layers + run.model.decoder_layers
+    return split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
 
 
 def _preflight(run: RunConfig) -> None:
@@ -154,8 +140,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        layers = run.model.encoder_layers + run.model.decoder_layers
-        kept = split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
+        kept = _kept_split(run)
         split = ",".join(map(str, kept or chosen_layer_split(run)))
         print(f"layers per stage: {split}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
         return split
@@ -172,8 +157,9 @@ def patched_session(args: argparse.Namespace) -> Session:
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
+    _settle_evaluations(args, run)
 
-    def required_fields() -> RequiredFields:
+    def required() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
         return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
@@ -200,7 +186,7 @@ def patched_session(args: argparse.Namespace) -> Session:
     return Session(
         run,
         resumed=partial(_resumed, run, args),
-        required_fields=required_fields,
+        required=required,
         make_batch=broadcastable,
         wrap_step=wrap,
     )

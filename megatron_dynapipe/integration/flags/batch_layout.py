@@ -93,7 +93,10 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
             ),
-            (_has_dense_layers_too(args), "costs of pieces are known where all layers have experts, or none"),
+            (
+                bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != (),
+                "costs of pieces are known where all layers have experts, or none",
+            ),
             (
                 args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
                 "Megatron's local attention keeps no keys of earlier pieces",
@@ -110,10 +113,6 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
         return "off"
     flag = "--dynapipe-slices"
     raise ConfigError(f"{flag} {asked} cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
-
-
-def _has_dense_layers_too(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != ()
 
 
 def undivided_because(args: argparse.Namespace) -> str:

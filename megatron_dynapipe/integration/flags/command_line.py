@@ -270,6 +270,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:
+        read_meta(args.dynapipe_data)  # or Megatron would look for its tokenizer on a hub
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)
@@ -315,9 +316,11 @@ def megatron_arguments(
 
 
 def check_by_megatron(args: argparse.Namespace) -> None:
-    """Megatron's own checks alone, of parsed arguments that `settle` has seen, with the vocabulary of the dataset."""
+    """Megatron's own checks alone, as for one rank, of arguments that `settle` has seen."""
     from megatron.training.arguments import validate_args
 
+    args.rank, args.world_size = 0, 1  # these three are set by Megatron once it has parsed
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     positions = _hide_relative(args)
     with _refusals():
         validate_args(args)

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.config import Cluster
@@ -88,7 +87,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         device=device,
         truncate=TruncationSide(args.dynapipe_truncate),
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
-        store=find_address(None, args.dynapipe_store_url_file, os.environ),
+        store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
@@ -207,7 +206,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
         experts=Experts.of_megatron(vars(args)),
-        megatron=partial(core_transformer_config_from_args, args),
+        megatron=partial(layer_split.megatron_config, args),
     )
 
 
@@ -241,11 +240,20 @@ def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSetting
     train = SplitSettings(
         name="train", sampler=training_sampler(args, family), iterations=args.train_iters or in_samples
     )
-    if not args.eval_iters:
+    if not (args.eval_iters or args.full_validation):
         return (train,)
-    evaluation = _sampler(args, family, args.eval_global_batch_size)
-    valid = SplitSettings(name="valid", sampler=evaluation, forward_only=True)
-    return train, valid, SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
+    sampler = _sampler(args, family, args.eval_global_batch_size)
+    once = msgspec.structs.replace(sampler, last_batch=LastBatch.KEEP, epochs=1)
+    valid, test = (SplitSettings(name=name, sampler=once, evaluation=1) for name in ("valid", "test"))
+    counts = [split_sampler(args.dynapipe_data, split).batches.count or 1 for split in (valid, test)]
+    most = max(counts) if args.full_validation else args.eval_iters
+    whole = [max(counts)] * 2 if args.use_dynapipe else counts  # Megatron's own loop runs equally many of both
+    of_valid, of_test = (min(count, most) for count in whole)
+    return (
+        train,
+        msgspec.structs.replace(valid, evaluation=of_valid),
+        msgspec.structs.replace(test, evaluation=of_test, iterations=of_test),
+    )
 
 
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:

@@ -8,6 +8,7 @@ import msgspec
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe.cost import PipelineLayout, Split, even_split, in_halves
@@ -19,6 +20,15 @@ from megatron_dynapipe.sampling import LastBatch
 from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.units import ModelFamily
+
+
+def megatron_config(args: argparse.Namespace) -> TransformerConfig:
+    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
+    try:
+        return core_transformer_config_from_args(args)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines() or ["it does not say why"]
+        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
 
 
 def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | None:
@@ -153,7 +163,7 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
     `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
-    config = core_transformer_config_from_args(args)
+    config = megatron_config(args)
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
 

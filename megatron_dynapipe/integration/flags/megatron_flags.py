@@ -41,7 +41,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
             "--iterations-to-skip"
         ),
         "the plan decides the samples of a micro-batch": "--eval-micro-batch-size",
-        "evaluation runs --eval-iters planned iterations": "--full-validation",
         "there is one validation split": "--multiple-validation-sets",
         "its dataset packs sequences; plans do not": "--sft",
         "plans pack samples themselves: --dynapipe-layout auto or packed takes its place": (

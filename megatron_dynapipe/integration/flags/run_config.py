@@ -146,12 +146,9 @@ class RunConfig:
         return self.planner.layout if self.planner.layout.has_halves else None
 
 
-def resumed_inputs(inputs: PlanInputs, *, iteration: int, valid_samples: int) -> PlanInputs:
-    """The inputs of plans where training and its evaluations go on from Megatron's counters."""
+def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
+    """What plans are made from where training goes on from an iteration, which a checkpoint sets."""
     train, *others = inputs.splits
     left = max((train.iterations or 0) - iteration, 0)
-    splits = [msgspec.structs.replace(train, first_iteration=iteration, iterations=left)]
-    for split in others:
-        done = valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
-        splits.append(msgspec.structs.replace(split, first_iteration=done))
-    return msgspec.structs.replace(inputs, splits=tuple(splits))
+    train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
+    return msgspec.structs.replace(inputs, splits=(train, *others))

@@ -18,7 +18,8 @@ def check_trackers(args: argparse.Namespace) -> None:
     """Refuse folders of checkpoints whose tracker does not say which is the last; no file changes.
 
     Raises:
-        ConfigError: a tracker is damaged, or missing beside complete checkpoints.
+        ConfigError: a tracker is damaged, or missing beside complete checkpoints, or where
+            `--exit-on-missing-checkpoint` asks for one.
     """
     emergency = getattr(args, "non_persistent_global_ckpt_dir", None)
     named = [args.load, args.save, args.pretrained_checkpoint, emergency]
@@ -34,6 +35,13 @@ def check_trackers(args: argparse.Namespace) -> None:
                 " would begin anew and write over them",
                 hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
             )
+    has_step = getattr(args, "ckpt_step", None)
+    is_tracked = any(os.path.lexists(folder / TRACKER) for folder in folders)
+    if args.exit_on_missing_checkpoint and not has_step and not is_tracked:
+        raise ConfigError(
+            f"expected a checkpoint to load, found no {TRACKER} in {', '.join(map(str, folders)) or '--load'}",
+            hint="--exit-on-missing-checkpoint asks for one; leave it out to begin anew",
+        )
 
 
 def _check_readable(tracker: Path) -> None:

@@ -41,6 +41,21 @@ def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def planned_evaluation(forward_step_func: Any, data_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args, training
+
+        batches = active_run.evaluation(data_iterator, keywords.get("eval_iters"))
+        with active_run.bounded_waits(get_args()):
+            result = evaluate(forward_step_func, data_iterator, *arguments, **keywords | {"eval_iters": batches})
+        if result[0] and not result[0].get(active_run.LOSS_NAME, 1.0):
+            training.print_rank_last("no token of the following evaluation counts")
+        return result
+
+    return planned_evaluation
+
+
 def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
@@ -86,6 +101,13 @@ TABLE: tuple[Replacement, ...] = (
         make=_stepping,
         parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
         why="a nominal number of samples is counted after it, and its collectives have a checkpoint's deadline",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="evaluate",
+        make=_evaluating,
+        parameters=("forward_step_func", "data_iterator", "eval_iters"),
+        why="runs as many batches of every split; ours evaluate on all of a split that has fewer",
     ),
     Replacement(
         owner="megatron.training.training",

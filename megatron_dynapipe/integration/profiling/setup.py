@@ -38,7 +38,7 @@ _OTHER_LAYOUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSetup:
-    """What is measured, and where.
+    """The model that is measured, and where.
 
     Attributes:
         args: Megatron's namespace of the run, on this many pipeline stages; for Megatron alone.

@@ -228,7 +228,6 @@ def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpa
     delete_unfinished(_emergency_folder(args))
     one = copy.deepcopy(args)
     with _one_rank(), contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
-        one.world_size = 1
         command_line.settle(one, family, known)
         command_line.check_by_megatron(one)
         run = command_line.configured(one, family)

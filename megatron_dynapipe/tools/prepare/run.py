@@ -32,7 +32,7 @@ from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
 from megatron_dynapipe.tools.prepare import staging as staging_files
 from megatron_dynapipe.tools.prepare.assemble import write_dataset
 from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
-from megatron_dynapipe.tools.prepare.settings import Prepared, PrepareSettings, TextSample
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings, TextSample
 from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
 from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
 
@@ -44,6 +44,10 @@ _AHEAD = 2
 """Blocks on their way to or from each worker."""
 _TERMINAL_S, _LOG_S = 0.2, 10.0
 """Between two states of the progress bar; in a log it begins after as many."""
+
+
+type Prepared = tuple[DatasetMeta, tuple[str, ...]]
+"""A dataset's description, and what else the user should know, a line each."""
 
 
 def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: PrepareSettings) -> Prepared:
@@ -98,7 +102,7 @@ def _prepare(
     recipe = _recipe(mixture, sources, settings)
     if before is not None and before.recipe == recipe:
         clear(folder)
-        return Prepared(meta=before, is_new=False)
+        return before, (f"{output} is made of the same already: nothing to do",)
     _check_replaceable(output)
     meta, notes = _made(mixture, sources, settings, folder, recipe, show_progress)
     _check_replaceable(output)  # that took long
@@ -108,7 +112,7 @@ def _prepare(
     if before is not None and before.content_hash != meta.content_hash:
         replaced = sum(before.split_samples.values())
         notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
-    return Prepared(meta=meta, notes=notes)
+    return meta, notes
 
 
 def _delete_replaced(old: Path) -> None:

@@ -71,10 +71,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("iterations", f"{summary.iterations:,}"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
         ("padding efficiency", f"{summary.padding_efficiency:.1%}"),
-        ("… padded to the maximum", f"{summary.maximum_padding_efficiency:.1%}"),
+        ("if all were padded to the longest", f"{summary.maximum_padding_efficiency:.1%}"),
         ("time per iteration", f"{summary.measured_ms:,.1f} ms"),
         ("error of predictions", _share(summary.prediction_error)),
-        ("… in the last half", _share(summary.late_prediction_error)),
+        ("of the last half of iterations", _share(summary.late_prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
     ]

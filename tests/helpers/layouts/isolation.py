@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens, _Reader
+from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens, reader_of
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.plan.iteration import MicroBatch
@@ -58,7 +58,7 @@ def logits(model: torch.nn.Module, family: ModelFamily, batch: list[Sample]) -> 
         peak_bytes=(0,),
     )
     required = RequiredFields(tokens=True, decoder_tokens=not gpt)
-    host = Collator(required=required, reader=_Reader(batch), special=Tokens())(0, plan, family)
+    host = Collator(required=required, reader=reader_of(batch), special=Tokens())(0, plan, family)
     device = torch.device("cpu")
     made = gpt_batch(host, device, explicit_mask=False) if gpt else t5_batch(host, device)
     model.set_input_tensor([None])

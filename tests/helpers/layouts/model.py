@@ -10,7 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,11 +24,10 @@ from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import CoreAttention, TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.layouts.engine_linears import as_engine_has_them
-from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +39,7 @@ def config(layout: Layout) -> TransformerConfig:
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
-        hidden_size=HIDDEN,
+        hidden_size=layout.hidden,
         num_attention_heads=HEADS,
         attention_dropout=layout.dropout,
         hidden_dropout=layout.dropout,
@@ -54,7 +56,7 @@ def config(layout: Layout) -> TransformerConfig:
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=layout.fused,
         deallocate_pipeline_outputs=True,  # Megatron's default in training
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if layout.engine else "local",
         recompute_modules=list(layout.modules),
     )
 
@@ -95,6 +97,7 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
                     positions=Positions(kind=layout.positions, relative_buckets=8),
                     attention=CoreAttention(layout.attention),
                     tied=layout.tied,
+                    transformer_impl=model_config.transformer_impl,
                 ),
             )
         else:
@@ -110,8 +113,6 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
         draw_weights(model)
-        if layout.engine:
-            as_engine_has_them(model)
         chunks.append(model)
     if split is not None and layout.chunks > 1:
         share_weights(chunks)
@@ -122,6 +123,9 @@ def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> T
     """Those of a chunk of this rank, as the entry script's provider makes them."""
     norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
     layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
+    if layout.engine:
+        norm = TENorm
+        layer = engine_layer(get_gpt_layer_with_transformer_engine_spec(), CoreAttention(layout.attention))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if layout.split is not None:
         pipeline = PipelineLayout(

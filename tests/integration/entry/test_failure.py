@@ -2,19 +2,26 @@
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, start
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 
 
@@ -82,6 +89,37 @@ def test_an_error_that_has_a_way_out_is_said_in_our_words(error, ours, message, 
     assert failure._explained(other) is other
 
 
+def run_with_a_stopped_rank(rank: int, world_size: int, argv: list[str], pid_file: str) -> dict[str, object]:
+    """Rank 1 stops where Megatron agrees, outside of any list; rank 0 lets it go on once it has failed."""
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    agree, calls = RerunStateMachine._reduce_any, itertools.count()
+
+    def stopping(machine: object, value: object) -> object:
+        if rank == 1 and next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return agree(machine, value)
+
+    RerunStateMachine._reduce_any = stopping
+    if rank == 1:
+        Path(pid_file).write_text(str(os.getpid()))
+    errors, began = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        status = run_script(script_of("gpt"), argv)
+    if rank == 0:
+        os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
+    return {"status": status, "stderr": errors.getvalue(), "seconds": time.monotonic() - began}
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_deadline(data, tmp_path):
+    argv = words("gpt", data, "--train-iters 9 --rerun-mode validate_results", report=tmp_path / "report")
+    argv[argv.index("--dynapipe-timeout-s") + 1] = "4"
+    waiting, _ = run_ranks(run_with_a_stopped_rank, 2, {"argv": argv, "pid_file": str(tmp_path / "pid")})
+    assert waiting["status"] == 1
+    told = "[rank 0] error: waited 4 s for another rank, which still runs but does not answer; no answer from rank 1"
+    assert told in waiting["stderr"]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     """Of Megatron's writer, torch's archives and the system; what is raised elsewhere stays as it is."""
 
@@ -100,6 +138,10 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         (CheckpointException("write", {}), "another rank could not write its share"),
         (archive, archive.args[0]),
     ]
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    assert "No space left on device (" in save_checkpoint(archive).message
+    monkeypatch.undo()
+    monkeypatch.setattr(failure.sys, "argv", ["script", "--save", str(tmp_path / "saved")])
     for error, reason in rows:
         told = save_checkpoint(error)
         assert isinstance(told, CheckpointError) and told.__cause__ is error
@@ -167,12 +209,14 @@ ENDS = [
     (ConfigError("expected b, got a"), 2, "error: expected b, got a\n"),
     (ExecutionError("expected c"), 1, "[rank 0] error: expected c\n"),
     (SystemExit(7), 7, ""),
+    (KeyboardInterrupt(), 130, "interrupted; the last checkpoint is of iteration 40: --load {saved} goes on from it\n"),
 ]
 
 
-def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
+def end_each(rank: int, world_size: int, saved: str) -> list[tuple[object, str, bool]]:
     from megatron_dynapipe.integration.entry.failure import process_groups
 
+    sys.argv = ["script", "--save", saved]
     found = []
     for error, _, _ in ENDS:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -188,5 +232,7 @@ def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
     return found
 
 
-def test_how_a_run_ends():
-    assert run_ranks(end_each, 1) == [[(status, said, False) for _, status, said in ENDS]]
+def test_how_a_run_ends(tmp_path):
+    (tmp_path / TRACKER).write_text("40")
+    expected = [(status, said.format(saved=tmp_path), False) for _, status, said in ENDS]
+    assert run_ranks(end_each, 1, {"saved": str(tmp_path)}) == [expected]

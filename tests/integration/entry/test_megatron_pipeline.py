@@ -58,7 +58,7 @@ def take_masks(rank: int, world_size: int) -> list[bool]:
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
+    from megatron_dynapipe.integration.execution.step_functions import takes_mask
     from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 
     answers = []

@@ -1,4 +1,4 @@
-"""Before its first iteration a rank opens its run file and its costs once, and builds Megatron's parser once."""
+"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser once."""
 
 import sys
 import traceback
@@ -48,4 +48,5 @@ def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch
     (run,) = run_ranks(run_counted, 1, arguments, deadline_s=120)
     assert run["status"] == 0, run["stderr"][-3000:]
     assert list(run["losses"]) == ["1"]
-    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1}
+    opened = 2 if elastic else 1  # for the choice of a layout, too
+    assert run["counted"] == {"costs.json": opened, "run.yaml": 1, "parser": 1}

@@ -36,7 +36,9 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
         assert said in summary
     assert f"picture: {report / 'timeline.png'}" in summary
     assert f"page of the run: `megatron-dynapipe report {report}` writes it" in summary
-    assert "| predicted (ms): not calibrated | measured (ms): " in runs[-1]["stdout"]  # its costs are computed
+    assert (
+        "| last stage predicted (ms): not calibrated | last stage measured (ms): " in runs[-1]["stdout"]
+    )  # its costs are computed
     assert (report / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((report / "timeline.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"F0", "B0"}

@@ -112,10 +112,6 @@ DIVIDED = (
     "gpt 2x2x1, divided",
     "t5 1x2x2, relative positions, divided, overhead 0",
     "t5 2x2x2, every second divided, overlapped, distributed optimizer",
-    "gpt 2x2x1, sequence parallel, overlapped, every second divided, Transformer Engine's linears *",
-    "gpt 2x1x2, overlapped, distributed optimizer, divided, Transformer Engine's linears",
-    "gpt 1x2x1, two chunks, slices of 16, recompute mixed, divided, Transformer Engine's linears",
-    "t5 2x2x1, sequence parallel, every second divided, Transformer Engine's linears",
 )
 HALVED = (
     "gpt 1x2x1, layers 2.5+1.5, recompute mixed *",

@@ -145,6 +145,7 @@ REFUSED = {
     f"{EXPERTS} --moe-expert-capacity-factor 1.5": "which tokens it drops, or pads, depends on the micro-batch",
     f"{EXPERTS} --moe-input-jitter-eps 0.1": "its noise is drawn by micro-batch",
     f"{EXPERTS} --moe-shared-expert-overlap": "beside the exchange of tokens",
+    f"{EXPERTS} --moe-router-topk 1": "Megatron does not have the model that the flags describe: Please use",
     f"{EXPERTS} --overlap-moe-expert-parallel-comm": "it brings its own schedule",
     f"{EXPERTS} --recompute-modules moe_act": "only core_attn, mlp, moe, shared_experts can be switched",
     f"{EXPERTS} --moe-layer-recompute": "name the module with --recompute-modules moe",
@@ -197,6 +198,13 @@ VALUES = [
     ("--train-iters 7", "inputs.splits.0.iterations", "7"),
     ("--train-samples 50", "inputs.splits.0.iterations", "3"),
     ("--train-epochs 3", "inputs.splits.0.iterations", "12"),
+    ("--train-iters 2 --eval-iters 3", "inputs.splits.1.evaluation", "3"),
+    (
+        "--train-iters 2 --eval-iters 100 --eval-global-batch-size 15",
+        "inputs.splits.1.evaluation",
+        "5",
+    ),  # of 64 samples
+    ("--train-iters 2 --full-validation", "inputs.splits.2.evaluation", "4"),
     ("--train-iters 2 --tokens-per-global-batch 512", "sampler.tokens_per_iteration", "512"),
     ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),
     ("--train-iters 2 --bf16", "state", "StateBytes(gradient=4, optimizer=12, optimizer_shards=1, expert_shards=1)"),

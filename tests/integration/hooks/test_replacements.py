@@ -28,6 +28,9 @@ class FakeSession:
     def forward_backward(self) -> str:
         return "planned"
 
+    def evaluation(self, data_iterator: object) -> int:
+        return 2
+
     def log_text(self) -> str:
         return " micro-batches: 3 |"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.meta import DatasetMeta, read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture import rows
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import plain_mixture
-from megatron_dynapipe.tools.prepare import Prepared, PrepareSettings, assemble, prepare_mixture, run, staging
+from megatron_dynapipe.tools.prepare import PrepareSettings, assemble, prepare_mixture, run, staging
 from tests.tools.prepare.test_run import files, text_samples
 
 LITTLE = 300
@@ -31,7 +31,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def prepare(source: Path, output: Path, **changes: Any) -> Prepared:
+def prepare(source: Path, output: Path, **changes: Any) -> tuple[DatasetMeta, tuple[str, ...]]:
     mixture = plain_mixture((str(source),))
     settings = PrepareSettings(source="test", **{"vocabulary_size": 300} | changes)
     return prepare_mixture(mixture, open_sources(mixture, Path()), output, settings)
@@ -70,7 +70,7 @@ def test_killed_it_begins_anew(tmp_path, source, monkeypatch, target, name, call
         with pytest.raises(Killed):
             prepare(source, tmp_path / "data")
     assert not (tmp_path / "data").exists()
-    assert prepare(source, tmp_path / "data").notes == ()
+    assert prepare(source, tmp_path / "data")[1] == ()
     assert files(tmp_path / "data") == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl", "whole"]
 
@@ -91,7 +91,7 @@ def test_killed_between_two_renames(tmp_path, source, monkeypatch, renames):
             with pytest.raises(Killed):
                 prepare(source, tmp_path / "data")
         assert read_meta(tmp_path / "data").vocabulary_size == 301
-    assert prepare(source, tmp_path / "data").meta.vocabulary_size == 300
+    assert prepare(source, tmp_path / "data")[0].vocabulary_size == 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl"]
 
 
@@ -99,8 +99,8 @@ def test_done_it_does_nothing(tmp_path: Path, source: Path, monkeypatch: pytest.
     first = prepare(source, tmp_path / "data")
     kill_after(monkeypatch, run, "replace_folder", 0)
     again = prepare(source, tmp_path / "data", workers=2)
-    assert (first.is_new, again.is_new) == (True, False)
-    assert again.meta == first.meta
+    assert first[1] == () and "is made of the same already: nothing to do" in again[1][0]
+    assert again[0] == first[0]
     with pytest.raises(Killed):
         prepare(source, tmp_path / "data", valid_fraction=0.1)
     with source.open("a") as file:
@@ -114,8 +114,7 @@ def test_another_tokenizer_is_noticed(tmp_path: Path, source: Path) -> None:
         prepare(source, tmp_path / str(size), vocabulary_size=size)
     one = prepare(source, tmp_path / "data", tokenizer=tmp_path / "300" / "tokenizer")
     two = prepare(source, tmp_path / "data", tokenizer=tmp_path / "310" / "tokenizer")
-    assert two.is_new
-    assert one.meta.tokenizer != two.meta.tokenizer == read_meta(tmp_path / "310").tokenizer
+    assert one[0].tokenizer != two[0].tokenizer == read_meta(tmp_path / "310").tokenizer
 
 
 def test_a_full_disk(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +144,7 @@ def test_two_at_once(tmp_path: Path, source: Path) -> None:
     with pytest.raises(DataError, match=r"expected nobody else to make .*data, another process does"):
         prepare(source, tmp_path / "data")
     os.close(descriptor)
-    assert prepare(source, tmp_path / "data").is_new
+    assert prepare(source, tmp_path / "data")[1] == ()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -169,15 +168,15 @@ def test_an_error_of_a_process(tmp_path: Path, source: Path, monkeypatch) -> Non
 def test_a_process_that_ends(tmp_path: Path, source: Path, monkeypatch) -> None:
     """Nobody stays behind."""
 
-    def kill_one(*arguments: Any) -> None:
+    def kill_workers(*arguments: Any) -> None:  # one alone may be noticed once the other has done the work
         real(*arguments)
-        if children := multiprocessing.active_children():
-            children[0].kill()
+        for child in multiprocessing.active_children():
+            child.kill()
 
     monkeypatch.setattr(run, "_LITTLE_BYTES", 0)
     with monkeypatch.context() as patched:
         real = staging.Staging.add
-        patched.setattr(staging.Staging, "add", kill_one)
+        patched.setattr(staging.Staging, "add", kill_workers)
         with pytest.raises(DataError, match="a process that tokenises has ended before its work") as caught:
             prepare(source, tmp_path / "data", workers=2)
     assert "--workers 1" in str(caught.value) and not multiprocessing.active_children()

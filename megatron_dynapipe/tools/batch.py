@@ -24,6 +24,8 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
 
+_MOST = 100_000
+"""Layers, or ranks of one kind, that anybody has."""
 _LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
 
 
@@ -130,7 +132,11 @@ def _settings(
     if model.hidden_size is None and "hidden_size" not in given:
         raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
     encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
-    if not 0 < memory_mb < math.inf:
+    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **given}
+    for name in ("layers", "layers of the decoder", "data_parallel", "tensor_parallel", "pipeline_parallel", "chunks"):
+        if isinstance(size := sizes.get(name), int) and size > _MOST:
+            raise ConfigError(f"expected {name} of at most {_MOST}, got {size}")
+    if not isinstance(memory_mb, int | float) or not 0 < memory_mb < math.inf:
         raise ConfigError(f"expected memory_mb above 0, in megabytes of one device, got {memory_mb}")
     chosen = {
         "hidden_size": model.hidden_size,
@@ -150,7 +156,9 @@ def _settings(
 
 def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
-    found = [_positions(place, each, family) for place, each in enumerate(lengths)]
+    if not isinstance(lengths, Iterable):
+        raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
+    found = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
     tokens = np.array(found, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
     return GlobalBatch(
         iteration=0,

@@ -8,8 +8,8 @@ import pytest
 from megatron_dynapipe import plan_batch
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.batch import BatchSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.batch import BatchSettings
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import ModelFamily
 
@@ -68,6 +68,11 @@ def test_settings_are_those_of_the_planner_that_are_not_set_for_it() -> None:
         (LENGTHS, {"memory_mb": float("nan")}, ConfigError, "expected memory_mb above 0, .* got nan"),
         (LENGTHS, {"family": "t5"}, ConfigError, "got family"),
         (LENGTHS, {"recompute": ("some",)}, ConfigError, "Invalid enum value 'some'"),
+        (None, {}, ConfigError, "expected the lengths of samples, got None"),
+        (LENGTHS, {"memory_mb": None}, ConfigError, "expected memory_mb above 0, .* got None"),
+        (LENGTHS, {"layers": None}, ConfigError, "Expected `int`, got `null` - at `.*encoder_layers`"),
+        (LENGTHS, {"layers": 10**9}, ConfigError, "expected layers of at most 100000, got 1000000000"),
+        (LENGTHS, {"pipeline_parallel": 10**6}, ConfigError, "expected pipeline_parallel of at most 100000"),
         ([5, [812, 3]], {}, ConfigError, r"lengths\[1\]: .* an integer from 1 to 1048576, got \[812, 3\]"),
         ([(812, 3)], {}, ConfigError, r"got \(812, 3\)\nhint: .* the costs are of a gpt model"),
         ([(812,)], {}, ConfigError, r"got \(812,\)"),
