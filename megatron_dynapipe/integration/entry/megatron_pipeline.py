@@ -25,6 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields, SpecialTokens
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
@@ -90,6 +91,7 @@ class MegatronPipeline:
         planner: plans; its settings say what the model is and how it is laid out. On a GPU its plans are made under the
             rules of transfers there, if its settings have none of their own (`plan.transfer_rules`).
         tokens: what collation adds.
+        loss_on: which tokens of a GPT's samples count; where targets alone do, its head runs over these alone.
         seed: of dropouts.
         first_iteration: number of the first step, for a run that is resumed.
         timeout_s: deadline of every transfer.
@@ -110,6 +112,7 @@ class MegatronPipeline:
         planner: Planner,
         *,
         tokens: SpecialTokens = Tokens(),
+        loss_on: LossOn = LossOn.EVERYTHING,
         seed: int = 0,
         first_iteration: int = 0,
         timeout_s: float = 300.0,
@@ -128,7 +131,7 @@ class MegatronPipeline:
         )
         self._replica = parallel_state.get_data_parallel_rank()
         self._state = MicroBatchContext(models, seed=seed)
-        self._required, self._tokens = required_fields_of(models), tokens
+        self._required, self._tokens, self._loss_on = required_fields_of(models), tokens, loss_on
         self.iteration = first_iteration
         self._configure()
 
@@ -188,7 +191,9 @@ class MegatronPipeline:
         """
         plan = self._agreed(batch, plan, forward_only=forward_only)
         replica = plan.replicas[self._replica]
-        collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens)
+        collate = Collator(
+            required=self._required, reader=_Reader(batch), special=self._tokens, loss_on=self._loss_on
+        )
 
         def prepare(index: int) -> None:
             planned = replica.micro_batches[index]
@@ -346,5 +351,7 @@ def required_fields_of(models: Sequence[torch.nn.Module]) -> RequiredFields:
     if stages:
         return t5_required_fields(stages)
     return RequiredFields(
-        tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks)
+        tokens=any(chunk.pre_process for chunk in chunks),
+        labels=any(chunk.post_process for chunk in chunks),
+        rows_alone=True,
     )
