@@ -130,10 +130,12 @@ std::vector<int64_t> Starts::row_sizes() {
     std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
     int64_t power = kSmallestRow;
     while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
+    const int64_t smallest = power;
     for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
         const int64_t rows = rows_of(every, power) / problem_.replicas;
         if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
     }
+    if (estimated.empty()) return {smallest};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::sort(estimated.begin(), estimated.end());
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
@@ -226,16 +228,28 @@ void Starts::build(int64_t size) {
 
 // A start with the present modes.
 void Starts::rows(int64_t size, int64_t width) {
-    MicroBatches start;
-    for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
-        std::vector<int32_t> samples;
-        for (size_t i = 0; i < mode_of_.size(); ++i)
-            if (mode_of_[i] == mode) samples.push_back(i);
-        if (samples.empty()) continue;
-        const int64_t its_size = mode + 1 == problem_.modes.size() ? size * width : size;
-        const int64_t pieces = std::count_if(samples.begin(), samples.end(), [&](int32_t i) { return is_piece(i); });
-        if (!fill(mode, samples, std::max(rows_of(samples, its_size), pieces), start)) return;  // a piece to a row at most
+    const size_t modes = problem_.modes.size();
+    std::vector<std::vector<int32_t>> samples(modes);
+    for (size_t i = 0; i < mode_of_.size(); ++i) samples[mode_of_[i]].push_back(i);
+    std::vector<int64_t> rows(modes, 0);
+    for (size_t mode = 0; mode < modes; ++mode) {
+        if (samples[mode].empty()) continue;
+        const int64_t its_size = mode + 1 == modes ? size * width : size;
+        const int64_t pieces =
+            std::count_if(samples[mode].begin(), samples[mode].end(), [&](int32_t i) { return is_piece(i); });
+        rows[mode] = std::max(rows_of(samples[mode], its_size), pieces);  // a piece to a row at most
     }
+    const auto shared = [&](size_t mode) { return static_cast<int64_t>(samples[mode].size()) - rows[mode]; };
+    for (int64_t lacking = problem_.replicas - std::accumulate(rows.begin(), rows.end(), int64_t{0}); lacking > 0; --lacking) {
+        size_t most = 0;  // the mode with the most samples beside others in a row
+        for (size_t mode = 1; mode < modes; ++mode)
+            if (shared(mode) > shared(most)) most = mode;
+        if (shared(most) == 0) break;
+        ++rows[most];
+    }
+    MicroBatches start;
+    for (size_t mode = 0; mode < modes; ++mode)
+        if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
     sort_chains(start);
     if (static_cast<int64_t>(start.size()) >= problem_.replicas) found_.push_back(std::move(start));
 }

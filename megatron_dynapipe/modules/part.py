@@ -232,6 +232,13 @@ class ModelPart(Part):
         given, settings = map(self.inputs.of_model, batches), (self.training, autocast, self.device, self.state)
         return [(batch, Kind.of(batch, *settings)) for batch in given]
 
+    @override
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of a name, which may begin like an attribute of this class."""
+        first, _, rest = target.partition(".")
+        child = self._modules.get(first)
+        return super().get_submodule(target) if child is None else child.get_submodule(rest)
+
     def _holder(self, path: Sequence[str]) -> nn.Module:
         """The module at a path, made of empty ones where there is none yet."""
         holder: nn.Module = self
@@ -254,7 +261,8 @@ class ModelPart(Part):
         if last in source._parameters:
             holder._parameters[last] = source._parameters[last]
         else:
-            holder.register_buffer(last, source._buffers[last], last not in source._non_persistent_buffers_set)
+            holder._buffers[last] = source._buffers[last]
+            holder._non_persistent_buffers_set |= {last} & source._non_persistent_buffers_set
 
 
 def parameter_names(model: nn.Module, division: DividedTrace, stage: int) -> list[str]:

@@ -143,7 +143,8 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
     if node.op == "get_attr":
         holder, _, attribute = name_of(node).rpartition(".")
         module = resolve(holder)
-        return lambda _: getattr(module, attribute)
+        weights = module._parameters if attribute in module._parameters else module._buffers
+        return lambda _: weights[attribute]
     spec, given = node.meta["spec"], node.args
     if node.op == "output":
         return lambda values: tree_unflatten(_taken(given[0], values), spec)[0]

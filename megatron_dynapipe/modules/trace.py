@@ -81,7 +81,7 @@ def _full_name(module: str, attribute: str) -> str:
 
 def _written(name: str) -> ConfigError:
     return ConfigError(
-        f"between modules the forward changes the model's attribute {name}; it is run once, not again in every step",
+        f"between modules the forward changes the attribute {name}; it is run once, not again in every step",
         hint="count and collect inside modules that no cut divides, or in local variables",
     )
 
@@ -220,7 +220,16 @@ def trace(
         recorder = ForwardRecorder(symbolic.values, weights, device)
     calls = _Calls(model, recorder, points)
     with contextlib.ExitStack() as stack:
-        for context in (_without_caches(model), enable_python_dispatcher(), symbolic.mode, casting, recorder, calls):
+        eager = torch.compiler.set_stance("force_eager")  # what is compiled is compiled when it runs
+        for context in (
+            _without_caches(model),
+            eager,
+            enable_python_dispatcher(),
+            symbolic.mode,
+            casting,
+            recorder,
+            calls,
+        ):
             stack.enter_context(context)
         with _explained():
             graph = recorder.finish(torch.func.functional_call(model, weights, (), symbolic.values))
@@ -246,6 +255,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self._divided = containers(model, points)
         self._call, self._set = nn.Module.__call__, nn.Module.__setattr__
         self._before: dict[Read, tuple[Any, str]] = {}
+        self._made: set[nn.Module] = set()
 
     def __enter__(self) -> None:
         seen, original, original_set = self, self._call, self._set
@@ -282,11 +292,14 @@ class _Calls(contextlib.AbstractContextManager[None]):
                     self._before[read] = (len(value), _plain(value)), place
 
     def _check_write(self, module: nn.Module, name: str, value: Any) -> None:
-        if self._recorder.inside or self._names.get(module) not in self._divided:
+        owner = self._names.get(module)
+        if self._recorder.inside or (owner is not None and owner not in self._divided):
             return
         before = {**vars(module), **module._buffers, **module._parameters}.get(name, NotImplemented)
-        if value is not before and (_plain(value) is NotImplemented or _plain(value) != _plain(before)):
-            raise _written(_full_name(self._names[module], name))
+        if owner is None and (before is NotImplemented or module in self._made):
+            self._made.add(module)  # in the forward, which may do with it as it likes
+        elif value is not before and (_plain(value) is NotImplemented or _plain(value) != _plain(before)):
+            raise _written(f"{name} of a global {type(module).__name__}" if owner is None else _full_name(owner, name))
 
     def check(self) -> None:
         """Refuse a point that the forward did not come to, and collections of the model that it has changed."""

@@ -9,7 +9,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 
 
 def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch) -> tuple[ReplicaPlan, ...]:
-    """The plan of every replica; its messages are not verified yet.
+    """The plan of every replica; its messages are not verified yet. Replicas that got no sample come last.
 
     Args:
         settings: the run's.
@@ -40,7 +40,9 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
             predicted_ns=schedule.makespan_ns,
         )
         plans.append(plan)
-    return tuple(plans)
+    stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(settings.layout.stages))
+    idle = ReplicaPlan(micro_batches=(), stages=stages, predicted_ns=0)
+    return (*plans, *[idle] * (settings.data_parallel - len(plans)))
 
 
 def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch, row: int) -> MicroBatch:

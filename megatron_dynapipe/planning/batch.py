@@ -99,7 +99,7 @@ def plan_batch(
     Raises:
         ConfigError: lengths, or settings, that are not what is expected.
         CostModelError: costs that cannot be read, or do not go with the settings.
-        PlanningError: no sample, or fewer than replicas.
+        PlanningError: no sample, or a number that does not divide where `equal_counts` is asked for.
         InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
     """
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs

@@ -113,7 +113,7 @@ class Planner:
             forward_only: plan an evaluation: no backward passes.
 
         Raises:
-            PlanningError: no sample, or fewer than replicas.
+            PlanningError: no sample.
             InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
         """
         return self.plan_timed(batch, iteration, forward_only=forward_only)[0]
@@ -152,7 +152,8 @@ class Planner:
             orders = candidate_orders(samples.inputs, samples.targets)
         with timed(seconds, "partition"):
             problem = self.problem(samples, forward_only=forward_only, reserved=reserved)
-            problem = replace(problem, replicas=problem.replicas // group)
+            busy = min(problem.replicas // group, len(samples.ids))  # the other replicas are idle
+            problem = replace(problem, replicas=busy)
         with timed(seconds, "schedule"):
             cut, scheduled = self._searched_on(problem, last)
         if scheduled is None and (last is None or self.settings.may_cut or may_fit(problem)):
@@ -296,15 +297,11 @@ class Planner:
         """The batch's lengths in padded positions.
 
         Raises:
-            PlanningError: fewer samples than replicas.
+            PlanningError: no sample.
             DataError: a sample is empty, or longer than what it is to be padded to.
         """
-        least = self.settings.data_parallel // self.settings.in_step
-        if len(batch) < least:
-            raise PlanningError(
-                f"expected at least one sample for each of {least} replicas, got {len(batch)}",
-                hint="use larger global batches or fewer data-parallel replicas",
-            )
+        if not len(batch):
+            raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
         samples = Samples.of(batch, self.settings.family)
         return samples if self.settings.partition is None else self.settings.partition.pad(samples)
 

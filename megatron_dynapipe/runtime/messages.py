@@ -39,8 +39,8 @@ def views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequenc
     """
     sizes = _bytes(shapes, dtypes)
     starts, _ = layout(sizes)
-    each = zip(starts, sizes, shapes, dtypes, strict=True)
-    return [buffer[start : start + size].view(dtype).view(*shape).data for start, size, shape, dtype in each]
+    parts = zip(starts, sizes, shapes, dtypes, strict=True)
+    return [buffer[start : start + size].view(dtype).view(tuple(shape)).data for start, size, shape, dtype in parts]
 
 
 class ReceiveBuffers:

@@ -1,7 +1,8 @@
 """Process groups: one per channel of a pipeline, so that no transfer waits for another's; of any lists of ranks."""
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +138,22 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
                 dist.send(probe, groups.ranks[destination], group=group)
             elif stage == destination:
                 dist.recv(probe, groups.ranks[source], group=group)
+
+
+@contextlib.contextmanager
+def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
+    """Have operations of all groups of this rank fail after `timeout_s` in the block, after `otherwise_s` behind it."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+
+    def bound(seconds: float) -> None:
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+    bound(min(timeout_s, otherwise_s))
+    try:
+        yield
+    finally:
+        bound(otherwise_s)
 
 
 def backend_of(device: torch.device) -> str:

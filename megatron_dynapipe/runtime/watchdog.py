@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 import torch
+import torch.distributed as dist
 
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import point_at
@@ -25,6 +26,9 @@ from megatron_dynapipe.runtime.trace import Trace
 DEADLINE_FRACTION = 0.8
 """Fraction of the process groups' deadline after which a device that makes no progress is reported."""
 _LONGEST_POLL_S = 1.0
+_WAITS = "dynapipe/waits"
+"""Keys of the process groups' store, one of each rank that waits for too long."""
+_ANSWER_S = 5.0
 
 
 class Watchdog:
@@ -75,6 +79,24 @@ class Watchdog:
             if time.monotonic() >= self._due:
                 self.disarm()
                 self._late()
+
+
+def silent_ranks() -> str:
+    """Name the ranks of the job that do not say within some seconds that they wait, too; empty where all do.
+
+    Every rank that waits for too long calls it; one that is stopped, or cut off, cannot.
+    """
+    if not dist.is_initialized():
+        return ""
+    with suppress(Exception):  # the store may be gone with the rank that hosts it
+        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        store.set(f"{_WAITS}/{dist.get_rank()}", "")
+        deadline = time.monotonic() + _ANSWER_S
+        while silent := [rank for rank in ranks if not store.check([f"{_WAITS}/{rank}"])]:
+            if time.monotonic() > deadline:
+                return f"; no answer from rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            time.sleep(_ANSWER_S / 20)
+    return ""
 
 
 def _to_stderr(message: str) -> None:
@@ -129,7 +151,7 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
         plan, step = self._watched[0], self._place[1]
         self._report(
             f"[{self._name}] no progress for {self._limit_s:g} s at stage {plan.stage}, step {step}: "
-            f"{point_at(plan.instructions, step)} "
+            f"{point_at(plan.instructions, step)}{silent_ranks()} "
             '(if all stages say so: docs/gpu-notes.md, "What waits for a whole GPU")'
         )
 

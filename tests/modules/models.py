@@ -102,24 +102,27 @@ class Exchange(nn.Module):
 
 
 class TwoPaths(nn.Module):
-    """An image classifier of two resolutions; the first features return at the end, past all stages."""
+    """An image classifier of two resolutions; the first features, and a scalar, return at the end, past all stages.
+
+    Its modules and weights have names of attributes of our parts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.steps = nn.ModuleList([Exchange(4, 6) for _ in range(4)])
+        self.stages = nn.ModuleList([Exchange(4, 6) for _ in range(4)])
         self.shrink = nn.Conv2d(4, 6, 3, stride=2, padding=1)
-        self.offset = nn.Parameter(torch.zeros(4, 1, 1))
-        self.head = nn.Linear(10, 5)
+        self.device = nn.Parameter(torch.zeros(4, 1, 1))
+        self.inputs = nn.Linear(10, 5)
 
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stem = self.stem(image) * 0.5 + self.offset
+        stem, scale = self.stem(image) * 0.5 + self.device, self.device.sum().cos()
         paths = {"fine": stem.clone(), "coarse": self.shrink(stem)}
-        for step in self.steps:
+        for step in self.stages:
             paths = step(paths)
-        fine = paths["fine"].mean((2, 3)) + stem.mean((2, 3)) * self.offset.flatten().cos()
+        fine = paths["fine"].mean((2, 3)) + stem.mean((2, 3)) * self.device.flatten().cos() * scale
         features = torch.cat([fine, paths["coarse"].mean((2, 3))], dim=1)
-        return self.head(features), features
+        return self.inputs(features), features
 
 
 def tokens(size: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -177,7 +180,7 @@ CASES = {
         token_loss,
     ),
     "adapters": Case(with_adapters, ["h.1", "h.2", "h.3"], masked_tokens, token_loss),
-    "vision": Case(TwoPaths, [f"steps.{k}" for k in (1, 2, 3)], images, class_loss),
+    "vision": Case(TwoPaths, [f"stages.{k}" for k in (1, 2, 3)], images, class_loss),
 }
 
 

@@ -210,6 +210,13 @@ def test_what_follows_from_the_batch_alone_crosses_no_boundary():
     assert [division.batch_keys(stage) for stage in range(3)] == [["x", "mask"], ["mask"], ["mask"]]
 
 
+def test_compiled_blocks_are_whole_modules():
+    model = Steps()
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    batch = {"x": torch.randn(3, 4)}
+    assert torch.equal(run_divided(model, batch, batch)[0], model(**batch))
+
+
 def test_a_trace_holds_for_other_sizes_until_control_flow_says_otherwise():
     model = Steps(BETWEEN["a branch on sizes"])
     domain = trace(model, {"x": torch.randn(3, 4)}, cut_points(model)).domain
@@ -288,10 +295,17 @@ class Changing(Steps):
 
 
 class Updated(nn.Module):
-    """Changes a buffer that it is given."""
+    """Changes a buffer that it is given, and counts."""
 
-    def forward(self, buffer: torch.Tensor) -> None:
-        buffer.add_(1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = 0
+        self.counted = 1
+
+    def forward(self, buffer: torch.Tensor | None) -> None:
+        if buffer is not None:
+            buffer.add_(1)
+        self.counted += 1
 
 
 UPDATED = Updated()
@@ -308,10 +322,11 @@ CHANGES = {
     ),
     "a weight": (lambda model: model.scale.detach().clamp_(max=1), "scale is changed in place"),
     "a module's argument": (lambda model: UPDATED(model.seen), "seen is changed in place"),
-    "another buffer": (lambda model: setattr(model, "seen", model.seen + 1), "changes the model's attribute seen"),
-    "a counter": (lambda model: setattr(model, "calls", model.calls + 1), "changes the model's attribute calls"),
-    "a list": (lambda model: model.log.append(1), "changes the model's attribute log, which it reads at .*test_trace"),
-    "a dict": (lambda model: model.counts.update(n=1), "changes the model's attribute counts"),
+    "a global module": (lambda model: UPDATED(None), "changes the attribute counted of a global Updated"),
+    "another buffer": (lambda model: setattr(model, "seen", model.seen + 1), "changes the attribute seen"),
+    "a counter": (lambda model: setattr(model, "calls", model.calls + 1), "changes the attribute calls"),
+    "a list": (lambda model: model.log.append(1), "changes the attribute log, which it reads at .*test_trace"),
+    "a dict": (lambda model: model.counts.update(n=1), "changes the attribute counts"),
 }
 
 
@@ -338,7 +353,7 @@ def test_what_a_whole_module_changes_is_its_own():
 
     model = Steps()
     model.layers[1], model.calls = Counting(), 3
-    model.between = lambda x, first: (setattr(model, "calls", 3), x)[1]  # no change
+    model.between = lambda x, first: (setattr(model, "calls", 3), Updated()(None), x)[2]  # no change
     batch = {"x": torch.randn(3, 4)}
     output, _ = run_divided(model, batch, batch)
     assert model.layers[1].seen == 1

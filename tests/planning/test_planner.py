@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
@@ -34,9 +36,9 @@ FAMILIES = list(ModelFamily)
 @pytest.mark.parametrize("samples", [3, 40])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_plans_are_valid(family: ModelFamily, changes: dict[str, Any], samples: int, forward_only: bool) -> None:
-    given = batch(family, samples)
-    plan = planner(family, **changes).plan(given, 7, forward_only=forward_only)
-    verify(plan, expected_samples=given.sample_ids.tolist())
+    lengths = batch(family, samples)
+    plan = planner(family, **changes).plan(lengths, 7, forward_only=forward_only)
+    verify(plan, expected_samples=lengths.sample_ids.tolist())
     assert plan.iteration == 7
     assert len(plan.replicas) == changes.get("data_parallel", 1)
     assert all(replica.micro_batches for replica in plan.replicas)
@@ -56,6 +58,49 @@ def test_embedding_and_head_on_stages_of_their_own(chunks: int) -> None:
 def test_one_sample(family: ModelFamily) -> None:
     plan = planner(family).plan(batch_of((1, 1 if family is ModelFamily.T5 else 0)), 0)
     assert [mb.shape.size for mb in plan.replicas[0].micro_batches] == [1]
+
+
+IN_STEP = {"lockstep": 2}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "busy"),
+    [
+        ([95], {}, 1),
+        ([95, 1], {}, 2),
+        ([400, 30, 3, 2], {}, 4),
+        ([900, 900, 900, 2, 2, 2], {"data_parallel": 6}, 6),
+        ([95], {"micro_batch_layouts": (BatchLayout.PADDED,)}, 1),
+        ([95, 40, 30], {"pipeline_parallel": 1}, 3),
+        ([95], IN_STEP, 2),  # its neighbour runs a filler in step with it
+        ([95, 40, 30], IN_STEP, 4),
+    ],
+)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_few_samples_go_to_replicas_of_their_own_and_others_are_idle(
+    lengths: list[int], changes: dict[str, Any], busy: int, forward_only: bool
+) -> None:
+    samples = of_lengths(lengths)
+    chosen = {"data_parallel": 4, "micro_batch_layouts": (BatchLayout.PACKED,)} | changes
+    plan = planner(ModelFamily.GPT, **chosen).plan(samples, 0, forward_only=forward_only)
+    verify(plan, expected_samples=samples.sample_ids.tolist())
+    counts = [len(replica.micro_batches) for replica in plan.replicas]
+    assert len(counts) == chosen["data_parallel"]
+    assert all(counts[:busy]) and not any(counts[busy:])
+
+
+@given(
+    st.lists(st.one_of(st.integers(2, 12), st.integers(100, 1000)), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.sampled_from([(BatchLayout.PACKED,), tuple(BatchLayout)]),
+    st.sampled_from([10**11, 50_000_000]),
+)
+def test_packed_rows_for_any_lengths_on_any_replicas(lengths, replicas, layouts, memory) -> None:
+    samples = of_lengths(lengths)
+    free = planner(ModelFamily.GPT, data_parallel=replicas, micro_batch_layouts=layouts, memory_limit_bytes=memory)
+    plan = free.plan(samples, 0)
+    verify(plan, expected_samples=samples.sample_ids.tolist())
+    assert sum(bool(replica.micro_batches) for replica in plan.replicas) == min(len(lengths), replicas)
 
 
 DIGEST = """
@@ -89,11 +134,11 @@ def test_settings_and_costs_are_part_of_the_digest() -> None:
 
 
 def test_recompute_is_chosen_where_memory_is_short() -> None:
-    given = batch(ModelFamily.GPT, 40)
+    samples = batch(ModelFamily.GPT, 40)
     modes = (Recompute.NONE, Recompute.FULL)
     chosen = []
     for memory in (10**11, 26_000_000):
-        plan = planner(ModelFamily.GPT, memory_limit_bytes=memory, recompute=modes).plan(given, 0)
+        plan = planner(ModelFamily.GPT, memory_limit_bytes=memory, recompute=modes).plan(samples, 0)
         chosen.append({mb.recompute for replica in plan.replicas for mb in replica.micro_batches})
     assert chosen[0] == {Recompute.NONE}
     assert Recompute.FULL in chosen[1]
@@ -108,10 +153,9 @@ TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on sta
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "given", "error", "message"),
+    ("family", "changes", "samples", "error", "message"),
     [
-        (GPT, {}, EMPTY, PlanningError, "at least one sample for each of 1 replicas, got 0"),
-        (GPT, {"data_parallel": 3}, batch_of((9, 0), (9, 0)), PlanningError, "each of 3 replicas, got 2"),
+        (GPT, {}, EMPTY, PlanningError, "expected at least one sample in a global batch, got none"),
         (GPT, {}, batch_of((9, 0), (0, 0)), DataError, "sample 1 has 0 input and 0 target"),
         (T5, {}, batch_of((9, 0)), DataError, "sample 0 has 9 input and 0 target"),
         (T5, {}, batch_of((9, 9), (3000, 9)), InfeasibleError, TOO_LONG),
@@ -119,9 +163,9 @@ TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on sta
         (GPT, PACKED, batch_of((9, 0), (4000, 0)), InfeasibleError, "sample 1 of padded shape 1x4000 lies outside"),
     ],
 )
-def test_what_cannot_be_planned(family, changes, given, error, message):
+def test_what_cannot_be_planned(family, changes, samples, error, message):
     with pytest.raises(error, match=message):
-        planner(family, **changes).plan(given, 0)
+        planner(family, **changes).plan(samples, 0)
 
 
 def test_model_state_larger_than_memory() -> None:

@@ -10,7 +10,8 @@ from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.messages import ReceiveBuffers, in_place, joined, landing, message_bytes, views
 from megatron_dynapipe.runtime.passes import PassContext, pass_handlers
 
-SHAPES, DTYPES = [(3, 5), (7,), (0, 2), (2, 2, 3)], [torch.bfloat16, torch.int64, torch.float32, torch.bool]
+SHAPES = [(3, 5), (7,), (0, 2), (2, 2, 3), ()]
+DTYPES = [torch.bfloat16, torch.int64, torch.float32, torch.bool, torch.float64]
 
 
 def some() -> list[torch.Tensor]:
@@ -30,8 +31,14 @@ def test_a_received_message_is_sent_on_in_place():
 
 @pytest.mark.parametrize(
     "tensors",
-    [some(), [torch.rand(4, 6).t()], [torch.rand(8, 3)[:, 1]], [torch.rand(2, 3, 4, 5).permute(0, 2, 3, 1)]],
-    ids=["apart", "transposed", "a column", "channels last"],
+    [
+        some(),
+        [torch.rand(4, 6).t()],
+        [torch.rand(8, 3)[:, 1]],
+        [torch.rand(2, 3, 4, 5).permute(0, 2, 3, 1)],
+        [torch.rand(())],
+    ],
+    ids=["apart", "transposed", "a column", "channels last", "a scalar"],
 )
 def test_what_lies_apart_is_copied(tensors):
     """Sending the memory of a transposed tensor would send its elements in another order."""

@@ -28,6 +28,7 @@ from megatron_dynapipe.errors import (
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
+from megatron_dynapipe.runtime.watchdog import silent_ranks
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
@@ -135,7 +136,8 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
         )
     if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
         late = ExecutionError(
-            f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer",
+            f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer"
+            f"{silent_ranks()}",
             hint="look for a process that is stopped or a machine that is overloaded; --dynapipe-timeout-s and"
             " --distributed-timeout-minutes allow more time",
         )

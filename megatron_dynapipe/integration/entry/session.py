@@ -66,6 +66,7 @@ class Session:
 
     Attributes:
         shape: of the micro-batch whose pass is running.
+        timeout_s: deadline of every wait in an iteration.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Session:
         make_batch: MakeBatch,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
-        self._run = run
+        self._run, self.timeout_s = run, run.timeout_s
         self._progress = progress
         self._required_fields = required_fields
         self._make_batch = make_batch
@@ -266,6 +267,9 @@ class Session:
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
+            for records in self._records:
+                if isinstance(records, CheckpointRecords):
+                    self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))

@@ -161,6 +161,12 @@ class CheckpointRecords:
         self._checkpoints = checkpoints
         self._record = record
         self._known = self._last_save()
+        self._writing: threading.Thread | None = None
+
+    def finish(self) -> None:
+        """Wait for digests that are being written: no thread can do it once the interpreter ends."""
+        if self._writing is not None:
+            self._writing.join()
 
     def update(self) -> None:
         """Write the record if a checkpoint has been completed since the last call; raises OSError."""
@@ -172,7 +178,9 @@ class CheckpointRecords:
         if folder is not None and folder.is_dir():
             _write_record(folder, self._record)
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
-            threading.Thread(target=_write_digests, args=(folder,)).start()  # the process ends after it
+            self.finish()
+            self._writing = threading.Thread(target=_write_digests, args=(folder,))
+            self._writing.start()
 
     def _last_save(self) -> int | None:
         """When Megatron last completed a checkpoint; None if it has not."""
@@ -183,7 +191,7 @@ class CheckpointRecords:
 
 
 class LocalRecords:
-    """Puts a run's record beside the local checkpoints that a rank saves.
+    """Puts a run's record beside the local checkpoints that a rank saves, which hold checksums of their own.
 
     Args:
         folder: of the rank.

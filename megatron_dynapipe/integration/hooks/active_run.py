@@ -7,9 +7,11 @@ checkout without `--use-dynapipe` trains as before. Imports nothing of Megatron:
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime import process_groups
 from megatron_dynapipe.units import Shape
 
 
@@ -18,9 +20,11 @@ class PlannedRun(Protocol):
 
     Attributes:
         shape: of the micro-batch that is running; None before the first.
+        timeout_s: deadline of every wait in an iteration.
     """
 
     shape: Shape | None
+    timeout_s: float
 
     @property
     def samples(self) -> int:
@@ -87,6 +91,16 @@ def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
     if _run is not None:
         args.consumed_train_samples += _run.samples - args.global_batch_size
+
+
+def bounded_waits(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Around an iteration: Megatron's groups have the run's deadline there, and their own for checkpoints."""
+    if _run is None:
+        return nullcontext()
+    later = args.distributed_timeout_seconds_after_init
+    return process_groups.bounded_waits(
+        _run.timeout_s, 60 * args.distributed_timeout_minutes if later is None else later
+    )
 
 
 def log_line(line: str) -> str:

@@ -6,13 +6,17 @@ Each replacement calls the function of `active_run` that a patched checkout call
 import contextlib
 import functools
 import inspect
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
+from megatron_dynapipe.processes import set_parent_death_signal
 
 
 def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,16 +27,18 @@ def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def _counting(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_step)
-    def counted_step(*arguments: Any, **keywords: Any) -> Any:
+    def step(*arguments: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        result = train_step(*arguments, **keywords)
-        active_run.count_samples(get_args())
+        args = get_args()
+        with active_run.bounded_waits(args):
+            result = train_step(*arguments, **keywords)
+        active_run.count_samples(args)
         return result
 
-    return counted_step
+    return step
 
 
 def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
@@ -50,6 +56,21 @@ def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
     return compile_helpers if makefile.is_file() else lambda: None
 
 
+def _ending_with_its_rank(get_write_results_queue: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the process that holds the queue end with this rank, however it ends; Megatron's would stay for ever."""
+    queues: list[Any] = []
+
+    @functools.wraps(get_write_results_queue)
+    def results_queue(mp_mode: str = "spawn") -> Any:
+        if not queues:
+            manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+            manager.start(set_parent_death_signal, (signal.SIGKILL,))
+            queues.append(manager.Queue())
+        return queues[0]
+
+    return results_queue
+
+
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.core.pipeline_parallel.schedules",
@@ -62,9 +83,9 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.training.training",
         name="train_step",
-        make=_counting,
+        make=_stepping,
         parameters=("forward_step_func", "data_iterator", "model", "forward_backward_func"),
-        why="a nominal number of samples is counted after it",
+        why="a nominal number of samples is counted after it, and its collectives have a checkpoint's deadline",
     ),
     Replacement(
         owner="megatron.training.training",
@@ -79,6 +100,14 @@ TABLE: tuple[Replacement, ...] = (
         make=_compiling,
         parameters=(),
         why="initialize_megatron runs make in the package's folder and ends the process where that fails",
+    ),
+    Replacement(
+        owner="megatron.core.dist_checkpointing.strategies.filesystem_async",
+        name="get_write_results_queue",
+        make=_ending_with_its_rank,
+        parameters=("mp_mode",),
+        everywhere=True,
+        why="starts a process of half a GB that outlives a rank that is killed",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, start
+from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 
 
@@ -67,6 +70,37 @@ def test_a_wait_for_a_rank_that_is_stopped_is_said_in_our_words():
     told = failure._explained(error)
     assert isinstance(told, ExecutionError) and told.__cause__ is error and told.__notes__ == error.__notes__
     assert told.message == "waited 15 s for another rank, which still runs but does not answer"
+
+
+def run_with_a_stopped_rank(rank: int, world_size: int, argv: list[str], pid_file: str) -> dict[str, object]:
+    """Rank 1 stops where Megatron agrees, outside of any list; rank 0 lets it go on once it has failed."""
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    agree, calls = RerunStateMachine._reduce_any, itertools.count()
+
+    def stopping(machine: object, value: object) -> object:
+        if rank == 1 and next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return agree(machine, value)
+
+    RerunStateMachine._reduce_any = stopping
+    if rank == 1:
+        Path(pid_file).write_text(str(os.getpid()))
+    errors, began = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        status = run_script(script_of("gpt"), argv)
+    if rank == 0:
+        os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
+    return {"status": status, "stderr": errors.getvalue(), "seconds": time.monotonic() - began}
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_deadline(data, tmp_path):
+    argv = words("gpt", data, "--train-iters 9 --rerun-mode validate_results", report=tmp_path / "report")
+    argv[argv.index("--dynapipe-timeout-s") + 1] = "4"
+    waiting, _ = run_ranks(run_with_a_stopped_rank, 2, {"argv": argv, "pid_file": str(tmp_path / "pid")})
+    assert waiting["status"] == 1
+    told = "[rank 0] error: waited 4 s for another rank, which still runs but does not answer; no answer from rank 1"
+    assert told in waiting["stderr"]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

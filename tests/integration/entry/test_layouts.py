@@ -59,6 +59,13 @@ def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, f
         assert not run["losses"] or run["losses"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_batch_of_fewer_samples_than_replicas_trains_as_on_one(data, tmp_path):
+    few = "--tokens-per-global-batch 70 --train-iters 3"
+    alone = train("gpt", data, few, ranks=1, report=tmp_path / "alone")[0]["losses"]
+    runs = train("gpt", data, f"{few} {OVERLAP}", ranks=2, report=tmp_path / "replicas")
+    assert runs[-1]["losses"] == pytest.approx(alone, rel=1e-5) and len(alone) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_three_tensor_parallel_ranks(family, data, tmp_path):

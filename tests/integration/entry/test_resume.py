@@ -1,6 +1,8 @@
 """Resuming through the entry scripts: what is the same goes on, what is not is named or refused."""
 
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from megatron_dynapipe import digests
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.resume_record import NAME
 from megatron_dynapipe.store import StoreServer
-from tests.helpers.entry_scripts import train
+from tests.helpers.entry_scripts import ROOT, script_of, train, words
 from tests.helpers.random_dataset import make_dataset
 
 
@@ -38,6 +40,15 @@ def test_every_checkpoint_says_what_it_was_trained_on(saved: Path) -> None:
     for iteration in (1, 2):
         folder = saved / "checkpoints" / f"iter_{iteration:07d}"
         assert (folder / NAME).exists() and (folder / digests.NAME).exists()
+
+
+def test_a_script_that_ends_with_its_checkpoint_writes_the_digests(data: Path, tmp_path: Path) -> None:
+    """No thread of the interpreter that ends can."""
+    flags = f"--train-iters 1 --save {tmp_path} --save-interval 1"
+    command = [sys.executable, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert (tmp_path / "iter_0000001" / digests.NAME).exists()
 
 
 def test_other_data_of_equal_lengths_is_refused(saved: Path, tmp_path: Path) -> None:

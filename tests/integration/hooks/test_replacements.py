@@ -2,7 +2,10 @@
 
 import ast
 import runpy
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from megatron_dynapipe import patching
@@ -17,6 +20,7 @@ class FakeSession:
     """What the hooks ask of a run."""
 
     shape = None
+    timeout_s = 30.0
     samples = 19
     tokens: int | None = None
     has_labels = True
@@ -89,6 +93,28 @@ def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
     (row,) = [row for row in replacements.TABLE if row.name == "compile_helpers"]
     row.make(module["compile_helpers"])()
     assert module["calls"] == ["make"] * has_makefile
+
+
+RANK = """
+import multiprocessing, sys, time
+from megatron_dynapipe.integration.hooks.replacements import TABLE
+if __name__ == "__main__":
+    (row,) = [row for row in TABLE if row.name == "get_write_results_queue"]
+    queue = row.make(lambda: None)()
+    queue.put(1)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_queue_of_checkpoints_ends_with_a_rank_that_is_killed(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], stdout=subprocess.PIPE, text=True)
+    with rank:
+        helper = psutil.Process(int(rank.stdout.readline()))
+        rank.kill()
+    psutil.wait_procs([helper], timeout=20)
+    assert not helper.is_running()
 
 
 @pytest.mark.parametrize(
