@@ -231,7 +231,7 @@ class Collator:
 def _rows_alone(
     counts: npt.NDArray[np.float32], of_positions: Mapping[str, npt.NDArray[Any] | None]
 ) -> dict[str, npt.NDArray[Any] | None]:
-    """The positions that count, padded to a length of rows by some that do not, and what is theirs; `[b, s]` → `[1, n]`.
+    """The positions that count, padded by some that do not, and what is theirs: `[b, s]` → `[1, n]`.
 
     Nothing where that would be all positions.
     """

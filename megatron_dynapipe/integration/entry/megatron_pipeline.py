@@ -191,9 +191,7 @@ class MegatronPipeline:
         """
         plan = self._agreed(batch, plan, forward_only=forward_only)
         replica = plan.replicas[self._replica]
-        collate = Collator(
-            required=self._required, reader=_Reader(batch), special=self._tokens, loss_on=self._loss_on
-        )
+        collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens, loss_on=self._loss_on)
 
         def prepare(index: int) -> None:
             planned = replica.micro_batches[index]

@@ -2,13 +2,13 @@
 
     last layer    attention [s, b, h] ──► rows with labels [n, 1, h] ──► MLP ──► norm ──► head, loss [1, n]
 
-A position without a label has no gradient from there on, so that leaving it out is exact. Rows are taken where Megatron's
-layer would add cross-attention to its states, which a decoder-only layer has none of; a stage that begins with the last
-layer's MLP takes them too, so that messages keep their shapes. They are taken before the last norm where experts count
-all positions, and on a stage that holds no layer.
+A position without a label has no gradient from there on, so that leaving it out is exact. Rows are taken where
+Megatron's layer would add cross-attention to its states, of which a decoder-only layer has none; a stage that begins
+with the last layer's MLP takes them too, so that messages keep their shapes. They are taken before the last norm where
+experts count all positions, and on a stage that holds no layer.
 
-Collation pads the rows with some that do not count, so that there always are some: every pass runs the same modules, and
-its gradients become ready as those of other replicas do. Under sequence parallelism each rank takes an even part of them.
+Collation pads the rows with some that do not count, so that there always are some: every pass runs the same modules,
+and its gradients become ready as those of other replicas do. Under sequence parallelism each rank takes an even part.
 """
 
 from collections.abc import Sequence
