@@ -104,20 +104,17 @@ def dataset_batches(
     task_ids = read_task_ids(folder, "train", len(lengths)) if settings.task_rates else None
     sampler = Sampler(lengths, settings, task_ids, SpanTable.read(folder / "train") if settings.labels else None)
     longest = sampler.longest(2)
-    named = []
-    for iteration in range(batches):
-        batch = sampler.batch(iteration)
-        named.append(
-            NamedBatch(
-                id=f"iteration-{iteration}",
-                input=batch.input_lengths.tolist(),
-                target=batch.target_lengths.tolist() if has_targets else None,
-                max_seq_len=int(longest.input_lengths.max()),
-                max_target_len=int(longest.target_lengths.max()) if has_targets else None,
-                labels=None if batch.labels is None else batch.labels.tolist(),
-            )
+    return [
+        NamedBatch(
+            id=f"iteration-{batch.iteration}",
+            input=batch.input_lengths.tolist(),
+            target=batch.target_lengths.tolist() if has_targets else None,
+            max_seq_len=int(longest.input_lengths.max()),
+            max_target_len=int(longest.target_lengths.max()) if has_targets else None,
+            labels=None if batch.labels is None else batch.labels.tolist(),
         )
-    return named
+        for batch in map(sampler.batch, range(batches))
+    ]
 
 
 class _File(msgspec.Struct, frozen=True):

@@ -77,6 +77,9 @@ def test_what_cannot_run(batches_file, cost_file, more, message, capsys) -> None
     assert message in capsys.readouterr().err
 
 
+LABELS = '{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [9, 8], "labels": [%s]}]}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -87,14 +90,36 @@ def test_what_cannot_run(batches_file, cost_file, more, message, capsys) -> None
         ('{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
         ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": []}]}', "1 inputs and 0"),
         ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": [1]}]}', "without targets"),
+        (LABELS % "5, -1", "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got -1"),
+        (LABELS % "5, 8", "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got 8"),
+        (LABELS % "5", "batch a: expected labels of 2 decoder-only samples, got 1"),
+        (LABELS % "5, 6, 7", "batch a: expected labels of 2 decoder-only samples, got 3"),
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_batches_that_cannot_be_read(tmp_path, cost_file, content, message, capsys) -> None:
     path = tmp_path / "wrong.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(arguments("plan", path, cost_file)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plans_of_what_counts(tmp_path, cost_file, capsys):
+    """All that counts is planned as what does not say; less is faster, and says so."""
+    file, found = {"format": "dynapipe-batches/1"}, {}
+    tokens = [60, 50, 40, 30, 20, 9, 8, 1]
+    for name, labels in {
+        "absent": {},
+        "all": {"labels": [59, 49, 39, 29, 19, 8, 7, 1]},
+        "few": {"labels": [1] * 8},
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(file | {"batches": [{"id": "b0", "input": tokens} | labels]}))
+        assert main(arguments("plan", path, cost_file, "--json")) == 0
+        (found[name],) = report(capsys)["iterations"]
+    assert found["all"]["digest"] == found["absent"]["digest"]
+    assert [plan.get("head") for plan in found.values()] == [None, None, "labels"]
+    assert found["few"]["predicted_ms"] < found["all"]["predicted_ms"]
 
 
 def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):

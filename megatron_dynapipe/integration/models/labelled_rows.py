@@ -84,7 +84,4 @@ def _install(model: GPTModel, gather: RowGather) -> None:
 def _counts_all_positions(mlp: nn.Module) -> bool:
     """Whether experts do more with positions than each by itself."""
     routers = [module for module in mlp.modules() if isinstance(module, TopKRouter)]
-    return any(
-        not isinstance(router, PlannedRouter) or router.adds_terms or router.config.moe_expert_capacity_factor
-        for router in routers
-    )
+    return any(not isinstance(router, PlannedRouter) or router.adds_terms for router in routers)
