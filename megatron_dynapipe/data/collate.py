@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
-from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
+from megatron_dynapipe.data.spans import LossOn, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling.long_samples import TruncationSide
+from megatron_dynapipe.sampling import SpanTable, TruncationSide
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
 
 

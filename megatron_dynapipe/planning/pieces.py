@@ -217,4 +217,4 @@ def of_pieces(
 
 def _labels(of_samples: IntArray, pieces: Pieces) -> IntArray:
     """Positions of each piece that count, where a sample's last ones do."""
-    return np.clip(pieces.end - np.maximum(pieces.start, pieces.length - of_samples), 0, None)
+    return np.asarray(np.maximum(pieces.end - np.maximum(pieces.start, pieces.length - of_samples), 0), np.int64)

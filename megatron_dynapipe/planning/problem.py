@@ -200,7 +200,8 @@ class BatchProblem:
             shapes = [self.shape(samples) for samples, each in zip(members, packed, strict=True) if not each]
             labels = None
             if self.labels is not None:
-                labels = np.array([self.labels[members[at]].sum() for at in np.flatnonzero(~packed)], np.int64)
+                rows_of = zip(members, packed, strict=True)
+                labels = np.array([self.labels[samples].sum() for samples, each in rows_of if not each], np.int64)
             rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed], labels)
         if packed.any():
             chosen = [samples for samples, each in zip(members, packed, strict=True) if each]

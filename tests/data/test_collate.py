@@ -11,10 +11,10 @@ import torch
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import in_one_buffer
-from megatron_dynapipe.data.spans import LossOn, SpanTable
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling import TruncationSide
+from megatron_dynapipe.sampling import SpanTable, TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
