@@ -5,9 +5,11 @@
 Any Megatron flag and any `--dynapipe-*` flag may follow; the command line wins over the file.
 """
 
-from megatron_dynapipe.integration.entry import bootstrap
-from megatron_dynapipe.tools.elastic.entry import adapting
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.extras import entry_imports
+
+with entry_imports():
+    from megatron_dynapipe.integration.entry import bootstrap
+    from megatron_dynapipe.tools.elastic.entry import adapting, fit_layout
 
 
 def main() -> None:
@@ -19,11 +21,11 @@ def main() -> None:
     from megatron_dynapipe.integration.entry.failure import process_groups
     from megatron_dynapipe.integration.hooks import replacements
 
-    run = runs.gpt_run()
-    with process_groups(), run.session as session, replacements.installed(session):
-        pretrain(**runs.pretrain_arguments(run, session))
+    session, arguments = runs.gpt_run(fit_layout)
+    with process_groups(), session, replacements.installed(session):
+        pretrain(**arguments)
         session.print_report()
 
 
 if __name__ == "__main__":
-    bootstrap.run(adapting(ModelFamily.GPT, main))
+    bootstrap.run(adapting(main))

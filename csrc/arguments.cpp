@@ -75,6 +75,7 @@ Problem problem_of(Keywords given) {
                      .transfers = {.receive_ahead = given.get<int64_t>("receive_ahead"),
                                    .ordered_starts = given.get<bool>("ordered_starts")}},
         .links = {.bytes_per_position = given.get<int64_t>("bytes_per_position"),
+                  .held_per_position = given.get<int64_t>("held_per_position"),
                   .decoder_forward = given.flags("decoder_forward"),
                   .decoder_backward = given.flags("decoder_backward"),
                   .latency_ns = given.values<double>("latency_ns"),

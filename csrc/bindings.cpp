@@ -10,10 +10,10 @@
 #include "arguments.h"
 #include "arrays.h"
 #include "checks.h"
-#include "chosen.h"
 #include "costs.h"
 #include "fast_verify.h"
 #include "list_schedule.h"
+#include "memory.h"
 #include "orchestrate.h"
 #include "partition.h"
 #include "problem.h"
@@ -60,10 +60,12 @@ public:
         return {std::move(best.order), std::move(found)};
     }
 
-    using Replica = std::tuple<Chosen, std::vector<Pass>>;  // and passes
+    // Of every replica: samples of its micro-batches one after another, how many each has, modes, whether they are packed,
+    // and passes.
+    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>>;
 
     std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
-                                    int64_t evaluations, uint64_t seed, const std::vector<Chosen>& given) {
+                                    int64_t evaluations, uint64_t seed) {
         const Integers places = checked_order(order);
         require(evaluations >= kDefaultEvaluations, "at least 0 evaluations");
         std::vector<std::vector<Run>> checked;
@@ -72,12 +74,17 @@ public:
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
         if (!begun_ || begun_->order != places) begun_ = std::make_unique<Begun>(problem_, *costs_, places);
-        const std::vector<ReplicaState> begin = restored(problem_, given, begun_->maker);
-        if (begin.size() < given.size()) return result;
-        dynapipe::Found found = given.empty() ? search(problem_, *costs_, *begun_, checked, evaluations, seed)
-                                              : search_from(problem_, *costs_, begun_->maker, begin, evaluations, seed);
-        for (size_t r = 0; r < found.replicas.size(); ++r)
-            result.emplace_back(chosen_of(found.replicas[r], begun_->maker), std::move(found.orders[r]));
+        dynapipe::Found found = search(problem_, *costs_, *begun_, checked, evaluations, seed);
+        for (size_t r = 0; r < found.replicas.size(); ++r) {
+            auto& [samples, sizes, modes, packed, passes] = result.emplace_back();
+            for (const MicroBatch* batch : found.replicas[r].micro_batches) {
+                for (int32_t place : batch->samples) samples.push_back(begun_->maker.sample(place));
+                sizes.push_back(batch->samples.size());
+                modes.push_back(batch->mode);
+                packed.push_back(batch->packed);
+            }
+            passes = std::move(found.orders[r]);
+        }
         return result;
     }
 
@@ -184,7 +191,7 @@ private:
 
 // Rows of a ScheduleProblem, as kCostNames names them.
 std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virtual_stages) {
-    require(arrays.size() == kCosts, "seven arrays of costs");
+    require(arrays.size() == kCosts, "an array of every kind of costs");
     std::vector<PassCosts> costs;
     for (const Matrix& array : arrays) {
         require(array.shape(0) == arrays[0].shape(0) && array.shape(1) == virtual_stages,
@@ -194,8 +201,8 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
     }
     require(arrays[0].shape(0) < (size_t{1} << 20), "fewer than 2^20 micro-batches");
     for (size_t row = 0; row < arrays[0].shape(0); ++row) {
-        const auto at = [&](int k) { return arrays[k].data() + row * virtual_stages; };
-        costs.push_back({at(0), at(1), at(2), at(3), at(4), at(5), at(6)});
+        const auto at = [&](size_t k) { return arrays[k].data() + row * virtual_stages; };
+        costs.push_back({at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8)});
         for (size_t v = 0; v < virtual_stages; ++v)
             require(costs.back().weight[v] <= costs.back().backward[v], "second halves of at most a backward's time");
     }
@@ -217,12 +224,14 @@ std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector
                 "passes of the micro-batches and chunks that there are");
     const std::vector<Pass> passes(order.data(), order.data() + order.size());
     Simulation run;
+    Integers peaks;
     {
         nb::gil_scoped_release release;
         run = simulate(shape, costs, passes, queue_links);
+        if (!run.stalled) peaks = peak_memory(shape, costs, passes);
     }
     return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
-            std::move(run.peak), run.makespan, run.stalled ? std::move(run.position) : Integers()};
+            std::move(peaks), run.makespan, run.stalled ? std::move(run.position) : Integers()};
 }
 
 std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(
@@ -320,8 +329,7 @@ NB_MODULE(_native, module) {
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "given"_a = std::vector<Chosen>(),
-             "((samples, sizes, modes, whether packed, policy), passes of every stage) per replica.")
+             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),

@@ -14,6 +14,7 @@ constexpr int64_t kAbsent = -1;  // a grid point that was never measured or did 
 constexpr int64_t kLargestCost = int64_t{1} << 42;
 
 constexpr int64_t kLargestCoordinate = int64_t{1} << 20;  // of a grid axis
+constexpr int64_t kLargestMessage = int64_t{1} << 40;     // bytes; larger ones count as this, which fits no device
 constexpr int64_t kUnreachable = int64_t{1} << 61;        // above every sum of costs; two of it fit 64 bits
 
 // Raised as ValueError in Python, which turns it into an error of the package.

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "memory.h"
+
 namespace dynapipe {
 namespace {
 
@@ -27,8 +29,9 @@ std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t 
     const std::vector<int64_t> module_costs = grid.at_lengths(problem_.rows, input, target);
     const int64_t* const first = module_costs.data() + problem_.rows.read[0] * grid.sizes.points.size();
     auto made = std::make_unique<BySize>();
-    made->input_ = input;
     made->sizes_ = &grid.sizes;
+    made->input_ = input;
+    made->target_ = target;
     const size_t sizes = grid.sizes.points.size();
     size_t present = sizes;
     while (present > 0 && first[present - 1] == kAbsent) --present;
@@ -79,6 +82,22 @@ int64_t CostCache::usual_labels(int64_t positions) const {
     return static_cast<__int128>(positions) * label_sum_ / std::max<int64_t>(input_sum_, 1);
 }
 
+// Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps: two
+// inputs and gradients at a time, and what it has sent; about as many as it holds.
+int64_t CostCache::message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const {
+    const Links& links = problem_.links;
+    const auto bytes = [&](const std::vector<uint8_t>& decoder, size_t boundary) {
+        return links.held_bytes(inputs + (decoder[boundary] ? targets : 0));
+    };
+    const bool first = v == 0, last = v + 1 == problem_.modules.size(), train = !problem_.pipeline.forward_only;
+    const int64_t input = first ? 0 : bytes(links.decoder_forward, v - 1);
+    const int64_t gradient = last || !train ? 0 : bytes(links.decoder_backward, v);
+    const int64_t sent = std::max(last ? 0 : bytes(links.decoder_forward, v),
+                                  first || !train ? 0 : bytes(links.decoder_backward, v - 1));
+    const int64_t sends = train ? held + (held > 1) : kSentAhead;
+    return 2 * input + 2 * gradient + sends * sent;
+}
+
 Summary CostCache::summarize(const BySize& by_size, int64_t size) {
     const Axis::Cell cell = by_size.sizes_->cell(size);
     const Shape shape{size, by_size.input_, 0, usual_labels(size * by_size.input_)};
@@ -104,7 +123,10 @@ Summary CostCache::summarize(const BySize& by_size, int64_t size) {
         sum += total.time;
         for (size_t option = 0; option < options; ++option) {
             const int64_t held = problem_.pipeline.forward_only ? 1 : problem_.in_flight[option * stages + stage];
-            if (total.stored * held + total.above > problem_.memory(stage)) fitting &= ~(uint32_t{1} << option);
+            int64_t messages = 0;
+            for (size_t v = stage; v < type_of_.size(); v += stages)
+                messages = std::max(messages, message_bytes(v, held, size * by_size.input_, size * by_size.target_));
+            if (total.stored * held + total.above + messages > problem_.memory(stage)) fitting &= ~(uint32_t{1} << option);
         }
     }
     return {slowest, sum - slowest, fitting, true};
@@ -133,8 +155,7 @@ void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row)
             std::copy_n(at, static_cast<size_t>(kStageQuantities), by_type_.begin() + type * kStageQuantities);
         }
     }
-    const int64_t bytes = shape.size * problem_.links.bytes_per_position;
-    fill(bytes * shape.input, bytes * shape.target, row);
+    fill(shape.size * shape.input, shape.size * shape.target, row);
 }
 
 int64_t CostCache::uncovered_stage(size_t mode, const Shape& shape) {
@@ -159,8 +180,7 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Cos
     labels = round_up(std::max<int64_t>(labels, 1), problem_.row_multiple);
     by_type_.clear();
     if (packed_.module_costs(mode, {samples, inputs, targets, labels}, module_costs_)) stage_costs();
-    const int64_t bytes = problem_.links.bytes_per_position;
-    fill(bytes * inputs, bytes * targets, row);
+    fill(inputs, targets, row);
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_type) {
@@ -192,13 +212,13 @@ void CostCache::stage_costs() {
     }
 }
 
-// A row from the costs in `by_type_`: [kinds][kStageQuantities], none where the cost model does not cover the micro-batch.
-void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const {
+// A row from the costs in `by_type_`: [kinds][kStageQuantities], none where the cost model does not cover the micro-batch,
+// and messages of so many positions.
+void CostCache::fill(int64_t inputs, int64_t targets, CostRow& row) const {
     const int64_t virtual_stages = problem_.modules.size();
     row.values.assign(kCosts * virtual_stages, 0);
     int64_t* const out = row.values.data();
-    row.costs = {out, out + virtual_stages, out + 2 * virtual_stages, out + 3 * virtual_stages,
-                 out + 4 * virtual_stages, out + 5 * virtual_stages, out + 6 * virtual_stages};
+    row.costs = costs_in(out, virtual_stages);
     row.covered = row.fits = !by_type_.empty();
     if (!row.covered) return;
     for (int64_t v = 0; v < virtual_stages; ++v) {
@@ -209,14 +229,18 @@ void CostCache::fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) co
         out[2 * virtual_stages + v] = at[kStored];
         out[3 * virtual_stages + v] = at[kPeak];
         if (problem_.division != Division::kOff) out[6 * virtual_stages + v] = std::min(at[kWeight], at[kBackward]);
-        row.fits &= at[kPeak] <= problem_.memory(v % problem_.stages());
     }
     const Links& links = problem_.links;
     for (int64_t v = 0; v + 1 < virtual_stages; ++v) {
-        out[4 * virtual_stages + v] = links.transfer_ns(v, input_bytes + (links.decoder_forward[v] ? target_bytes : 0));
-        out[5 * virtual_stages + v + 1] =
-            links.transfer_ns(v, input_bytes + (links.decoder_backward[v] ? target_bytes : 0));
+        const int64_t forward = inputs + (links.decoder_forward[v] ? targets : 0);
+        const int64_t backward = inputs + (links.decoder_backward[v] ? targets : 0);
+        out[4 * virtual_stages + v] = links.transfer_ns(v, forward * links.bytes_per_position);
+        out[5 * virtual_stages + v + 1] = links.transfer_ns(v, backward * links.bytes_per_position);
+        out[7 * virtual_stages + v] = links.held_bytes(forward);
+        out[8 * virtual_stages + v + 1] = links.held_bytes(backward);
     }
+    for (int64_t v = 0; v < virtual_stages; ++v)
+        row.fits &= bytes_alone(problem_.pipeline, row.costs, v) <= problem_.memory(v % problem_.stages());
 }
 
 }  // namespace dynapipe

@@ -46,8 +46,8 @@ public:
 
     private:
         friend class CostCache;
-        int64_t input_;
         const Axis* sizes_;
+        int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
         std::vector<int64_t> labelled_costs_;  // likewise, of what is of positions with labels
         std::vector<Summary> summaries_;
@@ -94,9 +94,10 @@ private:
     std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
     Summary summarize(const BySize& by_size, int64_t size);
     int64_t usual_labels(int64_t positions) const;
+    int64_t message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const;
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
     void stage_costs();
-    void fill(int64_t input_bytes, int64_t target_bytes, CostRow& row) const;
+    void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
     void leave_out_others(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
                           StageCosts& at) const;

@@ -113,21 +113,27 @@ public:
     std::vector<int64_t> passes, send_steps;
     int64_t length = 0;
 
-    // Elements of messages while each pass runs: buffers of received ones, equal, beside what is being sent; a kept
-    // input is counted with its pass.
+    // Elements of messages while each pass runs: the pools' buffers so far; a kept input is counted with its pass.
     std::vector<int64_t> messages() const {
-        std::vector<int64_t> held = under_way_;
-        for (int64_t& each : held) each += most_[kActivation] * largest_[kActivation] + most_[kGradient] * largest_[kGradient];
-        return held;
+        std::vector<int64_t> elements;
+        for (const UnderWay& at : under_way_) {
+            int64_t sum = -at.kept;
+            for (int64_t pool : {kInput, kOutput, kOutputGrad}) sum += at.most[pool] * largest_[pool];
+            elements.push_back(sum);
+        }
+        return elements;
     }
 
 private:
     bool forward(int64_t row, int64_t key);
     bool backward(int64_t key, State after);
     bool transfer(int64_t kind, Reader& reader);
-    void receive(int64_t payload, int64_t elements) {
-        most_[payload] = std::max(most_[payload], ++received_[payload]);
-        largest_[payload] = std::max(largest_[payload], elements);
+    // What is sent shares a pool.
+    static int64_t pool(int64_t buffer) { return buffer == kInputGrad ? int64_t{kOutput} : buffer; }
+    void take(int64_t buffer, int64_t elements) {
+        const int64_t pool = this->pool(buffer);
+        now_.most[pool] = std::max(now_.most[pool], ++used_[pool]);
+        largest_[pool] = std::max(largest_[pool], elements);
     }
     bool free(int64_t buffer, int64_t row, int64_t chunk);
     // Moves a buffer from one state to the next, and from no other.
@@ -145,9 +151,13 @@ private:
     std::vector<State> buffers_[kBuffers], done_;
     std::vector<int64_t> forwards_left_, number_[kPayloads];
     bool receiving_[kPayloads] = {};
-    std::vector<int64_t> elements_[kBuffers], under_way_;  // of each buffer's message; at each pass
-    int64_t received_[kPayloads] = {}, most_[kPayloads] = {}, largest_[kPayloads] = {};  // held, at most, elements
-    int64_t sending_ = 0, kept_ = 0;
+    struct UnderWay {
+        int64_t most[kBuffers] = {}, kept = 0;  // buffers of each pool so far; elements of inputs that forwards keep
+    };
+    std::vector<int64_t> elements_[kBuffers];  // of each buffer's message
+    std::vector<UnderWay> under_way_;          // at each pass
+    UnderWay now_;
+    int64_t used_[kBuffers] = {}, largest_[kBuffers] = {};  // buffers of each pool, elements
 };
 
 Walk::Walk(const ListShape& shape, int64_t stages, int64_t stage) : shape_(shape), stages_(stages), stage_(stage) {
@@ -185,10 +195,10 @@ bool Walk::step(Reader& reader) {
         else fine = backward(key, kind == kBackward ? kFreed : kUsed);
         if (kind != kLoad && kind != kFree) {
             const int64_t input = shape_.forward_only ? 0 : elements_[kInput][key];
-            if (kind == kBackward || kind == kBackwardInput) kept_ -= input;
+            if (kind == kBackward || kind == kBackwardInput) now_.kept -= input;
             passes.push_back(length);
-            under_way_.push_back(sending_ - kept_);
-            if (kind == kForward) kept_ += input;
+            under_way_.push_back(now_);
+            if (kind == kForward) now_.kept += input;
         }
     }
     ++length;
@@ -238,11 +248,10 @@ bool Walk::transfer(int64_t kind, Reader& reader) {
             waits.push_back({length, payload, static_cast<int64_t>(transfers.size()) - 1, true});
         number_[payload][key] = transfers.size();
         send_steps.push_back(length);
-        sending_ += elements;
     } else {
         receiving_[payload] = true;
-        receive(payload, elements);
     }
+    take(buffer, elements);
     elements_[buffer][key] = elements;
     transfers.push_back({row, chunk * stages_ + stage_ - !downstream, length, shapes});
     return true;
@@ -252,8 +261,7 @@ bool Walk::free(int64_t buffer, int64_t row, int64_t chunk) {
     if (buffer < kData || buffer >= kBuffers) return false;
     if (buffer != kData) {
         const int64_t key = row * shape_.chunks + chunk;
-        if (buffer == kInput || buffer == kOutputGrad) --received_[buffer == kInput ? kActivation : kGradient];
-        else sending_ -= elements_[buffer][key];
+        --used_[pool(buffer)];
         return advance(buffer, key, kUsed, kFreed);
     }
     return chunk == 0 && forwards_left_[row] == 0 && advance(kData, row, kReady, kFreed);

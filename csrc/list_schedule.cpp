@@ -53,6 +53,7 @@ void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned) {
 
 // Sets the stages up; false where a micro-batch does not fit, or warm-up, work and drain of a stage reach the bound.
 bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
+    const int64_t count = costs.size();
     int64_t warmup = 0, drain = 0;
     left_ = 0;
     divided_ = divided;
@@ -60,6 +61,8 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
         int64_t work = 0, weights = 0, peak = 0, above = 0;
+        Messages& its = messages_[s];
+        its = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
         for (const PassCosts* cost : costs) {
             for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
                 work += cost->forward[v] + (shape_.forward_only ? 0 : cost->backward[v]);
@@ -70,10 +73,14 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
                 }
                 peak = std::max(peak, cost->peak[v]);
                 if (shape_.peak_covers_backward) above = std::max(above, cost->peak[v] - cost->stored[v]);
+                its.input = std::max(its.input, input_message(*cost, v));
+                its.gradient = std::max(its.gradient, gradient_message(shape_, *cost, v));
+                its.sent = std::max(its.sent, sent_message(shape_, *cost, v));
             }
         }
+        if (shape_.forward_only) peak += std::min(1 + ahead_, its.inputs) * its.input + most_sent(s, costs.size()) * its.sent;
         if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
-        stages_[s] = {0, shape_.model_state[s], 0, 0, 0, 0, 0, 0, kForwardPass};
+        stages_[s] = {.held = shape_.model_state[s], .next = kForwardPass};
         starts_[s] = kUnreachable;
         above_[s] = above;
         most_idle_[s] = bound - work;
@@ -123,14 +130,15 @@ void ListScheduler::keep(Trace& trace, const Costs& costs, const Policy& policy)
     trace.policy_ = policy;
     trace.turned_ = turned_;
     trace.above_ = above_;
-    trace.input_ready_.swap(input_ready_);
-    trace.gradient_ready_.swap(gradient_ready_);
+    trace.messages_ = messages_;
+    trace.inputs_.swap(inputs_);
+    trace.gradients_.swap(gradients_);
 }
 
 // Goes to the last point of an earlier run at which only so many micro-batches mattered.
 template <bool kChunked>
 size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
-    if (before.above_ != above_) return 0;
+    if (before.above_ != above_ || before.messages_ != messages_) return 0;
     size_t at = before.used_;
     while (at > 0 && before.points_[at - 1].stages[0].forwards >= common) --at;
     if (at == 0) return 0;
@@ -141,13 +149,13 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
     makespan_ = point.makespan;
     for (int64_t s = 0; s <= last; ++s) {
         left_ -= stages_[s].passes;
-        if (s > 0) std::copy_n(before.input_ready_.begin() + s * width, stages_[s - 1].forwards, input_ready_.begin() + s * items_);
-        const int64_t* gradients = before.gradient_ready_.data() + s * width;
-        if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradient_ready_.begin() + s * items_);
+        if (s > 0) std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
+        const auto gradients = before.gradients_.begin() + s * width;
+        if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradients_.begin() + s * items_);
     }
     for (int64_t i = 0; i < stages_[last].forwards; ++i) {
         const int64_t place = item<kChunked>(true, i).after;
-        gradient_ready_[last * items_ + place] = before.gradient_ready_[last * width + place];
+        gradients_[last * items_ + place] = before.gradients_[last * width + place];
     }
     return at;
 }
@@ -170,10 +178,10 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
     const bool divided = policy.least_gap != kUndivided && !shape_.forward_only;
     if (!begin(costs, bound, divided)) return kUnreachable;
     const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : divided ? 3 : 2);
-    input_ready_.assign(stages * items_, kUnreachable);
-    gradient_ready_.assign(stages * items_, kUnreachable);
+    inputs_.assign(stages * items_, Arrival());
+    gradients_.assign(stages * items_, Arrival());
     for (int64_t i = 0; i < items_; ++i)
-        if (item<kChunked>(true, i).chunk == 0) input_ready_[i] = 0;
+        if (item<kChunked>(true, i).chunk == 0) inputs_[i].ready = 0;
     if (kinds) kinds->assign(stages * passes, kPassKinds);
     makespan_ = 0;
     const size_t shared = before ? begin_from<kChunked>(*before, before->common(costs, policy, turned_)) : 0;
@@ -191,8 +199,13 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
         const int64_t at = s * passes + stage.passes++;
         Fed fed{s, 0, false};
-        if (stage.next == kWeightPass) step_weight<kChunked>(s, costs);
-        else fed = step<kChunked>(s, costs);
+        if (stage.next == kWeightPass) {
+            if (stage.held + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
+            step_weight<kChunked>(s, costs);
+        } else {
+            fed = step<kChunked>(s, costs);
+            if (fed.stage < 0) return kUnreachable;  // messages overfill the stage
+        }
         if (kinds) (*kinds)[at] = stage.next;
         const int64_t drain = stage.backwards < items_ ? std::max<int64_t>(drain_[s] + stage.halves, 0) : 0;
         if (stage.idle + drain >= most_idle_[s]) return kUnreachable;
@@ -230,7 +243,8 @@ void ListScheduler::release(int64_t s, const Costs& costs) {
     }
 }
 
-// Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing.
+// Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing, on none where messages
+// overfill the stage.
 template <bool kChunked>
 ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
@@ -240,7 +254,25 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const Item item = this->item<kChunked>(forward, i);
     const PassCosts& cost = *costs[item.row];
     const int64_t v = item.chunk * stages + s;
+    const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
     if (!forward && divided_ && cost.weight[v] > 0) stage.next = kInputPass;
+    if (forward) {
+        if (v > 0) {
+            stage.done[0] = arrival.answered;
+            stage.input_pool = input_pool(s, ++stage.inputs);
+            if (shape_.forward_only) ++stage.freed;
+            else stage.kept += input_message(cost, v);
+        }
+    } else {
+        if (v + 1 < shape_.virtual_stages()) {
+            stage.done[1] = arrival.answered;
+            ++stage.gradients;
+        }
+        stage.kept -= input_message(cost, v);
+        const int64_t above = shape_.peak_covers_backward ? cost.peak[v] - cost.stored[v] : 0;
+        if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return {-1, 0, false};
+        stage.freed += v > 0;
+    }
     const int64_t time = cost.time(stage.next, v);
     stage.idle += starts_[s] - stage.free;
     stage.free = starts_[s] + time;
@@ -248,7 +280,7 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     if (stage.next == kBackwardPass) stage.held -= cost.stored[v];
     if (!forward) release<kChunked>(s, costs);
     if (forward && v == shape_.virtual_stages() - 1) {
-        gradient_ready_[s * items_ + item.after] = stage.free;
+        gradients_[s * items_ + item.after].ready = stage.free;
         return {s, 0, false};
     }
     if (!forward && v == 0) return {s, 0, false};
@@ -256,7 +288,8 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const bool wraps = s == (forward ? last : 0);
     const int64_t fed = forward ? (wraps ? 0 : s + 1) : (wraps ? last : s - 1);
     const int64_t place = wraps ? item.after : i;
-    (forward ? input_ready_ : gradient_ready_)[fed * items_ + place] = arrives;
+    (forward ? inputs_ : gradients_)[fed * items_ + place] = {arrives, forward ? stage.gradients : stage.inputs};
+    send(stage, forward);
     return {fed, place, forward};
 }
 
@@ -271,20 +304,26 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
         const Item item = this->item<kChunked>(true, i);
         const PassCosts& cost = *costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
-        // Beside others in flight it must leave room for every backward.
-        const int64_t needed = i == stage.released ? cost.peak[v] : std::max(cost.peak[v], cost.stored[v] + above_[s]);
+        const Arrival& input = inputs_[s * items_ + i];
+        // Beside others in flight it must leave room for every backward, and for what it sends.
+        const int64_t done = input.ready < kUnreachable && v > 0 ? input.answered : stage.done[0];
+        const int64_t sent = stage.sent[0] + stage.sent[1] + 1 - done - stage.done[1];
+        const int64_t after = cost.stored[v] + above_[s] - input_message(cost, v) +
+                              std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
+        const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
+                               (i == stage.released ? cost.peak[v] : std::max(cost.peak[v], after));
         // A chain's backward passes begin with its last forward, however deep that is.
         const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
         const bool wanted = i - j < depth || awaited;
         admitted = wanted && stage.held + needed <= shape_.memory_limit;
-        urgent = wanted && !admitted && input_ready_[s * items_ + i] <= stage.free;
+        urgent = wanted && !admitted && input.ready <= stage.free;
     }
     int64_t forward = kUnreachable, backward = kUnreachable;
-    if (admitted && input_ready_[s * items_ + i] < kUnreachable)
-        forward = std::max(stage.free, input_ready_[s * items_ + i]);
+    if (admitted && inputs_[s * items_ + i].ready < kUnreachable)
+        forward = std::max(stage.free, inputs_[s * items_ + i].ready);
     if (!shape_.forward_only && j < items_ && !(admitted && policy.rule == Rule::kStrict) &&
-        gradient_ready_[s * items_ + j] < kUnreachable)
-        backward = std::max(stage.free, gradient_ready_[s * items_ + j]);
+        gradients_[s * items_ + j].ready < kUnreachable)
+        backward = std::max(stage.free, gradients_[s * items_ + j].ready);
     const bool is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
     stage.next = is_forward ? kForwardPass : kBackwardPass;
     starts_[s] = std::min(forward, backward);

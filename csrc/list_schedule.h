@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "checks.h"
+#include "memory.h"
 #include "pipeline.h"
 #include "simulate.h"
 
@@ -40,6 +42,24 @@ class ListScheduler {
         int64_t released;  // backwards up to the first that waits for its second half
         int64_t passes;    // that have run
         PassKind next;
+        // Messages: received inputs and gradients that were waited for, inputs that are no longer needed, bytes of those that
+        // forwards keep; what was sent, and is known to be received, gradients and activations; the pools' buffers.
+        int32_t inputs, gradients, freed;
+        int32_t sent[2], done[2];
+        int32_t input_pool, sent_pool;
+        int64_t kept;
+    };
+    // What a pass waits for: when it is there, and how many of the stage's messages its sender had received by then.
+    struct Arrival {
+        int64_t ready = kUnreachable, answered = 0;
+    };
+    // A stage's messages: the largest of each pool, how many it receives.
+    struct Messages {
+        int64_t input, gradient, sent, inputs, gradients;
+
+        bool operator==(const Messages& other) const {  // of as large buffers
+            return input == other.input && gradient == other.gradient && sent == other.sent;
+        }
     };
     // A state right before the first stage's next pass, a forward.
     struct Point {
@@ -71,13 +91,15 @@ public:
         Costs costs_;  // empty where no run is kept
         Policy policy_;
         std::vector<int32_t> turned_;
-        std::vector<int64_t> above_, input_ready_, gradient_ready_;
+        std::vector<int64_t> above_;
+        std::vector<Messages> messages_;
+        std::vector<Arrival> inputs_, gradients_;
         std::vector<Point> points_;
         size_t used_ = 0, shared_ = 0;  // points; those of them that stay in the trace that the run began from
     };
 
     explicit ListScheduler(const PipelineShape& shape)
-        : shape_(shape), stages_(shape.stages), above_(shape.stages), most_idle_(shape.stages), drain_(shape.stages),
+        : shape_(shape), stages_(shape.stages), above_(shape.stages), messages_(shape.stages), most_idle_(shape.stages), drain_(shape.stages),
           starts_(shape.stages) {}
 
     // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
@@ -125,6 +147,24 @@ private:
         return {place, 0, place, place};
     }
 
+    // Bytes of messages that a stage holds beside what passes keep, with so many buffers for inputs.
+    int64_t message_bytes(int64_t s, int64_t inputs) const {
+        const Stage& stage = stages_[s];
+        const Messages& its = messages_[s];
+        return inputs * its.input + std::min(1 + ahead_, its.gradients) * its.gradient + stage.sent_pool * its.sent - stage.kept;
+    }
+    // Buffers for inputs once so many were waited for.
+    int64_t input_pool(int64_t s, int64_t inputs) const {
+        return std::max<int64_t>(stages_[s].input_pool, std::min(inputs + ahead_, messages_[s].inputs) - stages_[s].freed);
+    }
+    void send(Stage& stage, bool forward) {
+        ++stage.sent[forward];
+        stage.sent_pool = std::max(stage.sent_pool, stage.sent[0] + stage.sent[1] - stage.done[0] - stage.done[1]);
+    }
+    // Messages that a stage of a forward-only plan holds at most of what it sends.
+    int64_t most_sent(int64_t s, int64_t count) const {
+        return s + 1 < shape_.stages ? std::min(kSentAhead, count * shape_.chunks) : count * (shape_.chunks - 1);
+    }
     void number(int64_t count, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound, bool divided);
     void mark(Trace& trace) const;
@@ -138,12 +178,14 @@ private:
     std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;
+    const int64_t ahead_ = shape_.transfers.receive_ahead != 0;  // receives that are posted before they are waited for
     std::vector<int64_t> above_;      // [stages] room that every backward finds
+    std::vector<Messages> messages_;  // [stages]
     std::vector<int64_t> most_idle_;  // [stages] which the iteration's time reaches the bound with
     std::vector<int64_t> drain_;  // [stages] least time from the last pass to the iteration's end, less the second halves
     int64_t makespan_ = 0;
     std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them
-    std::vector<int64_t> input_ready_, gradient_ready_;  // [stages][items]; kUnreachable until known
+    std::vector<Arrival> inputs_, gradients_;  // [stages][items]
 };
 
 }  // namespace dynapipe

@@ -43,6 +43,8 @@ struct PassCosts {
     const int64_t* forward_transfer;
     const int64_t* backward_transfer;
     const int64_t* weight;  // the part of `backward` that may run later; 0 where it cannot be divided
+    const int64_t* forward_message;   // bytes that leave for the next virtual stage; 0 at the last
+    const int64_t* backward_message;  // and for the one before; 0 at the first
 
     int64_t time(PassKind kind, int64_t v) const {
         switch (kind) {
@@ -55,7 +57,14 @@ struct PassCosts {
 };
 // Fields of ScheduleProblem, in the order of PassCosts.
 constexpr const char* kCostNames[] = {"forward_ns", "backward_ns", "stored_bytes", "peak_bytes",
-                                      "forward_transfer_ns", "backward_transfer_ns", "weight_ns"};
+                                      "forward_transfer_ns", "backward_transfer_ns", "weight_ns",
+                                      "forward_message_bytes", "backward_message_bytes"};
 constexpr size_t kCosts = std::size(kCostNames);
+
+// A micro-batch's costs from `kCosts` rows of [virtual stages], `apart` values one after another.
+inline PassCosts costs_in(const int64_t* rows, size_t apart) {
+    const auto row = [&](size_t k) { return rows + k * apart; };
+    return {row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7), row(8)};
+}
 
 }  // namespace dynapipe

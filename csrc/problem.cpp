@@ -25,7 +25,8 @@ void Links::check(size_t virtual_stages) const {
             "links between neighbouring stages");
     for (double rate : gbps) require(rate > 0, "a rate above 0 on every link");
     for (double latency : latency_ns) require(latency >= 0 && latency < 1e15, "latencies from 0 to 1e15 ns");
-    require(bytes_per_position >= 0 && bytes_per_position <= kLargestCoordinate / 4, "0 to 2^18 bytes per position");
+    for (int64_t bytes : {bytes_per_position, held_per_position})
+        require(bytes >= 0 && bytes <= kLargestCoordinate / 4, "0 to 2^18 bytes per position");
 }
 
 void PipelineShape::check() const {

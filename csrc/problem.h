@@ -1,10 +1,12 @@
 // One batch to be planned: its samples, the costs of layers, the pipeline, and the links between its stages.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "checks.h"
 #include "pipeline.h"
 #include "tables.h"
 
@@ -12,12 +14,14 @@ namespace dynapipe {
 
 // What crosses the boundary v → v + 1 and how long it takes: [virtual stages - 1] each.
 struct Links {
-    int64_t bytes_per_position;            // of one hidden state
+    int64_t bytes_per_position;            // of one hidden state, as it is sent
+    int64_t held_per_position;             // bytes of it that a rank holds
     std::vector<uint8_t> decoder_forward;  // whether activations hold the decoder's state
     std::vector<uint8_t> decoder_backward;
     std::vector<double> latency_ns, gbps;  // [routes][virtual stages - 1]: a message takes the fastest route
 
     int64_t transfer_ns(size_t boundary, int64_t bytes) const;
+    int64_t held_bytes(int64_t positions) const { return std::min(positions * held_per_position, kLargestMessage); }
     void check(size_t virtual_stages) const;
 };
 

@@ -14,6 +14,7 @@
 #include "join_halves.h"
 #include "mutations.h"
 #include "packed_starts.h"
+#include "tight_starts.h"
 
 namespace dynapipe {
 namespace {
@@ -23,13 +24,12 @@ struct Share { int64_t parts, of; };
 // Packed rows of a replica, on chunks, that a default search schedules on all stages, and evaluations at most.
 constexpr struct Budget {
     int64_t rows, most;
-} kBudget{230'000, 9000}, kBudgetOfTwo{190'000, 7500};  // the latter, and half more, where stages must be even in two kinds of layers
+} kBudget{245'000, 9500}, kBudgetOfTwo{200'000, 7900};  // the latter, and half more, where stages must be even in two kinds of layers
 constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
 constexpr int64_t kLeast = 2500;
 constexpr Share kMoreOfTwo{3, 2};  // evaluations where stages must be even in two kinds of layers
 constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
-constexpr int64_t kGivenPart = 4;  // a search from a given solution takes the 4th of the evaluations
 constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
@@ -49,7 +49,6 @@ public:
           by_default_(evaluations == kDefaultEvaluations) {}
 
     Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
-    Found run_from(Solution given);
 
 private:
     Found improved(std::vector<Solution> solutions);
@@ -62,6 +61,7 @@ private:
     Solution assigned(const MicroBatches& batches);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
+    void begin_tight(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
                       std::initializer_list<Rule> rules, ReplicaState& best);
     void compete(std::vector<Solution>& solutions);
@@ -84,15 +84,17 @@ private:
     Mutations mutations_;
     int64_t left_;
     bool by_default_;
+    int64_t most_depth_ = kUnreachable;
     std::vector<uint8_t> kinds_;
     std::vector<size_t> touched_;
 };
 
-// The depths that fill the pipeline, and `extra` beyond them on all stages but the last.
+// The depths that fill the pipeline, and `extra` beyond them on all stages but the last; shallow where memory is short.
 Policy Search::policy(int64_t extra, Rule rule) const {
     const int64_t stages = problem_.pipeline.stages, each = problem_.pipeline.chunks > 1 ? 2 : 1;
     Policy policy{{}, rule, division_ == Division::kOff ? kUndivided : kGap};
-    for (int64_t s = 0; s + 1 < stages; ++s) policy.depth.push_back(each * (stages - 1 - s) + 1 + extra);
+    for (int64_t s = 0; s + 1 < stages; ++s)
+        policy.depth.push_back(std::min(each * (stages - 1 - s) + 1 + extra, most_depth_));
     policy.depth.push_back(1);
     return policy;
 }
@@ -138,6 +140,16 @@ void Search::begin_packed(ReplicaState& replica) {
         try_policies(joined(order), kFewExtras, kFewRules, replica);
 }
 
+// Where memory is short: what needs the most comes first, while pools of messages are small, and stages hold few at once.
+void Search::begin_tight(ReplicaState& replica) {
+    const Blocks order = neediest_first(problem_, chains_.blocks(replica.micro_batches));
+    for (int64_t depth : {kUnreachable, int64_t{3}, int64_t{2}, int64_t{1}}) {
+        most_depth_ = depth;
+        try_policies(joined(order), {0}, kEveryRule, replica);
+    }
+    most_depth_ = kUnreachable;
+}
+
 // Blocks assigned to the replicas, the longest first, each to the replica with the least work; in each small to large.
 Solution Search::assigned(const MicroBatches& batches) {
     Solution solution;
@@ -178,16 +190,21 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         least = std::min(least, solution.slowest());
         solutions.push_back(std::move(solution));
     };
+    std::vector<MicroBatches> padded;
     for (const std::vector<Run>& partition : partitions) {
-        MicroBatches batches;
+        MicroBatches& batches = padded.emplace_back();
         for (const Run& run : partition) batches.push_back(maker_.make(BatchMaker::run(run.first, run.size), run.mode, false));
-        if (std::count(batches.begin(), batches.end(), nullptr) == 0) add(batches, &Search::begin_padded);
+        if (std::count(batches.begin(), batches.end(), nullptr) > 0) padded.pop_back();
     }
-    if (problem_.may_pack) {
-        const int64_t left = left_;
-        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
-        left_ = left;  // what begins a search is not counted where it is many
+    const int64_t left = left_;
+    for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
+    for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    if (solutions.empty()) {
+        for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight);
+        for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight);
     }
+    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
+    if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     return solutions;
@@ -229,19 +246,6 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::ve
     if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(solutions[0]);
     return improved(std::move(solutions));
-}
-
-// From a solution of the same micro-batches in more memory.
-Found Search::run_from(Solution given) {
-    if (by_default_) left_ = default_evaluations(given);
-    left_ /= kGivenPart;
-    for (ReplicaState& replica : given.replicas) {
-        if (replica.micro_batches.empty()) continue;
-        replica.makespan = evaluate(replica, kUnreachable);
-        if (replica.makespan >= kUnreachable) begin_packed(replica);
-        if (replica.makespan >= kUnreachable) return {};
-    }
-    return improved({std::move(given)});
 }
 
 Found Search::improved(std::vector<Solution> solutions) {
@@ -373,13 +377,6 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 }
 
 }  // namespace
-
-Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
-                  int64_t evaluations, uint64_t seed) {
-    Found found = Search(problem, costs, maker, problem.division, evaluations, seed).run_from({given});
-    join_halves(problem, found);
-    return found;
-}
 
 Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
              int64_t evaluations, uint64_t seed) {

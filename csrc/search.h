@@ -40,8 +40,4 @@ struct Begun {
 Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
              int64_t evaluations, uint64_t seed);
 
-// The best solution from a given one, in a part of the evaluations.
-Found search_from(const Problem& problem, CostCache& costs, BatchMaker& maker, const std::vector<ReplicaState>& given,
-                  int64_t evaluations, uint64_t seed);
-
 }  // namespace dynapipe

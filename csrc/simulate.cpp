@@ -17,8 +17,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     Simulation run;
     run.start.assign(order.size(), 0);
     run.end.assign(order.size(), 0);
-    run.peak = shape.model_state;
-    std::vector<int64_t> held = shape.model_state, free(stages, 0), idle(stages, 0), link_free(2 * stages, 0);
+    std::vector<int64_t> free(stages, 0), idle(stages, 0), link_free(2 * stages, 0);
     std::vector<int64_t>& position = run.position;
     position.assign(stages, 0);
     // When a forward's input is there, a backward's gradient, and what a first half leaves to the second.
@@ -58,17 +57,8 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             }
             run.start[step] = start;
             run.end[step] = free[stage] = end;
-            if (backward) held[stage] -= cost.stored[v];
-            if (!backward || shape.peak_covers_backward)
-                run.peak[stage] = std::max(run.peak[stage], held[stage] + cost.peak[v]);
-            if (kind == kInputPass) {
-                held[stage] += cost.stored[v];  // until the second half
-                weight_ready[at] = end;
-            }
-            if (!backward) {
-                if (!shape.forward_only) held[stage] += cost.stored[v];
-                if (v == last) gradient_ready[at] = end;
-            }
+            if (kind == kInputPass) weight_ready[at] = end;
+            if (!backward && v == last) gradient_ready[at] = end;
             if (kind != kWeightPass && (backward ? v > 0 : v < last)) {
                 const int64_t duration = (backward ? cost.backward_transfer : cost.forward_transfer)[v];
                 int64_t depart = end;

@@ -10,7 +10,6 @@ namespace dynapipe {
 
 struct Simulation {
     std::vector<int64_t> start, end;  // [stages][passes], as the order given; 0 where it holds none
-    std::vector<int64_t> peak;        // [stages]
     std::vector<int64_t> position;    // [stages] passes that have run
     int64_t makespan = 0;
     bool stalled = false;             // `position` says where

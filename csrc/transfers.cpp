@@ -27,7 +27,7 @@ public:
 
 private:
     struct Stage {
-        int64_t pass = 0, free = 0, held = 0;
+        int64_t pass = 0, free = 0;
         int64_t waited[2] = {0, 0};  // messages received, by channel
         bool sending = false;        // the pass has run, and its message is not under way
     };
@@ -68,8 +68,6 @@ Replay::Replay(const PipelineShape& shape, const std::vector<PassCosts>& costs, 
       sends_(order.size(), kUnknown), done_(costs.size() * shape.virtual_stages(), kPassKinds) {
     run_.start.assign(order.size(), 0);
     run_.end.assign(order.size(), 0);
-    run_.peak = shape.model_state;
-    for (int64_t s = 0; s < shape.stages; ++s) stages_[s].held = shape.model_state[s];
     number();
 }
 
@@ -143,10 +141,6 @@ void Replay::compute(int64_t s, int64_t start) {
     run_.start[step] = start;
     run_.end[step] = stage.free = start + cost.time(kind, v);
     run_.makespan = std::max(run_.makespan, stage.free);
-    if (kind != kForwardPass) stage.held -= cost.stored[v];
-    if (kind == kForwardPass || shape_.peak_covers_backward)
-        run_.peak[s] = std::max(run_.peak[s], stage.held + cost.peak[v]);
-    if (kind == kInputPass || (kind == kForwardPass && !shape_.forward_only)) stage.held += cost.stored[v];
     done_[row * (last_ + 1) + v] = kind;
     stage.sending = moved_ = true;
 }

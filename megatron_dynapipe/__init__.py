@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)
     from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
         profile_module,
         split_model,
     )
-    from megatron_dynapipe.planning.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.runtime import PipelineExecutor
+    from megatron_dynapipe.tools.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.tools.elastic.layout import layout_for
     from megatron_dynapipe.tools.elastic.run import ElasticRun
     from megatron_dynapipe.tools.tuning import orchestrate, tune
@@ -36,12 +37,14 @@ _LAZY = {
         "tools.elastic.run": "ElasticRun",
         "integration.entry.megatron_pipeline": "MegatronPipeline",
         "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
-        "planning.batch": "PlannedBatch plan_batch",
+        "tools.batch": "PlannedBatch plan_batch",
         "runtime": "PipelineExecutor",
         "tools.tuning": "orchestrate tune",
     }.items()
     for name in names.split()
 }
+_HOOKS = "checkout_hooks"
+"""What patched checkouts import: a module's name here, which stays, so that they work with later versions."""
 
 __all__ = [
     "CutPoint",
@@ -65,6 +68,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == _HOOKS:
+        return import_module("megatron_dynapipe.integration.entry.checkout")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -16,10 +16,10 @@ import argparse
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
 import yaml
 
@@ -37,6 +37,8 @@ CLUSTERS = Path(__file__).parent / "clusters"
 """Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
 BY_DEVICE: tuple[tuple[str, str], ...] = (
     # pattern of the name that CUDA gives the device, file; cards without NVSwitch between them have none
+    (r"\bGB200\b", "gb200_186gb"),
+    (r"\bB200\b", "b200_180gb"),
     (r"\bH200\b(?! NVL)", "h200_141gb"),
     (r"\bH100 80GB HBM3\b", "h100_80gb"),
     (r"\bA100-SXM4-80GB\b", "a100_80gb"),
@@ -52,7 +54,7 @@ _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a cluster file says.
+    """A device's memory and the links, as a cluster file gives them.
 
     Attributes:
         path: of the file.
@@ -80,7 +82,7 @@ def cluster_file(device: str, *, of_kind: bool = False) -> str | None:
 
 @functools.cache
 def read_cluster(path: Path, device: str = "") -> Cluster:
-    """What a cluster file says.
+    """A device's memory and the links, as a cluster file gives them.
 
     Args:
         path: of the file; where there is none, a name of one of `CLUSTERS`.
@@ -91,16 +93,18 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     """
     if not path.exists() and (ours := CLUSTERS / f"{path}.yaml").exists():
         path = ours
-    found = _mapping(path, "cluster file", "its keys to numbers")
-    for name in found:
+    known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
+    hint = f"pass the path of a YAML file, or one of {known}"
+    keys = _mapping(path, "cluster file", "its keys to numbers", hint)
+    for name in keys:
         if name not in (*CLUSTER_KEYS, DEVICES):
             near = near_name(str(name), (*CLUSTER_KEYS, DEVICES))
             raise ConfigError(
                 f"{path}: {name!r} is not a key of a cluster file",
                 hint=f"did you mean {near}?" if near else f"its keys are {', '.join(CLUSTER_KEYS)} and {DEVICES}",
             )
-    for key in (*CLUSTER_KEYS, *found.keys() & {DEVICES}):
-        value: Any = found.get(key)
+    for key in (*CLUSTER_KEYS, *keys.keys() & {DEVICES}):
+        value: Any = keys.get(key)
         may_be_zero = key.endswith("latency-us")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
@@ -111,20 +115,17 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     return Cluster(
         path=path,
         device=device,
-        memory_limit_bytes=int(found[MEMORY] * BYTES_PER_MB),
+        memory_limit_bytes=int(keys[MEMORY] * BYTES_PER_MB),
         links={
-            kind: Link(latency_us=float(found[f"{kind}-latency-us"]), gbps=float(found[f"{kind}-gbps"]))
+            kind: Link(latency_us=float(keys[f"{kind}-latency-us"]), gbps=float(keys[f"{kind}-gbps"]))
             for kind in (INTRA_NODE, INTER_NODE)
         },
-        devices_per_node=int(found[DEVICES]) if DEVICES in found else None,
+        devices_per_node=int(keys[DEVICES]) if DEVICES in keys else None,
     )
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
-    """The command line with its run files' flags written out before its own, so that its own win.
-
-    Args:
-        arguments: the command line without the program's name; one without run files stays as it is.
+    """The command line (without the program's name) with its run files' flags written out before its own, which win.
 
     Raises:
         ConfigError: a file is missing or not such a mapping, or `--dynapipe-config` names none.
@@ -144,42 +145,30 @@ def read(path: Path) -> dict[str, object]:
     return {str(name): _checked(str(name), value, path) for name, value in loaded.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EarlyFlags:
-    """The flags that are needed before Megatron can parse them, under their names, with Megatron's or our defaults."""
-
-    dynapipe_device: Literal["auto", "cpu", "cuda"] = "auto"
-    dynapipe_timeout_s: float = 300.0
-    tensor_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    save: str = ""
-    save_interval: int = 0
-    ckpt_format: str = "torch_dist"
-    non_persistent_global_ckpt_dir: str = ""
-    finetune: bool = False
+EARLY_FLAGS: Mapping[str, Any] = {
+    "dynapipe_device": "auto",
+    "dynapipe_timeout_s": 300.0,
+    "tensor_model_parallel_size": 1,
+    "save": "",
+}
+"""The flags that are needed before Megatron can parse them, by destination, with Megatron's or our defaults."""
 
 
-def early_flags[T](arguments: Sequence[str], record: type[T]) -> T:
+def early_flags(arguments: Sequence[str], defaults: Mapping[str, Any] = EARLY_FLAGS) -> argparse.Namespace:
     """Some flags of a command line whose others are not looked at.
 
     Args:
         arguments: the command line, its run files written out.
-        record: a dataclass whose fields are the flags, with their types and defaults: `EarlyFlags`.
+        defaults: by destination; a flag's value is of its default's type.
 
     Raises:
         ConfigError: one of them has a value that is not of its type.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for field in fields(record):  # type: ignore[arg-type]  # a dataclass
-        flag, kind = f"--{field.name.replace('_', '-')}", field.type
-        if kind is bool:
-            parser.add_argument(flag, action="store_true")
-        elif choices := get_args(kind):
-            parser.add_argument(flag, choices=choices, default=field.default)
-        else:
-            parser.add_argument(flag, type=kind, default=field.default)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     refuse_with_one_line(parser)
-    return record(**vars(parser.parse_known_args(arguments)[0]))
+    return parser.parse_known_args(arguments)[0]
 
 
 def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
@@ -199,25 +188,34 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
 
 
-def _mapping(path: Path, kind: str, of: str) -> dict[Any, Any]:
+def _mapping(
+    path: Path, kind: str, of: str, hint: str = "pass the path of a YAML file, such as those in configs/"
+) -> dict[Any, Any]:
     """The mapping of a YAML file; raises ConfigError."""
     try:
-        loaded = _loaded(path)
+        loaded = load_yaml(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{kind} {path} does not exist", hint="pass the path of a YAML file, such as those in configs/"
-        ) from None
+        raise ConfigError(f"{kind} {path} does not exist", hint=hint) from None
     except _UNREADABLE as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{kind} {path} cannot be read: {found}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{kind} {path} cannot be read: {reason}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected {kind} {path} to be a mapping of {of}, got {type(loaded).__name__}")
     return loaded
 
 
-def _loaded(path: Path) -> object:
-    """What a YAML file says; raises one of `_UNREADABLE`."""
-    return yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())
+class _WithoutAliases(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for more than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("expected no aliases (*name): write out what they stand for")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(path: Path) -> object:
+    """What a YAML file says; raises OSError, ValueError, RecursionError or YAMLError."""
+    return yaml.load(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
 
 
 def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -4,8 +4,6 @@ User input, files, peers and plans raise one of these, with the expected value, 
 `assert` states invariants of our own code.
 """
 
-from collections.abc import Sequence
-
 
 class DynaPipeError(Exception):
     """Base of all errors of this package.
@@ -61,15 +59,7 @@ class PlanError(DynaPipeError):
 
 
 class PlanMemoryError(PlanError):
-    """A plan whose passes and messages do not fit the device's memory.
-
-    Attributes:
-        message_bytes: the most that messages of each stage hold while a pass exceeds its memory, 0 where none does.
-    """
-
-    def __init__(self, message: str, message_bytes: Sequence[int]) -> None:
-        super().__init__(message)
-        self.message_bytes = tuple(message_bytes)
+    """A plan whose passes and messages do not fit the device's memory."""
 
 
 class PlanDecodeError(PlanError):

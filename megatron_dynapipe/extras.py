@@ -1,6 +1,9 @@
 """Packages that an extra of this one brings: planning needs none of them, and says which extra where one is missing."""
 
+import contextlib
 import importlib.util
+import sys
+from collections.abc import Iterator
 
 from megatron_dynapipe.errors import InstallationError
 
@@ -33,11 +36,31 @@ def missing(error: ModuleNotFoundError) -> InstallationError | None:
     )
 
 
+@contextlib.contextmanager
+def entry_imports() -> Iterator[None]:
+    """Around an entry script's imports: what is not there ends the script with one line, a hint and status 2."""
+    error = None
+    if sys.version_info < (3, 12):  # noqa: UP036  (a script of a clone needs no installation)
+        error = InstallationError(
+            f"expected Python 3.12 or later, got {sys.version.split()[0]}",
+            hint="`make setup` makes an environment with one, .venv",
+        )
+    else:
+        try:
+            yield
+        except ModuleNotFoundError as absent:
+            if (error := missing(absent)) is None:
+                raise
+    if error is not None:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        sys.exit(2)
+
+
 def require(package: str) -> None:
     """Refuse to begin without a package that is used at the end; raises InstallationError, naming its extra."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ValueError:  # it is in `sys.modules`, and is nothing
-        found = None
-    if found is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
+        spec = None
+    if spec is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
         raise error

@@ -9,6 +9,7 @@ writes says `dynapipe` in its first bytes, or comes with a rule of its own that 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -25,6 +26,7 @@ GENERATOR = "megatron-dynapipe"
 """What pictures, pages and traces name as the program that made them."""
 
 _HEAD_BYTES = 4096
+_FULL_MB = 1.0
 _MOST_SHOWN = 200
 LOCK = ".dynapipe-lock"
 LOCK_SHARE = 0.8
@@ -40,16 +42,16 @@ def is_marked(head: bytes) -> bool:
 
 
 def marked(mark: str) -> Callable[[bytes], bool]:
-    """A rule for `mine`, where a user's file may say `dynapipe`, too: files with this text in their first bytes."""
+    """A rule for `is_ours`, where a user's file may say `dynapipe`, too: files with this text in their first bytes."""
     return lambda head: mark.encode() in head
 
 
-def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) -> None:
+def check_replaceable(path: Path, *, is_ours: Callable[[bytes], bool] = is_marked) -> None:
     """Before long work: that a file may be written under this name.
 
     Args:
         path: absent, or a file that may be replaced.
-        mine: whether a file with these first bytes may be; an empty one always may.
+        is_ours: whether a file with these first bytes may be; an empty one always may.
 
     Raises:
         ConfigError: what is there is not a file that this package wrote, or nothing can be written there.
@@ -61,7 +63,7 @@ def check_replaceable(path: Path, *, mine: Callable[[bytes], bool] = is_marked) 
                 head = file.read(_HEAD_BYTES)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file") from error
-        if head and not mine(head):
+        if head and not is_ours(head):
             raise ConfigError(
                 f"expected {path} to be absent or a file that this program wrote, it is another",
                 hint="name another file, or move that one away",
@@ -86,24 +88,24 @@ def _check_writable(path: Path) -> None:
 
 def _existing(path: Path) -> Path:
     """A path, or the nearest folder above it that exists."""
-    return next(each for each in (path.resolve(), *path.resolve().parents) if each.exists())
+    return next(place for place in (path.resolve(), *path.resolve().parents) if place.exists())
 
 
 def write_file(
-    path: Path, content: bytes | str, *, mine: Callable[[bytes], bool] = is_marked, mode: int | None = None
+    path: Path, content: bytes | str, *, is_ours: Callable[[bytes], bool] = is_marked, mode: int | None = None
 ) -> None:
     """Put content under a name, whole or not at all, also when the machine stops; makes the folders above it.
 
     Args:
         path: where; a symbolic link stays one.
         content: of the file.
-        mine: as `check_replaceable`.
+        is_ours: as `check_replaceable`.
         mode: permissions; None keeps those of the file that is replaced, else as the process's umask.
 
     Raises:
         ConfigError: as `check_replaceable`, or the system refuses; the message names the path.
     """
-    check_replaceable(path, mine=mine)
+    check_replaceable(path, is_ours=is_ours)
     target = path.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,8 +146,8 @@ def check_fresh(path: Path) -> None:
     """Before long work: that a folder is absent or empty, and can be written; raises ConfigError."""
     target = _resolved(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        found = "files in it" if target.is_dir() else "a file"
-        raise ConfigError(f"expected {path} to be a new or an empty folder, found {found}", hint="name another")
+        content = "files in it" if target.is_dir() else "a file"
+        raise ConfigError(f"expected {path} to be a new or an empty folder, found {content}", hint="name another")
     _check_writable(path)
 
 
@@ -195,44 +197,41 @@ def restore_folder(path: Path, *, aside: Path) -> None:
 
 
 def unwritten(folder: Path, error: BaseException) -> CheckpointError:
-    """What to raise where a checkpoint could not be written to a folder: why, and how much room there is.
-
-    Args:
-        folder: to which it was to be written.
-        error: of the system, or torch's `CheckpointException`, which holds every rank's.
-    """
+    """The error of a checkpoint that could not be written to a folder: why, and how much room there is."""
     failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
     if failures or hasattr(error, "failures"):
         error = failures[0] if failures else OSError(0, "another rank could not write its share")
     reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:_MOST_SHOWN]
     existing = _existing(folder)
     free = shutil.disk_usage(existing).free / 1e6
+    if free < _FULL_MB and not isinstance(error, OSError):  # torch's archives do not say why they could not be written
+        reason = f"{os.strerror(errno.ENOSPC)} ({reason})"
     return CheckpointError(
         f"cannot write the checkpoint {folder}: {reason}",
         hint=f"{existing} has {free:.1f} MB free; checkpoints that were complete are as they were",
     )
 
 
-def strangers(folder: Path, mine: Collection[str]) -> list[str]:
-    """Files and links below a folder that are not in `mine` (paths relative to it), sorted; no empty folders."""
-    found = (
-        path.relative_to(folder)
-        for base, folders, names in os.walk(folder)
-        for path in map(Path(base).joinpath, (*folders, *names))
-        if path.name in names or path.is_symlink()
+def strangers(folder: Path, names: Collection[str]) -> list[str]:
+    """Files and links below a folder that are not among `names` (paths relative to it), sorted; no empty folders."""
+    paths = (
+        str(path.relative_to(folder))
+        for base, folders, files in os.walk(folder)
+        for path in map(Path(base).joinpath, (*folders, *files))
+        if path.name in files or path.is_symlink()
     )
-    return sorted(str(each) for each in found if str(each) not in mine)
+    return sorted(path for path in paths if path not in names)
 
 
-def delete_folder(folder: Path, mine: Collection[str]) -> None:
-    """Delete a folder's files that are named in `mine`, and folders that are empty then; strangers stay.
+def delete_folder(folder: Path, names: Collection[str]) -> None:
+    """Delete a folder's files of these names (paths relative to it), and folders that are empty then; strangers stay.
 
     Raises:
         OSError: a file cannot be deleted.
     """
     if folder.is_symlink():
         return
-    for name in mine:
+    for name in names:
         (folder / name).unlink(missing_ok=True)
     for base, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):  # not empty

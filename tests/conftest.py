@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+from pathlib import Path
 
 # Two ranks on two cores: more threads than cores make every multi-process test slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,14 @@ import pytest
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset of random tokens, which no test changes."""
+    from tests.helpers.random_dataset import make_dataset
+
+    return make_dataset(tmp_path_factory.mktemp("data") / "random")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

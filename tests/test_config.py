@@ -1,7 +1,5 @@
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -60,7 +58,7 @@ def test_the_command_line_comes_last_and_of_several_files_a_later_one_wins(tmp_p
         ("recompute-modules: [true]", r"recompute-modules: expected true or false .*got \[True\]"),
         ("- bf16", "to be a mapping of flags to values, got list"),
         ("a: [", "cannot be read"),
-        ("a: &a [*a]", "run"),
+        ("a: &a [*a]", "expected no aliases"),
         ("[" * 1500, "run"),
         ("? [a]\n: b", "run"),
         ("\x00", "run"),
@@ -86,35 +84,28 @@ def test_a_wrong_command_line_is_refused(arguments, said):
         config.expand(arguments)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    device: Literal["auto", "cpu"] = "auto"
-    num_layers: int = 2
-    lr: float = 0.5
-    save: str = ""
-    bf16: bool = False
+FLAGS = {"num_layers": 2, "lr": 0.5, "save": ""}
 
 
 @pytest.mark.parametrize(
-    ("words", "flags"),
+    ("words", "changes"),
     [
-        ("", Flags()),
-        ("--num-layers 4 --num-layers=5 --other 3 6", Flags(num_layers=5)),
-        ("--device cpu --lr 1 --bf16 --save a --saved b -x", Flags(device="cpu", lr=1, bf16=True, save="a")),
+        ("", {}),
+        ("--num-layers 4 --num-layers=5 --other 3 6", {"num_layers": 5}),
+        ("--lr 1 --bf16 --save a --saved b -x", {"lr": 1.0, "save": "a"}),
     ],
 )
-def test_some_flags_are_read_before_all_are_known(words, flags):
-    assert config.early_flags(words.split(), Flags) == flags
+def test_some_flags_are_read_before_all_are_known(words, changes):
+    assert vars(config.early_flags(words.split(), FLAGS)) == FLAGS | changes
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--num-layers many", "argument --num-layers: invalid int value: 'many'"),
-        ("--device gpu", "argument --device: invalid choice: 'gpu'"),
         ("--save", "argument --save: expected one argument\nhint: --help lists all flags"),
     ],
 )
 def test_early_flags_of_another_type_are_refused(words, said):
     with pytest.raises(ConfigError, match=said):
-        config.early_flags(words.split(), Flags)
+        config.early_flags(words.split(), FLAGS)

@@ -1,5 +1,9 @@
 """Extras: the table in the code is that of pyproject.toml."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,13 +12,14 @@ from packaging.requirements import Requirement
 
 from megatron_dynapipe.extras import EXTRA_OF, missing
 
-PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BROUGHT_BY = {"megatron": "megatron-core", "sympy": "torch"}
 """The requirement that brings a package of another name."""
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {Requirement(each).name.lower() for each in requirements}
+    return {Requirement(requirement).name.lower() for requirement in requirements}
 
 
 @pytest.mark.parametrize(("package", "extra"), EXTRA_OF.items())
@@ -32,6 +37,27 @@ def test_every_package_of_an_extra_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", ["megatron_dynapipe.nothing", "json.nothing", None])
 def test_a_module_that_no_extra_brings_is_no_matter_of_extras(name: str | None) -> None:
     assert missing(ModuleNotFoundError("no module", name=name)) is None
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"])
+@pytest.mark.parametrize(
+    ("python", "absent", "said"),
+    [
+        (
+            sys.executable,
+            "torch",
+            "error: expected the package torch, which the extra [train] brings, found none\nhint: pip",
+        ),
+        ("python3.11", "nothing", "error: expected Python 3.12 or later, got 3.11."),
+    ],
+)
+def test_an_entry_script_says_what_it_lacks(python: str, absent: str, said: str, script: str, tmp_path: Path) -> None:
+    if shutil.which(python) is None:
+        pytest.skip(f"no {python} here")
+    (tmp_path / f"{absent}.py").write_text(f"raise ModuleNotFoundError(name={absent!r})")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run([python, script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2 and said in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
 
 
 def test_submodules_are_told_by_their_package() -> None:

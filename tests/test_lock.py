@@ -3,15 +3,13 @@
 import importlib.metadata
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.commands import ROOT, run_python
+
 LOCK = ROOT / "requirements.lock"
 
 
@@ -31,12 +29,12 @@ def locked(heading: str = "") -> dict[str, str]:
 def test_lock_satisfies_every_direct_requirement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    direct += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
+    direct += [requirement for extra in project["project"]["optional-dependencies"].values() for requirement in extra]
     versions = locked()
     wrong = [
         text
         for text in direct
-        if not (wanted := Requirement(text)).specifier.contains(versions.get(canonicalize_name(wanted.name), "0"))
+        if not (named := Requirement(text)).specifier.contains(versions.get(canonicalize_name(named.name), "0"))
     ]
     assert not wrong
 
@@ -45,17 +43,14 @@ def test_requirements_are_listed_without_what_a_container_brings() -> None:
     """As docker/Dockerfile installs them."""
     (line,) = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if "list_requirements" in line]
     command = shlex.split(line.partition(">")[0].strip().removeprefix("&& python "))
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = run_python(*command)
     names = [Requirement(line).name for line in done.stdout.splitlines()]
     assert {"msgspec", "megatron-core", "datasets", "plotly"} <= set(names)
     assert "torch" not in names and len(names) == len(set(names))
 
 
 def test_lock_has_whatever_its_packages_require() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    run_python("-m", "pip", "check")
 
 
 def test_what_the_demo_installs_has_whatever_it_requires() -> None:
@@ -68,9 +63,9 @@ def test_what_the_demo_installs_has_whatever_it_requires() -> None:
         if not (requirement := Requirement(text)).marker or requirement.marker.evaluate({"extra": ""})
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    own = [
+    direct = [
         *project["dependencies"],
         *(e for extra in ("train", "data", "plots") for e in project["optional-dependencies"][extra]),
     ]
-    assert required | {canonicalize_name(Requirement(each).name) for each in own} | {"nanobind", "pip"} <= names
+    assert required | {canonicalize_name(Requirement(each).name) for each in direct} | {"nanobind", "pip"} <= names
     assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()

@@ -44,8 +44,8 @@ def test_a_folder_is_filled_whole_or_not_at_all(tmp_path: Path) -> None:
     full = OSError(28, "No space left on device")
     of_torch = CheckpointException("write", {0: (full, [])})
     for error in (full, of_torch, ValueError("of something else")):
-        wanted = ValueError if isinstance(error, ValueError) else CheckpointError
-        with pytest.raises(wanted, match=r"deep/made: No space|something else"), outputs.fresh_folder(path) as fresh:
+        kind = ValueError if isinstance(error, ValueError) else CheckpointError
+        with pytest.raises(kind, match=r"deep/made: No space|something else"), outputs.fresh_folder(path) as fresh:
             raise [error, (fresh / "part").touch()][0]
         assert names(path.parent) == []
     path.mkdir()

@@ -1,7 +1,6 @@
 """The set-up that `make` runs: finding a Python that really runs, and refusals."""
 
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.commands import ROOT, run, run_python
+
 FIND_PYTHON = ROOT / "scripts" / "find-python.sh"
 ZIGLANG = re.search(r'^ZIGLANG = "(.*)"', (ROOT / "scripts" / "build_backend.py").read_text(), re.MULTILINE)[1]
 TWO_GROUPS = "# --- run: this\npip==1\n\n# --- check: that\npytest==1\nruff==1\n"
@@ -40,9 +40,7 @@ def find_python(tmp_path: Path, **environment: str) -> subprocess.CompletedProce
         if not (tools / tool).exists():
             (tools / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
     environment = {"PATH": f"{tmp_path / 'bin'}:{tools}", "HOME": str(tmp_path / "home"), **environment}
-    return subprocess.run(
-        ["bash", str(FIND_PYTHON)], env=environment, capture_output=True, text=True, timeout=30, check=False
-    )
+    return subprocess.run(["bash", FIND_PYTHON], env=environment, capture_output=True, text=True, timeout=30)
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def no_system_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pythons", "found"),
+    ("pythons", "expected"),
     [
         ({"python3.12": good("a"), "python3.13": good("b")}, "/opt/a"),
         ({"python3.12": REFUSING_SHIM, "python3.13": good("b")}, "/opt/b"),
@@ -62,11 +60,11 @@ def no_system_python() -> None:
         ({"python3": TOO_OLD, "python": good("d")}, "/opt/d"),
     ],
 )
-def test_first_python_on_path_that_runs_is_taken(tmp_path: Path, pythons: dict[str, str], found: str) -> None:
+def test_first_python_on_path_that_runs_is_taken(tmp_path: Path, pythons: dict[str, str], expected: str) -> None:
     for name, body in pythons.items():
         fake_python(tmp_path / "bin" / name, body)
     done = find_python(tmp_path)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, found, "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, expected, "")
 
 
 def test_pyenv_is_looked_into_where_shims_refuse(tmp_path: Path) -> None:
@@ -83,8 +81,8 @@ def test_pyenv_is_looked_into_where_shims_refuse(tmp_path: Path) -> None:
 def test_real_interpreter_passes_the_probe(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3.12").symlink_to(Path(sys.executable).resolve())
-    found = find_python(tmp_path).stdout.strip()
-    assert subprocess.run([found, "-c", ""], check=False, timeout=30).returncode == 0
+    python = find_python(tmp_path).stdout.strip()
+    assert subprocess.run([python, "-c", ""], check=False, timeout=30).returncode == 0
 
 
 @pytest.mark.usefixtures("no_system_python")
@@ -111,11 +109,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def set_up(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = checkout / "scripts" / "setup.sh"
-    environment = {**os.environ, "PATH": f"{checkout / 'bin'}:/usr/bin:/bin", "PYENV_ROOT": "", "HOME": str(checkout)}
-    return subprocess.run(
-        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    environment = {"PATH": f"{checkout / 'bin'}:/usr/bin:/bin", "PYENV_ROOT": "", "HOME": str(checkout)}
+    return run("bash", checkout / "scripts" / "setup.sh", *arguments, status=None, **environment)
 
 
 @pytest.mark.usefixtures("no_system_python")
@@ -260,15 +255,9 @@ def project(tmp_path: Path) -> Path:
 
 def build(project: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build where `ziglang` is not installed, or is the folder beside the project."""
-    return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *(options or ["--inplace"])],
-        cwd=project,
-        env={**os.environ, "CC": "false", "CXX": "false", "PYTHONPATH": str(project / "packages"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {"CC": "false", "CXX": "false", "PYTHONPATH": str(project / "packages")} | environment
+    words = ("setup.py", "build_ext", *(options or ["--inplace"]))
+    return run_python(*words, cwd=project, status=None, **environment)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is not None, reason="ziglang is installed")
@@ -310,15 +299,7 @@ def test_zig_compiles_and_links_where_the_machines_compiler_does_not_work(projec
 
 def test_a_compiler_is_required_only_where_none_works() -> None:
     for compiler, expected in (("false", [ZIGLANG]), (f"{sys.executable} -c pass", [])):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "build_backend.py")],
-            cwd=ROOT,
-            env={**os.environ, "CXX": compiler},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_python("scripts/build_backend.py", status=None, CXX=compiler)
         assert done.stdout.split() == expected, done.stderr
 
 
@@ -328,9 +309,7 @@ def test_downloads_say_how_far_they_are() -> None:
     said = ["Collecting torch==2", "  Downloading torch-2.whl (880 MB)", *torch]
     said += ["Collecting tiny==1", "  Downloading tiny-1.whl (9 kB)", "Progress 0 of 9000", "Progress 9000 of 9000"]
     script = """say() { echo "$*"; }; source <(sed -n '/^show_progress()/,/^}/p' scripts/setup.sh); show_progress 2"""
-    done = subprocess.run(
-        ["bash", "-euc", script], input="\n".join(said) + "\n", cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run("bash", "-euc", script, stdin="\n".join(said) + "\n")
     assert done.stdout.splitlines() == [
         "  1 of 2: torch-2.whl (880 MB)",
         "    90 of 880 MB",

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
-    cpu.enable(config.early_flags(flags, config.EarlyFlags).dynapipe_device)
+    cpu.enable(config.early_flags(flags).dynapipe_device)
     from megatron_dynapipe.integration.profiling.setup import prepared
 
     flags += ["--dynapipe-cost-model", str(args.cost_model)]

@@ -4,9 +4,9 @@
 
 Run after run of a tiny model is started, on a shared server behind a relay (some beside a second job) or on a store of
 its own, and disturbed by faults of `disturbances.py`, the next one some seconds and an iteration after the last. Most
-runs are then left to their end; in some a last fault follows that no run can outlive. A run has to finish with the
-losses of one that nobody disturbed, or to end with the last fault's error; nothing of it may be left. Prints each run,
-and what was done how often with which outcome; exit status 1 if any run ends otherwise.
+runs are then left to their end; in some a last fault follows that is not put right. A run has to finish with the losses
+of one that nobody disturbed, or to end with the last fault's error where it has one; nothing of it may be left. Prints
+each run, and what was done how often with which outcome; exit status 1 if any run ends otherwise.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def main() -> int:
         outcomes: dict[str, Counter[str]] = {name: Counter() for name in WHAT}
         number = failed = 0
         while time.monotonic() < (until := began + options.minutes * 60):
-            choose, own = random.Random(f"{options.seed}/{number}"), Path(folder) / str(number)
-            with make_scene(own, data, choose, flags, shared=not number % 2) as scene:
+            choose, place = random.Random(f"{options.seed}/{number}"), Path(folder) / str(number)
+            with make_scene(place, data, choose, flags, shared=not number % 2) as scene:
                 ended = play(scene, options.iterations, expected, until)
                 report(number, store_of(scene), scene.counts, ended, outcomes)
                 if ended.trouble:
@@ -165,7 +165,7 @@ def finished(scene: Scene, iterations: int) -> str:
 
 
 def last_of(scene: Scene) -> str | None:
-    """The last fault, if one has come about."""
+    """The last fault that ends a run, if one has come about."""
     return next((name for name, fault in FAULTS.items() if fault.said is not None and scene.counts[name]), None)
 
 

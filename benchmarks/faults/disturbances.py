@@ -26,17 +26,19 @@ from tests.store.servers import Relay
 
 DISK = "size=16m"
 """Of the file system that logs and records are on."""
-LIVES = 3
-"""Times that planners, and a run's own server, may be killed: what kills them again and again is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What may be done: `act` on a scene. `said` is what the run has to end with; None where it goes on."""
+    """What may be done: `act` on a scene. `said` is what the run has to end with; None where it goes on.
+
+    A `last` fault lasts for the rest of the run.
+    """
 
     act: Callable[["Scene"], None]
     needs: str = "run"
     most: int = 1000
+    last: bool = False
     said: str | None = None
 
 
@@ -44,12 +46,12 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    needs: str = "run", most: int = 1000, said: str | None = None
+    needs: str = "run", most: int = 1000, last: bool = False, said: str | None = None
 ) -> Callable[[Callable[["Scene"], None]], Callable[["Scene"], None]]:
     """Enter a method under its name with hyphens."""
 
     def enter(act: Callable[["Scene"], None]) -> Callable[["Scene"], None]:
-        FAULTS[act.__name__.replace("_", "-")] = Fault(act=act, needs=needs, most=most, said=said)
+        FAULTS[act.__name__.replace("_", "-")] = Fault(act=act, needs=needs, most=most, last=last, said=said)
         return act
 
     return enter
@@ -107,8 +109,8 @@ class Scene:
         """Names of what can be done now."""
         return [
             name
-            for name, each in FAULTS.items()
-            if each.needs in self.has and self.counts[name] < each.most and (each.said is not None) == last
+            for name, fault in FAULTS.items()
+            if fault.needs in self.has and self.counts[name] < fault.most and fault.last == last
         ]
 
     def disturb(self, name: str) -> None:
@@ -138,9 +140,9 @@ class Scene:
             return psutil.Process(self.server._guard.pid).children()[0]
         return self.run.children("valkey-server")[-1]
 
-    @fault(most=LIVES)
+    @fault(most=1)
     def planner_killed(self) -> None:
-        """A planner gets SIGKILL."""
+        """A planner gets SIGKILL; nobody starts it again."""
         self.planner().kill()
 
     @fault()
@@ -150,9 +152,9 @@ class Scene:
         stopped.suspend()
         self.later(1, 40, lambda: resume(stopped))
 
-    @fault(most=LIVES, needs="own")
+    @fault(most=1, needs="own")
     def own_store_killed(self) -> None:
-        """The run's own server gets SIGKILL; it starts again, empty."""
+        """The run's own server gets SIGKILL; nobody starts it again."""
         self.store_process().kill()
 
     @fault(needs="shared")
@@ -202,7 +204,7 @@ class Scene:
         for process in [*self.other.children(""), psutil.Process(self.other.process.pid)]:
             process.kill()
 
-    @fault(needs="shared", most=1, said=r"the plan is damaged: [^\n]*")
+    @fault(needs="shared", last=True, said=r"the plan is damaged: [^\n]*")
     def plan_corrupted(self) -> None:
         """One bit changes of the plan that is furthest ahead."""
         with redis.Redis.from_url(self.server.address.url) as client:
@@ -215,21 +217,18 @@ class Scene:
             client.unlink(keys[-1])
             client.xadd(keys[-1], {b"v": bytes(value)}, id="1-1")
 
-    @fault(needs="shared", most=1, said=r"plan store redis://\S+ failed while [^\n]*")
+    @fault(needs="shared", last=True)
     def store_gone(self) -> None:
         """A shared server is stopped, and does not come back."""
         self.server.__exit__()
 
-    @fault(most=1, said=r"planner \d failed while running: its process \d+ ended with exit status -9")
+    @fault(last=True)
     def planners_killed_for_good(self) -> None:
-        """Every planner gets SIGKILL as soon as it runs."""
-        while self.run.process.poll() is None:
-            for planner in self.run.children("megatron_dynapipe.service"):
-                with suppress(psutil.NoSuchProcess):
-                    planner.kill()
-            time.sleep(0.1)
+        """Every planner gets SIGKILL."""
+        for planner in self.run.children("megatron_dynapipe.service"):
+            planner.kill()
 
-    @fault(needs="shared", most=1, said=r"the key may have expired, or been evicted")
+    @fault(needs="shared", last=True)
     def plans_deleted(self) -> None:
         """Plans are deleted as soon as they are there, as by expiry or eviction."""
         with redis.Redis.from_url(self.server.address.url) as client:
@@ -242,13 +241,13 @@ class Scene:
 
     def _plans_ahead(self, client: Any) -> list[bytes]:
         """Stage 0's plans of this run beyond the iteration in training, in order."""
-        found = {}
+        ahead = {}
         for key in client.scan_iter("dynapipe:*:train:*:0:0"):
             parts = key.split(b":")
-            held = client.xread({b":".join([*parts[:3], b"train:progress"]): "0-0"})
-            if held and int(parts[4]) > int(held[0][1][0][0].partition(b"-")[0]):
-                found[int(parts[4])] = key
-        return [found[iteration] for iteration in sorted(found)]
+            reply = client.xread({b":".join([*parts[:3], b"train:progress"]): "0-0"})
+            if reply and int(parts[4]) > int(reply[0][1][0][0].partition(b"-")[0]):
+                ahead[int(parts[4])] = key
+        return [ahead[iteration] for iteration in sorted(ahead)]
 
     def connect(self) -> None:
         self.relay.is_cut = False

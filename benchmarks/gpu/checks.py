@@ -44,11 +44,17 @@ PARTS = {
     "t5: packed rows, 2 stages on one device, bf16": "t5 1x2x1, packed",
     "gpt: packed rows, 2 stages on one device, bf16": "gpt 1x2x1, packed",
     "gpt: long samples in slices": "gpt 1x2x1, slices of 16",
-    "t5: relative positions in packed rows, by flex_attention": "t5 1x2x1, relative positions, packed",
+    "t5: relative positions in packed rows, by flex_attention": "t5 1x2x1, relative positions, hidden 64, packed",
     "gpt: half layers, backward passes in halves": "gpt 1x2x1, layers 2.5+1.5, divided",
     "t5: half layers, the encoder's end inside a stage": "t5 1x2x1, layers 1.5+2.5",
 }
 """Two stages on one device, in bf16."""
+ENGINE = (
+    "gpt 1x2x1, divided, Transformer Engine's layers",
+    "t5 1x2x1, every second divided, Transformer Engine's layers",
+    "gpt 2x1x1, sequence parallel, divided, Transformer Engine's layers",
+)
+"""Backward passes in halves, with biases; the last with a rank on each GPU."""
 SPREAD = (
     "t5 1x2x1, recompute mixed",
     "gpt 1x2x1, two chunks",
@@ -90,11 +96,11 @@ class Case:
         layout, device = named(row), device or self.device
         key = (device, layout.ranks, layout.tensor > 1, alone)
         ranks = self._up.pop(key, None) or self._started(device, layout.ranks, layout.tensor, alone=alone)
-        found = ranks.carry_out(self.budget, layout=row, what=what, steps=steps or self.steps, port=free_port())
+        learned = ranks.carry_out(self.budget, layout=row, what=what, steps=steps or self.steps, port=free_port())
         while len(self._up) >= KEPT:
             self._up.pop(next(iter(self._up))).processes.kill()
         self._up[key] = ranks
-        return found
+        return learned
 
     def _started(self, device: str, count: int, tensor: int, *, alone: bool) -> Ranks:
         words = [*WORKER, "--device", device, *([] if alone else ["--spread"])]
@@ -154,10 +160,8 @@ def entry(case: Case, on_cpu: LoggedLosses, family: str, ranks: int, extra: str 
 
 
 def engine(case: Case, on_cpu: LoggedLosses) -> Figures:
-    """Layers of Transformer Engine around PyTorch's attention, with weights of the same seed, in fp32; the CPU's run
-    has Megatron's local layers."""
-    if case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        raise NotRunError("no GPU" if case.device == "cpu" else "Transformer Engine is not installed")
+    """Transformer Engine's layers in fp32, against local ones with weights of the same seed on the CPU."""
+    need_engine(case)
     return entry(case, on_cpu, "t5", 1, "--transformer-impl transformer_engine")
 
 
@@ -170,22 +174,22 @@ def gpu_tests(case: Case) -> Figures:
     return {"summary": run([words], case.budget, log=case.folder / "pytest")[0].strip().splitlines()[-1]}
 
 
-def one_rank(case: Case, reference: Reference, family: str) -> Figures:
-    """One rank, fp32, NCCL: through `MegatronPipeline`, against samples one by one on the CPU."""
-    row = f"{family} 1x1x1"
-    gradients, losses = deviation(case.train(row), reference(row))
-    return within({"gradients": (gradients, EXACT), "losses": (losses, EXACT)})
-
-
 def model_of(row: str) -> str:
     """One rank of a layout's model."""
     layout = named(row)
-    return f"{layout.family} 1x1x1" + (", relative positions" if layout.positions == "relative" else "")
+    relative = f", relative positions, hidden {layout.hidden}" if layout.positions == "relative" else ""
+    return f"{layout.family} 1x1x1{relative}"
 
 
 def stages(case: Case, reference: Reference, bounds: Callable[[str], Bounds], row: str) -> Figures:
-    """Several stages on one GPU, through the host, within bounds of the reference."""
-    gradients, losses = deviation(case.train(row), reference(model_of(row)))
+    """One rank over NCCL, several through the host of one GPU, tensor-parallel ones apart, within bounds of the
+    reference."""
+    layout = named(row)
+    if layout.engine:
+        need_engine(case)
+    if layout.tensor > 1:
+        need_devices(case, layout.ranks)
+    gradients, losses = deviation(case.train(row, alone=layout.tensor == 1), reference(model_of(row)))
     most = bounds(model_of(row))
     return within({"gradients": (gradients, most[0]), "losses": (losses, most[1])})
 
@@ -194,7 +198,7 @@ def bf16_bounds(case: Case, reference: Reference, model: str) -> Bounds:
     """Twice as far from the reference, at most, as one process is that gets the same samples in two orders; losses are
     allowed one rounding besides."""
     alone = [case.train(f"{model}, bf16{order}") for order in ("", ", samples reversed")]
-    gradients, losses = zip(*(deviation(found, reference(model)) for found in alone), strict=True)
+    gradients, losses = zip(*(deviation(order, reference(model)) for order in alone), strict=True)
     return 2 * max(gradients), max(2 * max(losses), BF16_ROUNDING)
 
 
@@ -210,9 +214,9 @@ def soak(case: Case, *, alone: bool) -> Figures:
     if not alone:
         need_devices(case, 2)
     steps = 16 if case.small else 100 if alone else 500
-    found = case.train("t5 1x2x1, rules of CUDA", "soak", steps=steps, alone=alone)
-    grown = {name: max(one[name][-1] - one[name][0] for one in found) for name in ("tensors", "bytes")}
-    reserved = max(one["reserved_mb"][-1] - one["reserved_mb"][0] for one in found)
+    of_ranks = case.train("t5 1x2x1, rules of CUDA", "soak", steps=steps, alone=alone)
+    grown = {name: max(rank[name][-1] - rank[name][0] for rank in of_ranks) for name in ("tensors", "bytes")}
+    reserved = max(rank["reserved_mb"][-1] - rank["reserved_mb"][0] for rank in of_ranks)
     return within({name: (float(more), 0.0) for name, more in grown.items()}) | {"reserved_mb": reserved}
 
 
@@ -220,14 +224,27 @@ def large_messages(case: Case) -> Figures:
     """The lists of a T5 of four stages as a job of tensor 2 runs them, with passes of one product each."""
     ranks = 4 if case.small else 8
     need_devices(case, ranks)
-    found = case.train(f"t5 {ranks // 4}x4x1, rules of CUDA", "lists", alone=False)
-    return {name: max(one[name] for one in found) for name in ("largest_message_mb", "messages", "seconds")}
+    of_ranks = case.train(f"t5 {ranks // 4}x4x1, rules of CUDA", "lists", alone=False)
+    return {name: max(rank[name] for rank in of_ranks) for name in ("largest_message_mb", "messages", "seconds")}
 
 
 def need_devices(case: Case, ranks: int) -> None:
-    """Raise NotRunError where ranks would have to share a GPU, which NCCL refuses."""
+    """Raise NotRunError where ranks would share a GPU, which NCCL refuses."""
     if case.device == "cuda" and torch.cuda.device_count() < ranks:
         raise NotRunError(f"{ranks} GPUs are needed, each with one rank over NCCL; found {torch.cuda.device_count()}")
+
+
+def need_engine(case: Case) -> None:
+    """Raise NotRunError without a GPU or without Transformer Engine."""
+    if case.device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+        raise NotRunError("no GPU" if case.device == "cpu" else "Transformer Engine is not installed")
+
+
+def probe(case: Case, what: str, row: str) -> Figures:
+    """Figures of `probes`, of the rank with the most of each."""
+    need_devices(case, named(row).ranks)
+    of_ranks = case.train(row, what, alone=named(row).ranks == 1)
+    return {name: max(figures[name] for figures in of_ranks) for name in of_ranks[0]}
 
 
 def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
@@ -237,11 +254,11 @@ def overhead(case: Case, script: str, ranks: int, bound: float) -> Figures:
     if case.device == "cpu":
         sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
     (said,) = case.torchrun(f"-m benchmarks.executor.{script} {sizes}", ranks=ranks)
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    low, high = found["interval_95"]
-    measured = {"megatron_ms": found["megatron_ms"], "executor_ms": found["executor_ms"], "low": low, "high": high}
-    held = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
-    return within({"ratio": (found["ratio"], held)}) | measured
+    report = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    low, high = report["interval_95"]
+    measured = {"megatron_ms": report["megatron_ms"], "executor_ms": report["executor_ms"], "low": low, "high": high}
+    most = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
+    return within({"ratio": (report["ratio"], most)}) | measured
 
 
 def throughput(case: Case, family: str) -> Figures:
@@ -312,7 +329,7 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     yield two, partial(entry, case, on_cpu, "t5", 2)
     yield "t5: 2 stages on one device, fp32", partial(stages, case, reference, exact, "t5 1x2x1")
     for family in case.families:
-        yield f"{family}: one rank against the CPU", partial(one_rank, case, reference, family)
+        yield f"{family}: one rank against the CPU", partial(stages, case, reference, exact, f"{family} 1x1x1")
     for name, row in PARTS.items():
         if row.split()[0] in case.families or "packed" not in name:
             yield name, partial(stages, case, reference, noise, f"{row}, bf16")
@@ -320,6 +337,12 @@ def checks(case: Case) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for family in case.families:
         yield f"{family}: throughput of real training", partial(throughput, case, family)
     yield "tests marked gpu", partial(gpu_tests, case)
+    if not case.small:
+        for row in ENGINE:
+            yield f"{row}, bf16", partial(stages, case, reference, noise, f"{row}, bf16")
+        yield "experts: the host's time for a layer", partial(probe, case, "experts", "gpt 1x1x1, hidden 256, bf16")
+        row = "gpt 2x1x1, hidden 1024, sequence parallel, divided, bf16"
+        yield "tensor parallel: transfers beside products", partial(probe, case, "transfers", row)
     yield "soak: 2 stages on one device", partial(soak, case, alone=True)
     for family in case.families:
         for count in (2,) if case.small else (2, 4):

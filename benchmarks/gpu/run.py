@@ -47,7 +47,7 @@ class Check:
     note: str = ""
 
 
-def made(name: str, check: Callable[[], Figures]) -> Check:
+def outcome_of(name: str, check: Callable[[], Figures]) -> Check:
     """Make one check; whatever it raises, it has failed."""
     began = time.monotonic()
 
@@ -58,8 +58,8 @@ def made(name: str, check: Callable[[], Figures]) -> Check:
         return outcome("passed", check())
     except NotRunError as why:
         return outcome("not run", {}, str(why))
-    except OutOfBoundsError as found:
-        return outcome("failed", found.args[0])
+    except OutOfBoundsError as error:
+        return outcome("failed", error.args[0])
     except ProcessFailedError as failure:
         return outcome("failed", {}, str(failure))
     except Exception:  # noqa: BLE001 - whatever a check raises, the others are made
@@ -100,7 +100,7 @@ def main() -> None:
         origin = provenance(options.device)
         try:
             for name, check in selected:
-                done.append(made(name, check))
+                done.append(outcome_of(name, check))
                 print(line_of(done[-1]), flush=True)
                 write(options.output, origin, done)
         finally:

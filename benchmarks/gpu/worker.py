@@ -23,7 +23,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         layout: as the rows of the tests' tables say it.
         what: "train"; "reference" (samples one by one, by plain autograd); "soak" (changing shapes, memory watched);
-            "lists" (a plan's lists with large messages, and no model).
+            "lists" (a plan's lists with large messages, and no model); "experts" and "transfers" (`probes`).
         steps: iterations.
         port: of the process groups' store.
         output: file of this order; each rank adds its number.
@@ -80,6 +80,10 @@ def _carried_out(order: Order, device: str, backend: str) -> object:
             return reference.train_one_by_one(layout, steps=order.steps)
         if order.what == "lists":
             return lists.run(layout, steps=order.steps, **where)
+        if order.what in ("experts", "transfers"):
+            from benchmarks.gpu import probes as of_device
+
+            return getattr(of_device, order.what)(layout, **where)
         if order.what == "soak":
             return probes.count_tensors(layout, iterations=order.steps, **where)
         return trainer.train(layout, steps=order.steps, **where)

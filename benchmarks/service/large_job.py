@@ -11,6 +11,7 @@ where p99 is above 50 ms or a rank waited.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -42,6 +43,7 @@ from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name, ope
 from megatron_dynapipe.units import ModelFamily
 
 REPLICAS, TENSOR, STAGES = 32, 2, 16
+PLACES = range(REPLICAS), range(STAGES)
 LAYERS, HIDDEN, LONGEST, SAMPLES = 32, 4096, 4096, 8192
 AHEAD = 2
 """How far a rank's prefetched plan is ahead of the iteration in training."""
@@ -93,20 +95,23 @@ def read(
 ) -> list[Fetch]:
     """One process: the fetches of these (replica, stage) in every iteration, at their moments."""
     settings, choose = decode_settings(encoded), random.Random(str(ranks[0]))
-    found = []
+    fetches = []
     with open_store(settings.store, retention_s=None) as store:
         for iteration in range(iterations):
             start = began + iteration * seconds
             moments = sorted((start + choose.random() * seconds / 5, rank) for rank in ranks)
             for moment, (replica, stage) in moments:
                 time.sleep(max(moment - time.time(), 0))
-                wanted = iteration + AHEAD
-                key = settings.keys.plan(split="train", iteration=wanted, replica=replica, stage=stage)
+                key = key_of(settings, iteration + AHEAD, replica, stage)
                 is_there = bool(store.read_progress([key]))
                 asked = time.perf_counter()
-                decode_entry(store.wait_any([key], timeout_s=600, what=f"the plan of iteration {wanted}")[1])
-                found.append((iteration, (time.perf_counter() - asked) * 1e3, not is_there))
-    return found
+                decode_entry(store.wait_any([key], timeout_s=600, what=f"the plan {key}")[1])
+                fetches.append((iteration, (time.perf_counter() - asked) * 1e3, not is_there))
+    return fetches
+
+
+def key_of(settings: ServiceSettings, iteration: int, replica: int, stage: int) -> str:
+    return settings.keys.plan(split="train", iteration=iteration, replica=replica, stage=stage)
 
 
 def train(settings: ServiceSettings, began: float, iterations: int, seconds: float) -> None:
@@ -131,16 +136,17 @@ def main() -> int:
         settings = service_settings(server.address, folder, options.planners)
         planners = []
         for number in range(options.planners):
-            own = msgspec.structs.replace(settings, planner=number)
-            planners.append(stack.enter_context(PlannerProcess(own, log_path=folder / f"planner-{number}.log")))
+            of_one = msgspec.structs.replace(settings, planner=number)
+            planners.append(stack.enter_context(PlannerProcess(of_one, log_path=folder / f"planner-{number}.log")))
         started = time.time()
         with open_store(server.address, retention_s=None) as store:
-            store.wait_progress({settings.keys.done("train", AHEAD): 0}, timeout_s=600, what="the first plans")
+            store.wait_any([key_of(settings, AHEAD, 0, 0)], timeout_s=600, what="the first plans")
             print(f"first {AHEAD + 1} iterations planned {time.time() - started:.1f} s after the start", flush=True)
             began = time.time() + 5  # readers start
             fetches = play(settings, began, options)
-            size = store.read_progress([settings.keys.done("train", options.iterations)])
-        used_s = [sum(psutil.Process(planner.pid).cpu_times()[:2]) for planner in planners]
+            keys = [key_of(settings, options.iterations, *place) for place in itertools.product(*PLACES)]
+            size = sum(len(store.wait_any([key], timeout_s=60, what=key)[1]) for key in keys)
+        used_s = [sum(psutil.Process(planner._process.pid).cpu_times()[:2]) for planner in planners]
         assert server._guard is not None
         (child,) = psutil.Process(server._guard.pid).children()
         planning_s = sum(used_s) / (options.iterations + AHEAD)
@@ -148,22 +154,22 @@ def main() -> int:
         least_s, cores = planning_s / 2, planning_s / options.seconds
         print(f"{cores:.2f} cores; two cores do for iterations of {least_s:.1f} s or more")
         print(f"server: {sum(child.cpu_times()[:2]) / options.iterations * 1e3:.0f} ms per iteration, ", end="")
-        print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {sum(size.values()) / 1e6:.1f} MB")
+        print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {size / 1e6:.1f} MB")
     return report(fetches, settings.look_ahead)
 
 
 def play(settings: ServiceSettings, began: float, options: argparse.Namespace) -> list[Fetch]:
     """The whole job; every fetch."""
-    ranks = [(replica, stage) for replica in range(REPLICAS) for stage in range(STAGES) for _ in range(TENSOR)]
+    ranks = [place for place in itertools.product(*PLACES) for _ in range(TENSOR)]
     parts = [ranks[reader :: options.readers] for reader in range(options.readers)]
     encoded = encode_settings(settings)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.readers + 1) as pool:
         trainer = pool.apply_async(train, (settings, began, options.iterations, options.seconds))
         arguments = [(encoded, part, began, options.iterations, options.seconds) for part in parts]
-        found = pool.starmap(read, arguments)
+        fetches = pool.starmap(read, arguments)
         trainer.get()
-    return [fetch for part in found for fetch in part]
+    return [fetch for part in fetches for fetch in part]
 
 
 def report(fetches: Sequence[Fetch], warm_up: int) -> int:

@@ -91,13 +91,8 @@ def product(models: Sequence[str], layouts: Sequence[Layout], lengths: Sequence[
         yield Case(model=model, layout=layout, length=length)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Flags of a run's lengths; 0 where they are not given."""
-
-    seq_length: int = 0
-    decoder_seq_length: int = 0
-    max_position_embeddings: int = 0
+LENGTHS = {"seq_length": 0, "decoder_seq_length": 0, "max_position_embeddings": 0}
+"""Flags of a run's lengths; 0 where they are not given."""
 
 
 def length_flags(case: Case, flags: Sequence[str]) -> list[str]:
@@ -112,7 +107,7 @@ def length_flags(case: Case, flags: Sequence[str]) -> list[str]:
     if case.length is None:
         return []
     words = ["--seq-length", str(case.length), "--dynapipe-long-samples", "truncate"]
-    of_run = config.early_flags(config.expand(flags), Lengths)
+    of_run = config.early_flags(config.expand(flags), LENGTHS)
     words += ["--max-position-embeddings", str(max(case.length, of_run.max_position_embeddings))]
     if case.model == "t5":
         words += ["--decoder-seq-length", str(min(case.length, of_run.decoder_seq_length or case.length))]
@@ -121,4 +116,4 @@ def length_flags(case: Case, flags: Sequence[str]) -> list[str]:
 
 def longest_of(case: Case, flags: Sequence[str]) -> int:
     """The maximum length of a case in tokens, from its flags where it has none of its own."""
-    return case.length or config.early_flags(config.expand(flags), Lengths).seq_length
+    return int(case.length or config.early_flags(config.expand(flags), LENGTHS).seq_length)

@@ -11,10 +11,10 @@ def build(setup: Any) -> tuple[Any, Any]:
     from megatron_dynapipe.integration.flags.from_megatron import run_config
     from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
-    if setup.split is None:
+    if setup.layout is None:
         provide = gpt_provider(setup.model, run_config(setup.args, setup.family).divided_layout)
     else:
-        provide = t5_provider(setup.model, setup.split)
+        provide = t5_provider(setup.model, setup.layout)
     module = provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     ).to(device=setup.device, dtype=setup.model.dtype)

@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     check(parser, args)
     given = ["--dynapipe-device", args.device, *config.expand(args.flags)]
-    machine = machine_of(config.early_flags(given, config.EarlyFlags).dynapipe_device)
+    machine = machine_of(config.early_flags(given).dynapipe_device)
     size = size_of(args.size, machine, demo=args.demo)
     data = args.data or (DEMO_DATA if size == "demo" else synthetic.make(SYNTHETIC_DATA))
     models = [args.model] if args.model else list(CONFIGS[size])

@@ -24,7 +24,7 @@ cpu.quieten()
 def main() -> None:
     """Run the commands of the driver until it closes the connection."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
-    device = config.early_flags(config.expand(spec.flags), config.EarlyFlags).dynapipe_device
+    device = config.early_flags(config.expand(spec.flags)).dynapipe_device
     bootstrap.prepare_environment(spec.tensor_parallel, device)
     cpu.enable(device)
     from megatron_dynapipe.integration.profiling.setup import prepared

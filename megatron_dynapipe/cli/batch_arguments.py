@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import positive
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cli.batches import NamedBatch
@@ -67,10 +67,10 @@ def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
 
 def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
     """To which a dataset's inputs and targets are truncated: as the flags say, else the run file."""
-    given = args.max_seq_len, args.max_target_len or args.max_seq_len
+    flags = args.max_seq_len, args.max_target_len or args.max_seq_len
     of_run: tuple[int | None, int | None] = getattr(args, "run_lengths", (None, None))
-    lengths = given[0] or of_run[0], given[1] or of_run[1]
-    if lengths != given:
+    lengths = flags[0] or of_run[0], flags[1] or of_run[1]
+    if lengths != flags:
         said = " and ".join(str(length) for length in lengths if length is not None)
         print(f"longer samples are truncated to {said} tokens, as {args.model_config} has it", file=sys.stderr)
     return lengths

@@ -71,16 +71,8 @@ def dataset_batches(
 ) -> list[NamedBatch]:
     """The first global batches of a dataset's training split, as a run with this seed draws them, tasks at their rates.
 
-    Args:
-        folder: the dataset.
-        family: kind of model.
-        batches: how many.
-        samples: of each batch.
-        seed: of the sampler.
-        tokens: of each batch at most, in place of samples.
-        max_seq_len: longer inputs are truncated to it (decoder-only: with their targets).
-        max_target_len: longer targets are truncated to it.
-        loss_on: "targets" or "everything" (`data.spans.LossOn`); None as the dataset says.
+    Each has so many samples, or `tokens` at most; longer inputs (decoder-only: with their targets) and longer targets
+    are truncated. What counts is as `loss_on` (`data.spans.LossOn`), else as the dataset says.
 
     Raises:
         DataError: the dataset is missing or damaged.
@@ -125,13 +117,9 @@ class _File(msgspec.Struct, frozen=True):
 def read_batches(
     path: Path, family: ModelFamily, *, max_seq_len: int | None = None, max_target_len: int | None = None
 ) -> list[NamedBatch]:
-    """The batches of a file that are of the given kind: with targets for T5, without for decoder-only models.
+    """The batches of a file (`.gz`: compressed) of a kind: with targets for T5, without for decoder-only models.
 
-    Args:
-        path: the file (`.gz`: compressed).
-        family: kind of model.
-        max_seq_len: longer inputs are truncated to it.
-        max_target_len: longer targets are truncated to it.
+    Longer inputs and targets are truncated.
 
     Raises:
         DataError: no such file, not of this format, an id that is no name or not the only one, input and target of

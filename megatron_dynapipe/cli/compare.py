@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FORMAT = "dynapipe-compare/1"
 CHARTS = (".png", ".svg")
-_TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>18}  {:>13}  {:>15}"
-_COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "padding efficiency", "micro-batches", "distinct shapes")
+_TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
+_COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes")
 
 
 def add_parser(subparsers: SubParsers) -> None:
@@ -30,7 +30,6 @@ def add_parser(subparsers: SubParsers) -> None:
         help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
     )
     add_arguments(parser)
-    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw a chart of all methods")
 
 
@@ -44,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         if args.output.suffix not in CHARTS:
             raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
-        check_replaceable(args.output, mine=marked(GENERATOR))
+        check_replaceable(args.output, is_ours=marked(GENERATOR))
         require("matplotlib")  # before minutes of planning
-    cost_model, settings = costs_and_settings(args, args.schedule)
+    cost_model, settings = costs_and_settings(args)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)
     entries: list[dict[str, Any]] = []
@@ -67,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
             print(cluster_line(described))
         planned_batches = sum(entry["methods"]["dynapipe"]["error"] is None for entry in entries)
         print(_means(over["dynapipe"]["geomean_over"], planned_batches, len(entries)))
-    planned = any(found["error"] is None for entry in entries for found in entry["methods"].values())
+    planned = any(method["error"] is None for entry in entries for method in entry["methods"].values())
     return 0 if planned else 1
 
 
 def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[NamedBatch]") -> "Longest":
-    """What padding pads to and packing packs into: the batch's maximum length, else the longest sample of all batches.
+    """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
 
     Raises:
         DataError: the file gives a maximum length that a sample exceeds.
@@ -80,8 +79,8 @@ def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[Named
     from megatron_dynapipe.tools.rivals.methods import Longest
 
     if batch.max_seq_len is None:
-        inputs = args.max_seq_len or max(max(each.input, default=1) for each in batches)
-        targets = args.max_target_len or args.max_seq_len or max(max(each.target or [0]) for each in batches)
+        inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
+        targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
     else:
         inputs, targets = batch.max_seq_len, batch.max_target_len or batch.max_seq_len
         for name, most, lengths in (("max_seq_len", inputs, batch.input), ("max_target_len", targets, batch.target)):
@@ -102,28 +101,28 @@ def _predict(
     from megatron_dynapipe.tools.rivals.methods import predict
 
     try:
-        found = predict(method, batch.global_batch(0), longest, settings, cost_model)
+        prediction = predict(method, batch.global_batch(0), longest, settings, cost_model)
     except (PlanningError, DataError) as error:
         return {"error": error.message}
-    return {"error": None, **msgspec.structs.asdict(found)}
+    return {"error": None, **msgspec.structs.asdict(prediction)}
 
 
 def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
     """A table of one batch, and a line for each reason why methods have no plan."""
     lines = [name, _TABLE.format(*_COLUMNS)]
     reasons: dict[str, list[str]] = {}
-    for method, found in methods.items():
-        if found["error"] is not None:
-            reasons.setdefault(found["error"], []).append(method)
+    for method, prediction in methods.items():
+        if prediction["error"] is not None:
+            reasons.setdefault(prediction["error"], []).append(method)
             continue
         cells = (
             method,
-            f"{found['ms']:,.1f}",
-            f"{found['tokens_per_second']:,.0f}",
-            f"{found['peak_memory_mb']:,.0f}",
-            f"{found['padding_efficiency']:.1%}",
-            f"{found['micro_batches']}",
-            f"{found['shapes']}",
+            f"{prediction['ms']:,.1f}",
+            f"{prediction['tokens_per_second']:,.0f}",
+            f"{prediction['peak_memory_mb']:,.0f}",
+            f"{prediction['idle']:.0%}",
+            f"{prediction['micro_batches']}",
+            f"{prediction['shapes']}",
         )
         lines.append(_TABLE.format(*cells))
     if len(lines) == 2:

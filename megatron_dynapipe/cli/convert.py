@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dynapipe.tools.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":
-            path = from_hugging_face(args.source, args.checkpoints, progress)
+            path, command = from_hugging_face(args.source, args.checkpoints, progress)
+            print(f"on samples in data/mixture, {command} trains it")
         else:
             path = to_hugging_face(args.checkpoints, args.target, args.like, progress)
     print(path)

@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers, number
+from megatron_dynapipe.cli import SubParsers, print_json
+from megatron_dynapipe.integration.flags.planning_flags import number
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost.format import CostFile
@@ -40,23 +40,23 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.cost.file import TableCostModel
 
     if args.action == "show":
-        _print(_contents(TableCostModel.load(args.file).file), as_json=args.json)
+        contents = _contents(TableCostModel.load(args.file).file)
+        print_json(contents) if args.json else _print_contents(contents)
     elif args.action == "diff":
         first, second = (TableCostModel.load(path).file for path in (args.first, args.second))
         rows = [dataclasses.asdict(difference) for difference in differences(first, second)]
-        _print_differences(rows, as_json=args.json)
+        print_json(rows) if args.json else _print_differences(rows)
     else:
-        found = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)
-        errors = {quantity: dataclasses.asdict(error) for quantity, error in found.items()}
+        held_out = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)
         if args.json:
-            print(json.dumps(errors))
-        for quantity, error in errors.items() if not args.json else ():
-            print(f"{_QUANTITIES[quantity]}: median error {error['median']:.1%}, ninth decile {error['p90']:.1%}")
+            print_json(held_out)
+        for quantity, error in held_out.items() if not args.json else ():
+            print(f"{_QUANTITIES[quantity]}: median error {error.median:.1%}, ninth decile {error.p90:.1%}")
     return 0
 
 
 def _contents(file: "CostFile") -> dict[str, Any]:
-    """What `show` tells: where the file is from, and the range of each key."""
+    """The text of `show`: where the file is from, and the range of each key."""
     import msgspec
 
     from megatron_dynapipe.cost.check import tables_of
@@ -77,10 +77,7 @@ def _contents(file: "CostFile") -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode(contents), type=dict[str, Any])  # numbers for the model's raw JSON
 
 
-def _print(contents: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(contents))
-        return
+def _print_contents(contents: dict[str, Any]) -> None:
     for name in ("name", "family", "device", "source"):
         print(f"{name}: {contents[name]}")
     for name in ("model", "provenance", "links"):
@@ -94,10 +91,7 @@ def _print(contents: dict[str, Any], *, as_json: bool) -> None:
         )
 
 
-def _print_differences(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([{k: None if v != v else v for k, v in row.items()} for row in rows]))
-        return
+def _print_differences(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         where = f"{row['key']} {row['quantity']} {row['part']}"
         only = (

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import amount
 
@@ -36,8 +36,7 @@ def _add_prepare(actions: Any) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="text tasks → a tokenised dataset folder",
-        description="Killed at any point, the same command continues; done, it does nothing. docs/data.md has the form "
-        "of a mixture file.",
+        description="Done, the same command does nothing. docs/data.md has the form of a mixture file.",
     )
     add = prepare.add_argument
     files = "JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern"
@@ -88,41 +87,37 @@ def _prepare(args: argparse.Namespace) -> None:
     else:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
-    given = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
+    flags = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
     choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
-    settings = PrepareSettings(source=source, **given | choices)
+    settings = PrepareSettings(source=source, **flags | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
-    prepared = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
-    if not prepared.is_new:
-        print(f"{args.output} is made of the same already: nothing to do", file=sys.stderr)
-    for line in prepared.notes:
+    meta, notes = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
+    for line in notes:
         print(line, file=sys.stderr)
-    _print_made(prepared.meta, args.output)
+    _print_made(meta, args.output)
 
 
 def _verify(args: argparse.Namespace) -> int:
     from megatron_dynapipe.data.meta import read_meta
     from megatron_dynapipe.tools.inspect import problems
 
-    found = 0
+    count = 0
     for problem in problems(args.folder):
-        found += 1
+        count += 1
         print(problem, flush=True)
     meta = read_meta(args.folder)
     if not meta.files:
         print(f"{args.folder} was made without digests: only its form was checked", file=sys.stderr)
-    if not found:
+    if not count:
         print(f"{args.folder}: {sum(meta.split_samples.values())} samples are as they were written")
-    return 1 if found else 0
+    return 1 if count else 0
 
 
 def _stats(args: argparse.Namespace) -> None:
-    import msgspec
-
     from megatron_dynapipe.tools.inspect import dataset_statistics, statistics_table
 
     statistics = dataset_statistics(args.folder, args.split)
-    print(msgspec.json.encode(statistics).decode() if args.json else statistics_table(statistics))
+    print_json(statistics) if args.json else print(statistics_table(statistics))
 
 
 def _print_made(meta: "DatasetMeta", folder: Path) -> None:

@@ -1,238 +1,10 @@
 """`doctor`: what is installed, and whether it can train here."""
 
 import argparse
-import importlib.metadata
-import importlib.util
-import json
-import os
-import platform
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-from megatron_dynapipe.cli import SubParsers
-from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.extras import DISTRIBUTION, missing
-from megatron_dynapipe.units import BYTES_PER_MB
-
-
-class Finding(NamedTuple):
-    """What was found of one thing.
-
-    Attributes:
-        status: "fail" if training here cannot work because of it; "note" if it works, but less well; "absent" if it
-            is for training and was not installed.
-        found: what is there, with its version.
-        hint: what to do about it.
-    """
-
-    status: Literal["ok", "note", "absent", "fail"]
-    found: str
-    hint: str | None = None
-
-
-KNOWN_PYTHONS = ((3, 12), (3, 13))
-"""Versions of Python that `megatron-core` has wheels for."""
-
-OPTIONAL = ("data", "plots")
-"""Extras without which training works."""
-
-TO_TRAIN = f"pip install '{DISTRIBUTION}[train]'"
-NOT_INSTALLED = "not installed (for training)"
-NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
-"""Checks that also count on a host that only plans, without torch."""
-
-
-def run_checks(store_url_file: Path | None = None) -> dict[str, Finding]:
-    """Every check's finding, by its name; a check that itself breaks is a finding."""
-    checks = dict(CHECKS)
-    if store_url_file is not None:
-        checks["plan store"] = partial(check_store, store_url_file)
-    return {name: _guarded(name, check) for name, check in checks.items()}
-
-
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except DynaPipeError as error:
-        return Finding("fail", error.message, error.hint)
-    except ModuleNotFoundError as error:
-        problem = missing(error)
-        if problem is not None and problem.hint == TO_TRAIN:
-            return Finding("absent", f"{NOT_INSTALLED}: no {error.name}", TO_TRAIN)
-        hint = f"reinstall {error.name}" if problem is None else problem.hint
-        return Finding("fail", f"{error.name} is not installed", hint)
-    except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
-        return Finding("fail", f"{type(error).__name__}: {error}", f"reinstall {name}")
-
-
-def check_python() -> Finding:
-    """The interpreter: one that the wheels exist for."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info[:2] in KNOWN_PYTHONS:
-        return Finding("ok", found)
-    known = " or ".join(f"{major}.{minor}" for major, minor in KNOWN_PYTHONS)
-    return Finding("fail", found, f"use Python {known}: megatron-core has wheels for these")
-
-
-def check_torch() -> Finding:
-    """PyTorch, imported for real, with its transports."""
-    import torch
-    import torch.distributed as dist
-
-    found = f"{torch.__version__} at {Path(torch.__file__).parent}"
-    if not dist.is_available() or not dist.is_gloo_available():
-        return Finding("fail", f"{found}, without gloo", "install PyTorch's own wheel")
-    transports = [kind for kind, there in (("gloo", True), ("NCCL", dist.is_nccl_available())) if there]
-    return Finding("ok", f"{found}; {', '.join(transports)}")
-
-
-def check_device() -> Finding:
-    """What a run would compute on."""
-    import torch
-
-    cores = len(os.sched_getaffinity(0))
-    if not torch.cuda.is_available():
-        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        return Finding("ok", f"no CUDA device (PyTorch is {build}): runs use {cores} CPU cores")
-    devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-    listed = ", ".join(f"{device.name} ({device.total_memory // 10**6:,} MB)" for device in devices)
-    return Finding("ok", f"{len(devices)} CUDA: {listed}; {cores} CPU cores")
-
-
-def check_megatron() -> Finding:
-    """Megatron with its training loop; a run checks at its start whether what it relies on is there."""
-    from megatron_dynapipe.patching import PACKAGE, find_version, megatron_folders
-
-    version = find_version()
-    if version is None:
-        return Finding("absent", NOT_INSTALLED, TO_TRAIN)
-    if importlib.util.find_spec("megatron.training") is None:
-        found = f"{version}, without its training loop"
-        return Finding("fail", found, f"pip install '{PACKAGE}'")
-    return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
-
-
-def check_compiler() -> Finding:
-    """What compiles kernels at run time, which GPUs need for Megatron's fused layers and for relative positions."""
-    import torch
-
-    from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
-
-    missing = missing_for_kernels()
-    if not missing:
-        return Finding("ok", "Triton, a C compiler and Python.h")
-    found = f"no {missing}, which fused layers on GPUs are compiled with"
-    return Finding("fail", found, HINT) if torch.cuda.is_available() else Finding("ok", f"{found}; runs here use none")
-
-
-def check_layers() -> Finding:
-    """Transformer Engine, which Megatron's fastest layers come from."""
-    return Finding("ok", _version("transformer-engine") or "not installed: Megatron's local layers are used")
-
-
-def check_apex() -> Finding:
-    """NVIDIA's apex is optional; the package of that name in the public index is another program."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return Finding("ok", "not installed (optional)")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
-        return Finding("ok", f"NVIDIA's, at {folders[0]}")
-    return Finding(
-        "fail",
-        f"an unrelated package, version {_version('apex') or 'unknown'}; Megatron would import it",
-        "pip uninstall apex (NVIDIA's is built from its source, and optional)",
-    )
-
-
-def check_store(url_file: Path | None = None) -> Finding:
-    """A plan store server: the one that is named, as it describes itself, else one really started and stopped."""
-    from megatron_dynapipe.store import StoreServer, find_address, open_store
-    from megatron_dynapipe.store.server import find_server_binary
-
-    if (address := find_address(None, url_file, os.environ)) is not None:
-        with open_store(address) as store:
-            info = store.info()
-        server = (
-            f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
-        )
-        memory, limit = (int(info.get(name, "0")) // BYTES_PER_MB for name in ("used_memory", "maxmemory"))
-        held = f"{memory:,} MB used of {f'{limit:,} MB' if limit else 'no limit'}"
-        return Finding(
-            "ok", f"{server} at {address}: {held}, {int(info.get('connected_clients', '1')) - 1} other clients"
-        )
-    with StoreServer() as own, open_store(own.address) as store:
-        store.put_all([("dynapipe:doctor", b"plan")])
-        store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")
-    return Finding("ok", f"a server starts and answers: {find_server_binary()}")
-
-
-def check_native_core() -> Finding:
-    """The compiled planner core, which is part of the package."""
-    from megatron_dynapipe.planning.native import core
-
-    return Finding("ok", f"loads: {Path(str(core.__file__)).name}")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def check_requirements() -> Finding:
-    """What this package and its extras require, in the versions that were tried."""
-    try:
-        listed = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("note", f"{DISTRIBUTION} is not installed", "pip install .")
-    to_train = () if _version("torch") is None else ("train",)  # else said by the check of torch
-    wrong = {extra: _unmet(listed, extra) for extra in ("", *to_train, *OPTIONAL)}
-    broken = [extra for extra, found in wrong.items() if found]
-    if not broken:
-        return Finding("ok", "required packages are of versions that were tried")
-    extras = ",".join(filter(None, broken))
-    return Finding(
-        "note" if set(broken) <= set(OPTIONAL) else "fail",
-        "; ".join(dict.fromkeys(each for found in wrong.values() for each in found)),
-        f"pip install --upgrade '{DISTRIBUTION}{f'[{extras}]' if extras else ''}', or install those versions",
-    )
-
-
-def _unmet(listed: list[str], extra: str) -> list[str]:
-    """What is required with an extra ("": in any case) and is absent, or of another version."""
-    from packaging.requirements import Requirement
-
-    found = []
-    for requirement in map(Requirement, listed):
-        marker = requirement.marker
-        always = marker is None or marker.evaluate({"extra": ""})
-        wanted = always if extra == "" else not always and marker is not None and marker.evaluate({"extra": extra})
-        if not wanted:
-            continue
-        version = _version(requirement.name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"expected {requirement.name}{requirement.specifier}, found {version or 'none'}")
-    return found
-
-
-CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
-    ("python", check_python),
-    ("torch", check_torch),
-    ("device", check_device),
-    ("megatron-core", check_megatron),
-    ("compiler", check_compiler),
-    ("transformer-engine", check_layers),
-    ("apex", check_apex),
-    ("plan store", check_store),
-    ("planner core", check_native_core),
-    ("versions", check_requirements),
-)
-
+from megatron_dynapipe.cli import SubParsers, print_json
 
 MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
 
@@ -251,6 +23,8 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print it; 1 if something that is installed cannot work."""
+    from megatron_dynapipe.tools.doctor import NEEDED_TO_PLAN, TO_TRAIN, run_checks
+
     print("checking; importing torch takes a few seconds", file=sys.stderr)
     checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}
@@ -258,20 +32,13 @@ def run(args: argparse.Namespace) -> int:
     can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN
     if args.json:
         rows = [{"name": name, **check._asdict()} for name, check in checks.items()]
-        report = {"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows}
-        print(json.dumps(report, indent=2))
-    else:
-        able = "train" if can_train else "plan, not train: see FAIL above" if failed else f"plan; to train: {TO_TRAIN}"
-        print(_as_text(checks))
-        print(f"this machine can {able}" if can_plan else "this machine cannot train: see FAIL above")
-    return 1 if failed else 0
-
-
-def _as_text(checks: dict[str, Finding]) -> str:
+        print_json({"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows})
+        return 1 if failed else 0
     width = max(map(len, checks))
-    lines = []
-    for name, (status, found, hint) in checks.items():
-        lines.append(f"{MARKS[status]}  {name:<{width}}  {found}")
+    for name, (status, text, hint) in checks.items():
+        print(f"{MARKS[status]}  {name:<{width}}  {text}")
         if hint is not None:
-            lines.append(f"{'':<{width + 6}}  hint: {hint}")
-    return "\n".join(lines)
+            print(f"{'':<{width + 6}}  hint: {hint}")
+    able = "train" if can_train else "plan, not train: see FAIL above" if failed else f"plan; to train: {TO_TRAIN}"
+    print(f"this machine can {able}" if can_plan else "this machine cannot train: see FAIL above")
+    return 1 if failed else 0

@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What cannot be written to stdout is dropped here: Python's flush at exit would complain of it again."""
+    """Drop what cannot be written to stdout: Python's flush at exit would complain of it again."""
     try:
         sys.stdout.flush()
     except OSError:

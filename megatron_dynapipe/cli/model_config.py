@@ -4,31 +4,21 @@ The file is all that is needed: a flag beside it may only say the same. What cos
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
+from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.cost import Experts, ModelShape
-from megatron_dynapipe.cost.shape import megatron_fields
+from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
+from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import ModelFamily, target_positions
 
-MOST_BYTES = 10_000_000
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
-
-# What HuggingFace's configurations call a size, in the order in which they are looked up.
-_HIDDEN = ("hidden_size", "d_model", "n_embd")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-_ENCODER = ("encoder_layers", "num_layers", "num_hidden_layers")
-_DECODER = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-_T5_LIKE = ("t5", "mt5")
-_COUNTED = ("gpt2", *_LLAMA_LIKE, *_T5_LIKE)
-"""Values of `model_type` whose costs can be computed."""
 
 _NOT_MODELLED = (
     *("multi-latent-attention", "mtp-num-layers", "window-size", "experimental-attention-variant", "is-hybrid-model"),
@@ -43,13 +33,6 @@ _SIZES = (
     *("relative-attention-num-buckets", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"),
     "moe-shared-expert-intermediate-size",
 )
-_SWITCHED_OFF = {
-    "disable-bias-linear": "add_bias_linear",
-    "no-bias-swiglu-fusion": "bias_swiglu_fusion",
-    "no-bias-gelu-fusion": "bias_gelu_fusion",
-}
-"""Flags that set an attribute of another name to false."""
-
 FLAGS: Mapping[str, str] = {
     "num_attention_heads": "heads",
     "kv_channels": "kv_channels",
@@ -60,7 +43,7 @@ FLAGS: Mapping[str, str] = {
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of a model; `layers` of a GPT, the other two of a T5.
+    """A model as a file describes it; `layers` of a GPT, the other two of a T5.
 
     Attributes:
         max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
@@ -88,26 +71,26 @@ def take_model_config(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: as `read_model`, or a flag says something else than the file.
     """
-    found = read_model(args.model_config)
+    model = read_model(args.model_config)
     sizes = ("hidden_size", "layers", "encoder_layers", "decoder_layers")
-    said = {name: getattr(found, name) for name in ("model", *sizes)}
-    said |= {name: found.shape.get(field) for name, field in FLAGS.items()}
+    said = {name: getattr(model, name) for name in ("model", *sizes)}
+    said |= {name: model.shape.get(field) for name, field in FLAGS.items()}
     for name, value in said.items():
-        given = getattr(args, name)
-        if given is None:
+        flag = getattr(args, name)
+        if flag is None:
             setattr(args, name, value)
-        elif value is not None and given != value:
+        elif value is not None and flag != value:
             raise ConfigError(
-                f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {given}",
+                f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
             )
-    args.model_file, args.run_lengths = found, (found.max_seq_len, found.max_target_len)
+    args.model_file, args.run_lengths = model, (model.max_seq_len, model.max_target_len)
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ModelShape` besides family and hidden size, as completed arguments say them; some may be missing."""
-    found: ModelFile | None = getattr(args, "model_file", None)
-    shape = dict(found.shape) if found is not None else {}
+    file: ModelFile | None = getattr(args, "model_file", None)
+    shape = dict(file.shape) if file is not None else {}
     return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
 
 
@@ -131,14 +114,14 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
     Raises:
         ConfigError: a number is missing, or the model has what is not modelled.
     """
-    found: ModelFile | None = getattr(args, "model_file", None)
-    if found is not None and found.obstacle:
+    file: ModelFile | None = getattr(args, "model_file", None)
+    if file is not None and file.obstacle:
         raise ConfigError(
-            f"costs are not computed for {found.obstacle}, in {args.model_config}",
+            f"costs are not computed for {file.obstacle}, in {args.model_config}",
             hint="measure them: megatron-dynapipe profile",
         )
     shape = given_numbers(args)
-    if "vocabulary" not in shape and (folder := args.data or (found.data if found is not None else None)) is not None:
+    if "vocabulary" not in shape and (folder := args.data or (file.data if file is not None else None)) is not None:
         from megatron_dynapipe.data.meta import read_meta
 
         shape |= {"vocabulary": read_meta(folder).vocabulary_size, "vocabulary_multiple": 128}
@@ -154,178 +137,66 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def read_model(path: Path) -> ModelFile:
-    """What a file says of a model.
+    """The model that a file describes.
 
     Raises:
         ConfigError: it cannot be read, is neither of the two kinds, or lacks a size.
     """
     try:
-        loaded = yaml.safe_load(read_bounded(path, most_bytes=MOST_BYTES).decode())  # JSON is YAML
+        loaded = load_yaml(path)  # JSON is YAML
     except OSError as error:
         raise ConfigError(f"cannot read the model's configuration {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"expected {path} to be YAML or JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected {path} to be a mapping, got {type(loaded).__name__}")
-    given = _Given({str(name): value for name, value in loaded.items()}, path)
-    return _of_hugging_face(given) if "model_type" in given.values else _of_run_file(given)
-
-
-class _Given:
-    """The entries of a file."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self.values, self.path = values, path
-
-    def number(self, *names: str) -> int:
-        """The first of the names that has a value; raises ConfigError where none has."""
-        found = self.optional(*names)
-        if found is None:
-            raise ConfigError(
-                f"{self.path}: expected {' or '.join(names)}, found none of them",
-                hint="give a run file such as those in configs/, a config.json of HuggingFace, or the sizes by flags",
-            )
-        return found
-
-    def optional(self, *names: str) -> int | None:
-        """The first of the names that has a value, if one has."""
-        for name in names:
-            value = self.values.get(name)
-            if value is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-                    raise ConfigError(f"{self.path}: {name}: expected a whole number above 0, got {value!r}")
-                return value
-        return None
-
-    def is_set(self, name: str) -> bool:
-        """Whether a switch is on."""
-        return self.values.get(name) not in (None, False, 0, "")
-
-
-def _of_run_file(given: _Given) -> ModelFile:
-    given.number("hidden-size")
-    args = _arguments(given)
-    unknown = [name for name in _NOT_MODELLED if given.is_set(name) and str(given.values[name]) != "1"]
-    is_t5 = "encoder-num-layers" in given.values or "decoder-num-layers" in given.values
-    layers: dict[str, Any] = {"layers": None if is_t5 else given.number("num-layers")}
-    if is_t5:
-        layers |= {"encoder_layers": given.number("encoder-num-layers", "num-layers")}
-        layers |= {"decoder_layers": given.number("decoder-num-layers", "num-layers")}
-        layers |= {"max_target_len": _length(given, "decoder-seq-length", -target_positions(T5, 0))}
+    values = {str(name): value for name, value in loaded.items()}
     try:
-        shape = megatron_fields(args)
+        return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
     except ConfigError as error:
-        raise ConfigError(f"{given.path}: {error.message}") from None
-    folder = given.values.get("dynapipe-data")
+        raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
+    required_size(flags, "hidden-size")
+    checked = {name: size(flags, name) for name in _SIZES}
+    unknown = [
+        name for name in _NOT_MODELLED if flags.get(name) not in (None, False, 0, "") and str(flags[name]) != "1"
+    ]
+    is_t5 = "encoder-num-layers" in flags or "decoder-num-layers" in flags
+    layers: dict[str, Any] = {"layers": None if is_t5 else required_size(flags, "num-layers")}
+    if is_t5:
+        layers |= {"encoder_layers": required_size(flags, "encoder-num-layers", "num-layers")}
+        layers |= {"decoder_layers": required_size(flags, "decoder-num-layers", "num-layers")}
+        layers |= {"max_target_len": _length(flags, "decoder-seq-length", -target_positions(T5, 0))}
+    shape = megatron_fields(megatron_arguments({**flags, **checked}))
+    folder = flags.get("dynapipe-data")
     return ModelFile(
         model=T5 if is_t5 else GPT,
         hidden_size=shape.pop("hidden"),
         shape=shape,
         obstacle=", ".join(unknown),
         data=Path(folder) if folder and Path(folder).is_dir() else None,
-        max_seq_len=_length(given, "seq-length", 0 if is_t5 else 1),  # n tokens of a GPT train n - 1 positions
+        max_seq_len=_length(flags, "seq-length", 0 if is_t5 else 1),  # n tokens of a GPT train n - 1 positions
         **layers,
     )
 
 
-def _length(given: _Given, name: str, more: int) -> int | None:
+def _length(flags: Mapping[str, Any], name: str, more: int) -> int | None:
     """The most tokens that fit the positions of a run; None where the file does not say."""
-    found = given.optional(name)
-    return None if found is None else max(found + more, 1)
+    positions = size(flags, name)
+    return None if positions is None else max(positions + more, 1)
 
 
-def _arguments(given: _Given) -> dict[str, Any]:
-    """A run file's flags by attribute of Megatron's namespace."""
-    args = {name.replace("-", "_"): value for name, value in given.values.items()}
-    args |= {attribute: False for name, attribute in _SWITCHED_OFF.items() if given.is_set(name)}
-    args |= {name.replace("-", "_"): given.optional(name) for name in _SIZES}
-    return args
-
-
-def _unless_all(sparse: Sequence[int], layers: int) -> tuple[int, ...]:
-    return () if len(sparse) == layers else tuple(sparse)
-
-
-def _of_hugging_face(given: _Given) -> ModelFile:
-    hidden, kind = given.number(*_HIDDEN), str(given.values["model_type"])
-    obstacle, shape = _unknown(given, kind), {}
-    if not obstacle:
-        readers: Mapping[str, Callable[[_Given, int], dict[str, Any]]] = {"gpt2": _gpt2, **dict.fromkeys(_T5_LIKE, _t5)}
-        shape = readers.get(kind, _llama)(given, hidden) | {"attention_dropout": False, "hidden_dropout": False}
-        shape |= {"keeps_scores": False}
-        if (rows := given.optional("vocab_size")) is not None:
-            shape |= {"vocabulary": rows, "vocabulary_multiple": 128}
-        shape = {name: value for name, value in shape.items() if value is not None}
-    common: dict[str, Any] = {"hidden_size": hidden, "shape": shape, "obstacle": obstacle}
-    if given.values.get("is_encoder_decoder") or kind in (*_T5_LIKE, "umt5"):
-        encoder, decoder = given.number(*_ENCODER), given.number(*_DECODER)
-        return ModelFile(model=T5, encoder_layers=encoder, decoder_layers=decoder, **common)
-    return ModelFile(model=GPT, layers=given.number(*_LAYERS), **common)
-
-
-def _unknown(given: _Given, kind: str) -> str:
-    """What of a model computed costs do not know."""
-    if kind not in _COUNTED:
-        return f"a model of type {kind} (known: {', '.join(_COUNTED)})"
-    window, positions = given.values.get("sliding_window"), given.values.get("max_position_embeddings", 0)
-    used = given.values.get("use_sliding_window", kind in ("mistral", "mixtral"))
-    return f"sliding_window {window}" if used and window is not None and window < positions else ""
-
-
-def _gpt2(given: _Given, hidden: int) -> dict[str, Any]:
-    heads = given.optional("n_head")
-    return {
-        "heads": heads,
-        "kv_channels": hidden // heads if heads else None,
-        "ffn": given.optional("n_inner") or 4 * hidden,
-        "positions": given.optional("n_positions") or 1024,
-        "tied": given.values.get("tie_word_embeddings", True),
-    }
-
-
-def _llama(given: _Given, hidden: int) -> dict[str, Any]:
-    kind, heads = str(given.values["model_type"]), given.optional("num_attention_heads")
-    return {
-        "heads": heads,
-        "query_groups": given.optional("num_key_value_heads"),
-        "kv_channels": given.optional("head_dim") or (hidden // heads if heads else None),
-        "ffn": given.optional("intermediate_size"),
-        "gated": True,
-        "rms_norm": True,
-        "biases": False,
-        "qkv_bias": kind.startswith("qwen2") or bool(given.values.get("attention_bias")),
-        "qk_norm": kind.startswith("qwen3"),
-        "rotary": True,
-        "tied": bool(given.values.get("tie_word_embeddings", False)),
-        "experts": _experts(given),
-    }
-
-
-def _experts(given: _Given) -> Experts | None:
-    count = given.optional("num_local_experts", "num_experts")
-    if count is None:
-        return None
-    step, dense = given.optional("decoder_sparse_step") or 1, given.values.get("mlp_only_layers") or []
-    layers = given.number(*_LAYERS)
-    sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense]
-    if not sparse:
-        return None
-    return Experts(
-        count=count,
-        per_token=given.number("num_experts_per_tok"),
-        ffn=given.number("moe_intermediate_size", "intermediate_size"),
-        layers=_unless_all(sparse, layers),
+def _of_hugging_face(config: Mapping[str, Any]) -> ModelFile:
+    flags, shape, obstacle = megatron_flags(config), hugging_face_fields(config), obstacle_in(config)
+    hidden = shape.pop("hidden")
+    return ModelFile(
+        model=family_of(config),
+        hidden_size=hidden,
+        layers=flags.get("num-layers"),
+        encoder_layers=flags.get("encoder-num-layers"),
+        decoder_layers=flags.get("decoder-num-layers"),
+        shape={} if obstacle else shape,
+        obstacle=obstacle,
     )
-
-
-def _t5(given: _Given, _hidden: int) -> dict[str, Any]:
-    return {
-        "heads": given.optional("num_heads"),
-        "kv_channels": given.optional("d_kv"),
-        "ffn": given.optional("d_ff"),
-        "gated": str(given.values.get("feed_forward_proj", "relu")).startswith("gated"),
-        "rms_norm": True,
-        "biases": False,
-        "relative_buckets": given.optional("relative_attention_num_buckets") or 32,
-        "tied": given.values.get("tie_word_embeddings", given.values["model_type"] == "t5"),
-    }

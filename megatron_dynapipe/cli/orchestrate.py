@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 from megatron_dynapipe.units import BYTES_PER_MB
 
 if TYPE_CHECKING:

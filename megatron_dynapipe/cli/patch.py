@@ -1,16 +1,15 @@
 """`patch`: apply, check, merge or reverse the patches on a Megatron-LM checkout."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import PatchError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.patching import Survey
+    from megatron_dynapipe.checkout.patching import Survey
 
 FORMAT = "dynapipe-patch/2"
 
@@ -32,35 +31,36 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
-    from megatron_dynapipe.patching import State, change, survey
+    from megatron_dynapipe.checkout.patching import State, change, survey
 
     if args.check:
         return _check(args.checkout, as_json=args.json)
     was = survey(args.checkout)[0]
     changed = change(args.checkout, reverse=args.reverse, merge=args.merge)
-    is_merged = State.MODIFIED in {file.state for file in was.files}
+    is_merged = State.MODIFIED in {state for state, _ in was.files.values()}
     action = "none" if not changed else "reversed" if args.reverse else "merged" if is_merged else "applied"
     now = survey(args.checkout)[0]
-    print(json.dumps(_result(now, action, was=was.state), indent=2) if args.json else _as_text(now, action))
+    print_json(_result(now, action, was=was.state)) if args.json else print(_as_text(now, action))
     return 0
 
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    from megatron_dynapipe.patching import UNKNOWN, refusal, survey
+    from megatron_dynapipe.checkout.patching import UNKNOWN, refusal, survey
 
-    found, error = None, None
+    checkout, error = None, None
     try:
-        found = survey(folder)[0]
-        error = refusal(found) if found.named(*UNKNOWN) else None
+        checkout = survey(folder)[0]
+        error = refusal(checkout) if checkout.named(*UNKNOWN) else None
     except PatchError as raised:
         error = raised
     if as_json:
-        known = _result(found, "none", was=found.state) if found else {"format": FORMAT, "checkout": str(folder)}
-        print(json.dumps(known | ({"error": error.message, "hint": error.hint} if error else {}), indent=2))
+        known: dict[str, object] = {"format": FORMAT, "checkout": str(folder)}
+        known = _result(checkout, "none", was=checkout.state) if checkout else known
+        print_json(known | ({"error": error.message, "hint": error.hint} if error else {}))
         return int(error is not None)
-    if found:
-        print(_as_text(found, "none"))
+    if checkout:
+        print(_as_text(checkout, "none"))
     if error:
         print(error, file=sys.stderr)
     return int(error is not None)
@@ -72,27 +72,30 @@ def _result(now: "Survey", action: str, *, was: str) -> dict[str, object]:
         {"file": path.name, "subject": subject, "files": [changed], "added": len(added), "removed": 0}
         for path, subject, changed, added in now.series.patches
     ]
-    files = [{"name": file.name, "state": file.state, "releases": list(file.releases)} for file in now.files]
+    files = [
+        {"name": name, "state": state, "releases": list(releases)} for name, (state, releases) in now.files.items()
+    ]
     result = {"format": FORMAT, "checkout": str(now.folder), "action": action, "says": now.says}
     details = {"version": now.series.version, "found": was, "files": files, "patches": patches}
     return result | details | {"error": None, "hint": None}
 
 
-def _as_text(found: "Survey", action: str) -> str:
-    """What a checkout is now, and what was done."""
-    lines = [f"{found.folder}: Megatron {found.says}, patches of {found.series.version}"]
+def _as_text(checkout: "Survey", action: str) -> str:
+    """The state of a checkout, and what was done."""
+    lines = [f"{checkout.folder}: Megatron {checkout.says}, patches of {checkout.series.version}"]
     lines += [
-        f"  {name}: {state}{f' ({", ".join(releases)})' if releases else ''}" for name, state, releases in found.files
+        f"  {name}: {state}{f' ({", ".join(releases)})' if releases else ''}"
+        for name, (state, releases) in checkout.files.items()
     ]
-    lines += [f"  patch: {subject} ({file}: +{len(added)})" for _, subject, file, added in found.series.patches]
-    return "\n".join([*lines, _summary(found, action)])
+    lines += [f"  patch: {subject} ({file}: +{len(added)})" for _, subject, file, added in checkout.series.patches]
+    return "\n".join([*lines, _summary(checkout, action)])
 
 
-def _summary(found: "Survey", action: str) -> str:
-    from megatron_dynapipe.patching import State
+def _summary(checkout: "Survey", action: str) -> str:
+    from megatron_dynapipe.checkout.patching import State
 
     if action == "reversed":
-        return "reversed: the patches are out" + ("" if found.state is State.RELEASED else ", your changes are in")
+        return "reversed: the patches are out" + ("" if checkout.state is State.RELEASED else ", your changes are in")
     if action != "none":
         return f"{action}; to go back: --reverse"
     return {
@@ -100,4 +103,4 @@ def _summary(found: "Survey", action: str) -> str:
         State.PATCHED: "patched already",
         State.MERGED: "patched already, beside changes of yours",
         State.PARTLY: "patched in part: `megatron-dynapipe patch` patches the rest, --reverse takes the patches out",
-    }.get(found.state, "not all files are as known; nothing was changed")
+    }.get(checkout.state, "not all files are as known; nothing was changed")

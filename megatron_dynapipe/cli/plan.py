@@ -31,7 +31,6 @@ def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("plan", help="lengths, costs and a parallel layout → plans")
     add_arguments(parser)
-    parser.add_argument("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write every plan there, for show and verify")
 
 
@@ -46,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     batches = chosen_batches(args)
     files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
     for path in files.values():
-        check_replaceable(path, mine=is_plan)
-    cost_model, settings = costs_and_settings(args, args.schedule)
+        check_replaceable(path, is_ours=is_plan)
+    cost_model, settings = costs_and_settings(args)
     planner = Planner(settings, cost_model)
-    if args.layer_split == "auto" and not args.json:
+    if args.layers_per_stage == "auto" and not args.json:
         say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")
     iterations, idle = [], []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
@@ -61,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
             stages = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
             idle.append(idle_share(stages, plan.totals.predicted_ns))
             if files:
-                write_file(files[batch.id], encode(plan), mine=is_plan)
-    _hint_of_splits(args.layer_split, idle)
+                write_file(files[batch.id], encode(plan), is_ours=is_plan)
+    _hint_of_splits(args.layers_per_stage, idle)
     if args.json:
         report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}
         print_json(report)
@@ -97,7 +96,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     }, plan
 
 
-def _hint_of_splits(split: str, idle: list[float]) -> None:
+def _hint_of_splits(split: "str | tuple[float, ...]", idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
     from megatron_dynapipe.plan.timeline import MUCH_IDLE
 

@@ -2,21 +2,30 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cli import MOST_REAL, above_zero, not_negative, number, positive
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.integration.flags.planning_flags import (
+    AUTO,
+    EQUAL,
+    MOST_REAL,
+    above_zero,
+    add_planning_flags,
+    not_negative,
+    number,
+    positive,
+)
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_dynapipe.config import Cluster
-    from megatron_dynapipe.cost import CostModel, DeviceRates, Network, Split
+    from megatron_dynapipe.cost import CostModel, DeviceRates, Network
     from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
 
@@ -32,43 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("data", "tensor", "pipeline", "expert"):
         add(f"--{name}-parallel", type=positive, default=1, metavar="N")
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
-    split = (
-        "layers per stage: equal, auto (evened by their costs), or numbers like 9,8.5,8,6.5, of which .5 is the"
-        " attention of a layer whose MLP the next stage begins with (default: equal)"
-    )
-    add("--layer-split", default="equal", metavar="SPLIT", help=split)
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
+    add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, micro-batches."""
+def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """Declare what does not depend on the parallel layout: lengths, costs, model, memory, links, planning flags."""
     add_batch_arguments(parser)
     add = parser.add_argument
     costs = "what layers cost: a file, or computed from the model's shape and a device's rates"
     add("--cost-model", type=Path, required=True, metavar="FILE|analytic", help=costs)
     _add_model_arguments(parser)
     add("--device", metavar="NAME", help="for --cost-model analytic, as CUDA names it (that of --cluster, else A100)")
-    add("--device-memory-mb", type=above_zero, metavar="N", help="1 MB = 1e6 bytes (that of --cluster)")
     cluster = (
         "memory and links, where no flag and no cost model gives them, as training's --dynapipe-cluster; or the "
         "name of one of the package's, such as h100_80gb"
     )
     add("--cluster", type=Path, metavar="FILE", help=cluster)
-    modes = "modes a micro-batch may be given (default: all)"
-    add("--recompute", default=",".join(Recompute), metavar="MODES", help=modes)
-    layout = "samples of a micro-batch padded, packed into one row, or whichever is faster (default: auto)"
-    add("--layout", choices=("auto", *BatchLayout), default="auto", help=layout)
-    slices = (
-        "cut long samples of a gpt model along their sequence: where that is faster, never, or into pieces of at "
-        "most N positions (default: auto)"
-    )
-    add("--slices", type=_slices, default="auto", metavar="auto|off|N", help=slices)
-    halves = (
-        "run backward passes in two halves, the gradients of weights where a stage would wait: where that is "
-        "faster, wherever it can be done, or never (default: auto)"
-    )
-    add("--split-backward", choices=("auto", "on", "off"), default="auto", help=halves)
+    add_planning_flags(parser, without=without, scatter_gather="off")
     add("--devices-per-node", type=positive, metavar="N", help="(that of --cluster, else 8)")
     _add_transfer_arguments(parser)
     tried = "schedules tried per batch; default: fewer where there are more micro-batches"
@@ -88,26 +79,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         add(f"--{name}", type=positive, metavar="N", help="of the model")
-    busiest = "tokens of the busiest of the ranks that share experts, over their mean (default: %(default)s)"
-    add("--expert-imbalance", type=above_zero, default=1.25, metavar="N", help=busiest)
-
-
-def _slices(text: str) -> str | int:
-    if text in ("auto", "off"):
-        return text
-    if not text.isdecimal() or int(text) < LENGTH_MULTIPLE:
-        raise argparse.ArgumentTypeError(f"expected auto, off or at least {LENGTH_MULTIPLE} positions, got {text!r}")
-    return int(text)
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     """Links between devices, and when messages over them start."""
     add_link_arguments(parser)
-    shards = (
-        "messages between stages divided over tensor-parallel ranks; a run's own default is auto (default: off, "
-        "as the published rules for transfers have it)"
-    )
-    parser.add_argument("--scatter-gather", choices=("off", "auto", "on"), default="off", help=shards)
     starts = (
         "when transfers start: as early as they can, or as in training on GPUs, where receives start right before "
         "their waits and sends of a channel one after another (default: gloo, as the published rules have it)"
@@ -124,7 +100,7 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{link}-node-latency-us", type=latency, metavar="N", help=default % latency_us)
 
 
-def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) -> "tuple[CostModel, PlannerSettings]":
+def costs_and_settings(args: argparse.Namespace) -> "tuple[CostModel, PlannerSettings]":
     """The cost model and the settings that the arguments ask for, the layer split chosen.
 
     Raises:
@@ -133,7 +109,7 @@ def costs_and_settings(args: argparse.Namespace, schedule: str | None = None) ->
     """
     complete_model(args)
     cost_model, _ = costs_and_rates(args)
-    return cost_model, planner_settings(args, cost_model, schedule)
+    return cost_model, planner_settings(args, cost_model)
 
 
 def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> "tuple[CostModel, DeviceRates]":
@@ -173,21 +149,24 @@ def complete_model(args: argparse.Namespace) -> None:
     _layers(args)
 
 
-def planner_settings(
-    args: argparse.Namespace, cost_model: "CostModel", schedule: str | None = None
-) -> "PlannerSettings":
+def planner_settings(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings":
     """The settings that the arguments ask for, the layer split chosen.
 
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     from megatron_dynapipe.cli.model_config import experts_of
-    from megatron_dynapipe.cost import ScatterGather
+    from megatron_dynapipe.cost import ScatterGather, even_split
     from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+    from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.planning.settings import PlannerSettings
 
     encoder_layers, decoder_layers = _layers(args)
-    split, experts = args.layer_split, experts_of(args)
+    split, experts = args.layers_per_stage, experts_of(args)
+    if split == AUTO:  # begins even
+        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel, halves=True)
+    search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
+    search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
         family=args.model,
         encoder_layers=encoder_layers,
@@ -196,11 +175,11 @@ def planner_settings(
         data_parallel=args.data_parallel,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
-        layers_per_stage=_layers_per_stage(split, encoder_layers + decoder_layers, args.pipeline_parallel),
+        layers_per_stage=None if split == EQUAL else split,
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
-        recompute=_recompute(args.recompute),
-        micro_batch_layouts=tuple(BatchLayout) if args.layout == "auto" else (BatchLayout(args.layout),),
+        recompute=args.limit_rc_type or tuple(Recompute),
+        micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
         slices=args.slices,
         split_backward="off" if experts else args.split_backward,
         expert_layers=experts.layers if experts else (),
@@ -209,10 +188,10 @@ def planner_settings(
         lockstep=args.expert_parallel > 1 and args.expert_parallel,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
-        schedule=schedule_of(args, schedule),
+        schedule=ScheduleSettings(**{name: value for name, value in search.items() if value is not None}),
         transfers=GLOO_RULES if args.transfers == "gloo" else CUDA_RULES,
     )
-    return _with_auto_split(args, settings, cost_model) if split == "auto" else settings
+    return _with_auto_split(args, settings, cost_model) if args.layers_per_stage == AUTO else settings
 
 
 def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
@@ -232,8 +211,8 @@ def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Networ
 
 
 def _memory_limit_bytes(args: argparse.Namespace) -> int:
-    if args.device_memory_mb is not None:
-        limit_mb: float = args.device_memory_mb
+    if args.device_memory_limit is not None:
+        limit_mb: float = args.device_memory_limit
         return round(limit_mb * BYTES_PER_MB)
     if (cluster := _cluster(args)) is None:
         raise ConfigError("expected memory of a device, got none", hint="pass --device-memory-mb N, or --cluster FILE")
@@ -248,7 +227,7 @@ def _cluster(args: argparse.Namespace) -> "Cluster | None":
 
 
 def describe_cluster(args: argparse.Namespace, settings: "PlannerSettings") -> dict[str, Any]:
-    """What was planned for, and whose memory and links these are, for reports."""
+    """The memory and links that were planned for, and whose they are, for reports."""
     network = settings.network
     return {
         "file": None if args.cluster is None else str(args.cluster),
@@ -265,18 +244,6 @@ def cluster_line(described: "Mapping[str, Any]") -> str:
         f" {described['device_memory_mb']:.0f} MB each, {described['intra_node_gbps']:g} Gbit/s and"
         f" {described['intra_node_latency_us']:g} µs inside a node, {described['inter_node_gbps']:g} Gbit/s and"
         f" {described['inter_node_latency_us']:g} µs between nodes"
-    )
-
-
-def schedule_of(args: argparse.Namespace, method: str | None = None) -> "ScheduleSettings":
-    """How passes are ordered and searched, by a method or the default one."""
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
-
-    default, evaluations = ScheduleSettings(), args.search_evaluations
-    return ScheduleSettings(
-        method=default.method if method is None else method,
-        search_evaluations=default.search_evaluations if evaluations is None else evaluations,
-        seed=args.seed,
     )
 
 
@@ -315,21 +282,3 @@ def _layers(args: argparse.Namespace) -> tuple[int, int]:
     if args.layers is not None or None in both:
         raise ConfigError("a t5 model needs --encoder-layers and --decoder-layers, and no --layers")
     return args.encoder_layers, args.decoder_layers
-
-
-def _layers_per_stage(split: str, layers: int, stages: int) -> "Split | None":
-    """None for an equal split; for an auto split, a near-equal one to begin with."""
-    from megatron_dynapipe.cost import even_split, parse_split
-
-    if split == "equal":
-        return None
-    if split == "auto":
-        return even_split(layers, stages, halves=True)
-    return parse_split(split, expected="--layer-split equal, auto or numbers like 9,8.5,8,6.5 (multiples of 0.5)")
-
-
-def _recompute(modes: str) -> tuple[Recompute, ...]:
-    try:
-        return tuple(Recompute(mode) for mode in modes.split(","))
-    except ValueError:
-        raise ConfigError(f"expected --recompute among {', '.join(Recompute)}, got {modes!r}") from None

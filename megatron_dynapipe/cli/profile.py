@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
             "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
         )
     if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
-        check_replaceable(args.output, mine=is_cost_file)
+        check_replaceable(args.output, is_ours=is_cost_file)
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()
-        if cpu.enable(config.early_flags(flags, config.EarlyFlags).dynapipe_device):
+        if cpu.enable(config.early_flags(flags).dynapipe_device):
             cpu.silence_prints()
         from megatron_dynapipe.integration.profiling.command import profile
 

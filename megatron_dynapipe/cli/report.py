@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import ConfigError
 
 FORMAT = "dynapipe-report/1"
@@ -30,15 +30,15 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix != ".html":
         raise ConfigError(f"expected a page named .html, got --output {args.output}")
     path = args.output or args.folder / PAGE
-    check_replaceable(path, mine=is_page)
-    found = read_run(args.folder)
-    computed = found.run is not None and found.run.computed_costs
-    starts = [start.first_iteration for start in found.starts]
-    summary = summarise(found.iterations, maximum=found.maximum, computed_costs=computed, starts=starts)
-    page = write_page(found, summary, path, title=f"Run in {args.folder.resolve().name}")
+    check_replaceable(path, is_ours=is_page)
+    recorded = read_run(args.folder)
+    computed = recorded.run is not None and recorded.run.computed_costs
+    starts = [start.first_iteration for start in recorded.starts]
+    summary = summarise(recorded.iterations, maximum=recorded.maximum, computed_costs=computed, starts=starts)
+    page = write_page(recorded, summary, path, title=f"Run in {args.folder.resolve().name}")
     if args.json:
-        report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": found.evaluations}
-        print(msgspec.json.encode(msgspec.to_builtins(report, enc_hook=str, str_keys=True)).decode())
+        report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": recorded.evaluations}
+        print_json(msgspec.to_builtins(report, enc_hook=str, str_keys=True))
     else:
-        print("\n".join([format_summary(summary), *evaluation_lines(found.evaluations), f"page: {page}"]))
+        print("\n".join([format_summary(summary), *evaluation_lines(recorded.evaluations), f"page: {page}"]))
     return 0

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None and args.picture.suffix not in PICTURES:
         raise ConfigError(f"expected a picture named {' or '.join(PICTURES)}, got {args.picture}")
     for path in filter(None, (args.picture, args.trace)):
-        check_replaceable(path, mine=marked(GENERATOR))
+        check_replaceable(path, is_ours=marked(GENERATOR))
     plan = read_plan(args.plan)
     replicas = range(len(plan.replicas)) if args.replica is None else [args.replica]
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
@@ -71,8 +71,8 @@ def _text(plan: "IterationPlan", replica: int) -> str:
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
         lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: samples {samples}")
         tokens = ",".join(
-            f"{given}+{wanted}"
-            for given, wanted in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)
+            f"{inputs}+{targets}"
+            for inputs, targets in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)
         )
         peaks = ",".join(f"{peak / BYTES_PER_MB:.1f}" for peak in micro_batch.peak_bytes)
         lines.append(f"#   tokens (input+target) {tokens}; at most {peaks} MB on virtual stages 0, 1, …")

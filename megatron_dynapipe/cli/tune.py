@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, above_zero, positive, print_json
+from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
@@ -19,6 +20,7 @@ from megatron_dynapipe.cli.planning_arguments import (
     planner_settings,
 )
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel
@@ -30,14 +32,17 @@ INTERRUPTED = 130
 _CLUSTER = "h100_80gb"
 """What is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
-_TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>12}  {:24}{}"
-_COLUMNS = ("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "memory, MB", "", "layers")
+_TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>6}{:>12}{:>6}{:>15}  {:15}{:24}{}"
+_COLUMNS = (
+    *("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "MFU", "memory, MB", "idle"),
+    *("micro-batches", "recompute", "", "layers"),
+)
 
 
 def add_parser(subparsers: SubParsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
-    add_shared_arguments(parser)
+    add_shared_arguments(parser, without=("layers-per-stage",))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
@@ -50,7 +55,8 @@ def add_parser(subparsers: SubParsers) -> None:
     shared = "optimizer state shared over replicas; auto: wherever there are any (%(default)s)"
     choices = ("auto", "on", "off")
     add("--distributed-optimizer", nargs="?", const="on", default="auto", choices=choices, help=shared)
-    add("--sequence-parallel", action="store_true", help="where there is tensor parallelism")
+    sequence = "where there is tensor parallelism (on; off with a file's costs, unless it was measured so)"
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=sequence)
     rate = "of a device, for the optimizer step (an A100's 800)"
     add("--memory-gb-per-s", type=above_zero, metavar="N", help=rate)
     add("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
@@ -65,9 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
     complete_model(args)
     _choose_cluster(args)
+    if args.sequence_parallel is None:
+        args.sequence_parallel = _cost_file(args) is None
     _check_validation(args)
     if args.write_config is not None:
-        check_replaceable(args.write_config, mine=marked(LAYOUT_FILE_MARK))
+        check_replaceable(args.write_config, is_ours=marked(LAYOUT_FILE_MARK))
     tuning = _tuned(args)
     if args.validate and not tuning.interrupted:
         tuning = _validated(tuning, args)
@@ -75,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
         text = layout_file(best, tuning.settings[0], cost_model=_cost_file(args))
-        write_file(args.write_config, text, mine=marked(LAYOUT_FILE_MARK))
+        write_file(args.write_config, text, is_ours=marked(LAYOUT_FILE_MARK))
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
@@ -106,7 +114,7 @@ def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_validation(args: argparse.Namespace) -> None:
     """Refuse, before the search, what could not be validated after it."""
-    command = [each for each in args.command_line if each != "--"]
+    command = [word for word in args.command_line if word != "--"]
     if args.validate is None:
         if command:
             raise ConfigError(f"a training script goes with --validate, and {command[0]!r} was given without it")
@@ -168,11 +176,21 @@ def _tuned(args: argparse.Namespace) -> "Tuning":
             cost_model,
             batches,
             space,
-            rates=StepRates(memory_bytes_per_second=memory_rate),
+            rates=StepRates(memory_bytes_per_second=memory_rate, peak_flops=_peak_flops(args)),
             top=args.top,
             workers=args.workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
+
+
+def _peak_flops(args: argparse.Namespace) -> float | None:
+    """Of the device that costs are of, or the cluster's."""
+    from megatron_dynapipe.cost.devices import PRODUCTS, rates_of
+    from megatron_dynapipe.cost.format import read_file
+
+    file = _cost_file(args)
+    rates = rates_of(read_file(file)[0].device if file else args.device or args.cluster.stem)
+    return None if rates is None else rates.flops_per_second / PRODUCTS
 
 
 def _space(args: argparse.Namespace) -> "Space":
@@ -203,7 +221,7 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
-        | {"layer_split": "equal"}
+        | {"layers_per_stage": "equal"}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
@@ -224,14 +242,57 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
     print(cluster_line(described))
+    for line in _usual(tuning, args, described["devices_per_node"]):
+        print(line)
+    if planned:
+        print(_command(planned[0], tuning.settings[0], args, described["devices_per_node"]))
     for layout in planned:
         if layout.measurement_error is not None:
             print(f"{_name(layout)} could not be trained: {layout.measurement_error}")
     if tuning.interrupted:
         print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
-    for error, layouts in _by_error(infeasible).items():
-        names = ", ".join(_name(layout) for layout in layouts)
-        print(f"cannot be used: {names}: {error}")
+    for layout in infeasible:
+        print(f"cannot be used: {_name(layout)}: {layout.error}")
+
+
+def _usual(tuning: "Tuning", args: argparse.Namespace, per_node: int) -> list[str]:
+    """Why layouts that are tried first by hand are behind: replicas alone, and tensor parallelism inside a node."""
+    best = tuning.layouts[0]
+    if best.predicted_ms is None:
+        return []
+    tensor = min(per_node, args.devices)
+    usual = {(args.devices, 1, 1): "replicas alone", (1, tensor, args.devices // tensor): "tensor parallel in a node"}
+    lines = []
+    for layout in tuning.layouts[1:]:
+        sizes = layout.data_parallel, layout.tensor_parallel, layout.pipeline_parallel
+        if layout.error is None and layout.chunks == 1 and (kind := usual.pop(sizes, None)) is not None:
+            takes = layout.predicted_ms or layout.bound_ms or 0.0
+            more = [f"{'' if layout.predicted_ms else 'at least '}{takes / best.predicted_ms:.2f} times as long"]
+            if (apart := (layout.reduction_ms or 0.0) - (best.reduction_ms or 0.0)) > 0:
+                more.append(f"{apart:.1f} ms more of reduction")
+            if layout.idle is not None and best.idle is not None and layout.idle > best.idle:
+                more.append(f"idle for {layout.idle:.0%} in place of {best.idle:.0%}")
+            if layout.recompute not in ("", best.recompute):
+                more.append(f"recomputes {layout.recompute} in place of {best.recompute}")
+            lines.append(f"{kind}, {_name(layout)}: {', '.join(more)}")
+    return lines
+
+
+def _command(best: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace, per_node: int) -> str:
+    """How the best layout is trained."""
+    from megatron_dynapipe.tools.tuning.validate import layout_flags
+
+    nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
+    where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
+    flags = layout_flags(best, settings).items()
+    given = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
+        word for name, value in flags if value is not False
+        for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+    )  # fmt: skip
+    is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")
+    model = args.model_config if is_run_file else "MODEL.yaml"
+    script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data DATA"
+    return f"train: torchrun {where} --nproc-per-node {ranks} {script} {given}"
 
 
 def _row(layout: "TunedLayout") -> str:
@@ -252,7 +313,11 @@ def _row(layout: "TunedLayout") -> str:
         f"{layout.predicted_ms:.1f}",
         f"{layout.reduction_ms:.1f}",
         f"{layout.tokens_per_second:.0f}",
+        "–" if layout.mfu is None else f"{layout.mfu:.0%}",
         f"{max(layout.peak_memory_mb):.0f}",
+        f"{layout.idle:.0%}",
+        f"{layout.micro_batches:.0f}",
+        layout.recompute,
         note,
         layers,
     )
@@ -262,13 +327,6 @@ def _name(layout: "TunedLayout") -> str:
     chunks = f"×{layout.chunks}" if layout.chunks > 1 else ""
     experts = f" with experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
     return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}{experts}"
-
-
-def _by_error(layouts: "list[TunedLayout]") -> "dict[str, list[TunedLayout]]":
-    found: dict[str, list[TunedLayout]] = {}
-    for layout in layouts:
-        found.setdefault(layout.error or "", []).append(layout)
-    return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -150,7 +150,7 @@ class AnalyticCostModel:
         self._lengths = geometric(8, max_length, between=True)
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
-        """See `CostModel.tables`."""
+        """The computed costs of a combination; raises CostModelError."""
         layer = self.layer_work(tensor_parallel)
         t5 = self.family is ModelFamily.T5
         targets = self._lengths if t5 else np.zeros(1, np.int64)

@@ -4,7 +4,8 @@ import msgspec
 
 from megatron_dynapipe.cost.analytic import A100_RATES, DeviceRates
 
-_PRODUCTS, _TRAFFIC = 0.7, 0.52
+PRODUCTS, _TRAFFIC = 0.7, 0.52
+"""Shares of the data sheet's rates: of matrix products, and of memory."""
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
     # part of the name, TFLOP/s, GB/s of memory, GB/s to the other devices of a node (one direction)
@@ -36,7 +37,7 @@ def rates_of(name: str) -> DeviceRates | None:
         if known.casefold() in folded:
             return msgspec.structs.replace(
                 A100_RATES,
-                flops_per_second=tflops * 1e12 * _PRODUCTS,
+                flops_per_second=tflops * 1e12 * PRODUCTS,
                 bytes_per_second=memory * 1e9 * _TRAFFIC,
                 link_bytes_per_second=links * 1e9 * 2 / 3,
             )

@@ -80,7 +80,7 @@ class TableCostModel:
         return model
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
-        """See `CostModel.tables`."""
+        """The costs that the file holds; raises CostModelError where it lacks the combination."""
         key = key_of(tensor_parallel, recompute)
         if key not in self.file.keys:
             raise CostModelError(

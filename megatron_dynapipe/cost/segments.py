@@ -119,7 +119,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def save(self, path: Path) -> None:
         """Write a file; raises ConfigError as `outputs.write_file`."""
-        write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n", mine=is_cost_file)
+        write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n", is_ours=is_cost_file)
 
     def state_bytes(self, stage_of: Sequence[int]) -> list[int]:
         """Weights, gradients and optimizer state of every stage.
@@ -180,7 +180,7 @@ class StageCostModel:
         self._tables = _tables_of_stages(costs, stage_of)
 
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
-        """See `CostModel.tables`."""
+        """The costs of the stages; raises CostModelError for tensor-parallel ranks and for recomputation."""
         if (tensor_parallel, recompute) != (1, Recompute.NONE):
             raise CostModelError(
                 f"cost model {self.name} has no table for tensor parallelism {tensor_parallel} with recompute "

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily, round_up
 
@@ -131,6 +132,27 @@ def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[st
     return fields
 
 
+_SWITCHED_OFF = {
+    "disable-bias-linear": "add_bias_linear",
+    "no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "no-bias-gelu-fusion": "bias_gelu_fusion",
+}
+"""Flags that set an attribute of another name to false."""
+
+
+def megatron_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A run file's flags by attribute of Megatron's namespace, as `megatron_fields` takes them."""
+    args = {name.replace("-", "_"): value for name, value in flags.items()}
+    return args | {attribute: False for name, attribute in _SWITCHED_OFF.items() if flags.get(name)}
+
+
+def hugging_face_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelShape` besides the family, of a HuggingFace configuration; those that it lacks are missing."""
+    flags = megatron_flags(config)
+    fields = megatron_fields(megatron_arguments(flags))
+    return fields if "ffn-hidden-size" in flags else {name: fields[name] for name in fields.keys() - {"ffn"}}
+
+
 def _ffn(args: Mapping[str, Any]) -> int:
     """The feed-forward networks' width; Megatron's default of gated ones has as many parameters as that of others."""
     hidden: int = args["hidden_size"]
@@ -188,6 +210,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def of_megatron(cls, args: Mapping[str, Any], family: ModelFamily, *, on_cpu: bool) -> "ModelShape":
         """The model that Megatron's checked arguments describe, its vocabulary padded; as `megatron_fields`."""
         return cls(family=family, **megatron_fields(args, on_cpu=on_cpu))
+
+    @classmethod
+    def of_hugging_face(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """The model of a whole HuggingFace configuration; raises ConfigError as `hugging_face.megatron_flags`."""
+        return cls(family=family_of(config), **hugging_face_fields(config))
 
     def __post_init__(self) -> None:
         if self.query_groups and self.heads % self.query_groups:

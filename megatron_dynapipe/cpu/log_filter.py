@@ -22,6 +22,15 @@ WARNINGS: tuple[tuple[str, str], ...] = (
     ("torch.distributed is disabled, unavailable or uninitialized", "checkpoint metadata is read by one process"),
     ("The argument order of load has been changed", "Megatron's own call"),
     ("Please use DTensor instead", "Megatron's checkpoints use sharded tensors"),
+    (
+        "The AccumulateGrad node's stream does not match",
+        "on GPUs: Megatron builds its data-parallel wrapper under a stream of its own, on which gradients are added up;"
+        " autograd lets the streams wait for each other",
+    ),
+    (
+        r"barrier\(\): using the device under current context",
+        "on GPUs: the device is set by then, and groups that `device_id` binds share a stream",
+    ),
     (".*torch.cuda.*DtypeTensor constructors are no longer recommended", "Megatron's own use"),
 )
 """Warnings: (regular expression that the message begins with, why it is filtered)."""

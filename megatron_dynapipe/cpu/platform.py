@@ -13,29 +13,29 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, IN_MEGATRON, SILENCED, SILENCED_ON_CPU, STUBS, Stub
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.patching import found_version
 
 Device = Literal["auto", "cpu", "cuda"]
 
-ARGS_DEFAULTS: dict[str, Any] = {
-    "distributed_backend": "gloo",  # NCCL has no CPU transport; GPUs have it
-    "use_cpu_initialization": True,  # weights equal for every tensor-parallel size; GPUs draw them where they live
-    "transformer_impl": "local",  # Transformer Engine is CUDA only; run files of GPUs say which they take
-    "no_persist_layer_norm": True,  # apex's persistent kernel; run files with local layers say so on GPUs, too
-    "gradient_accumulation_fusion": False,  # apex's; on GPUs `hooks/fused_kernels` has PyTorch's where apex is missing
-    "masked_softmax_fusion": False,  # compiled CUDA kernel; run files with local layers say so on GPUs, too
-    "bias_gelu_fusion": False,  # for torch.compile, off here; on GPUs `flags/kernels` asks for its compiler
-    "bias_swiglu_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,  # Transformer Engine's; on GPUs `flags/kernels` switches it off where that is missing
+_COMPILED = "for torch.compile, off here; on GPUs `flags/checks` asks for its compiler"
+ARGS_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "distributed_backend": ("gloo", "NCCL has no CPU transport; GPUs have it"),
+    "use_cpu_initialization": (True, "weights equal for every tensor-parallel size; GPUs draw them where they live"),
+    "transformer_impl": ("local", "Transformer Engine is CUDA only; run files of GPUs say which they take"),
+    "no_persist_layer_norm": (True, "apex's persistent kernel; run files with local layers say so on GPUs, too"),
+    "gradient_accumulation_fusion": (False, "apex's; on GPUs `hooks/fused_kernels` has PyTorch's where it is missing"),
+    "masked_softmax_fusion": (False, "compiled CUDA kernel; run files with local layers say so on GPUs, too"),
+    "bias_gelu_fusion": (False, _COMPILED),
+    "bias_swiglu_fusion": (False, _COMPILED),
+    "bias_dropout_fusion": (False, _COMPILED),
+    "apply_rope_fusion": (False, "Transformer Engine's; on GPUs `flags/checks` switches it off where that is missing"),
 }
-"""Defaults of Megatron's arguments (by destination) for a run on the CPU.
+"""Defaults of Megatron's arguments (by destination) for a run on the CPU, and why a GPU does not need each.
 
 For `parser.set_defaults`, which the command line overrides. The `args_defaults` of Megatron's `parse_and_validate_args`
-fill only arguments that are None, so they would change none of these. Each says why a GPU does not need it:
-`tests/rehearsal` trains without them.
+fill only arguments that are None, so they would change none of these. `tests/rehearsal` trains without them.
 """
 
 _is_enabled = False
@@ -97,7 +97,7 @@ def silence_prints() -> None:
 
 def set_args_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Make `ARGS_DEFAULTS` the parser's defaults; to be called from an `extra_args_provider`."""
-    parser.set_defaults(**ARGS_DEFAULTS)
+    parser.set_defaults(**{name: value for name, (value, _) in ARGS_DEFAULTS.items()})
     return parser
 
 

@@ -94,6 +94,8 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check_splits(self.samples)
+        if unprintable := [task for task in self.tasks if not task.isprintable()]:
+            raise ValueError(f"expected names of tasks of printable characters, got {unprintable[0]!a}")
 
     @property
     def task_rates(self) -> tuple[float, ...]:
@@ -160,7 +162,7 @@ def read_meta(folder: Path) -> DatasetMeta:
     Raises:
         DataError: the folder or the file is missing, or not of this form; the message names the field.
     """
-    hint = "make a dataset with `megatron-dynapipe data prepare` or `megatron-dynapipe data demo`"
+    hint = "`megatron-dynapipe data prepare` makes one of your samples, `megatron-dynapipe data demo` a small one"
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
     path = meta_path(folder)

@@ -7,11 +7,10 @@
 
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
 from megatron_dynapipe.modules.part import ModelPart
-from megatron_dynapipe.modules.pipeline import Pipeline
+from megatron_dynapipe.modules.pipeline import Pipeline, StepResult
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.modules.split import split_model
 from megatron_dynapipe.modules.stage import SharedModule, Stage
-from megatron_dynapipe.modules.steps import StepOutputs, StepResult
 from megatron_dynapipe.modules.trace import CutPoint
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 
@@ -25,7 +24,6 @@ __all__ = [
     "Pipeline",
     "SharedModule",
     "Stage",
-    "StepOutputs",
     "StepResult",
     "UnevenPipeline",
     "profile_module",

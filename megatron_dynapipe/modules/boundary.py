@@ -1,4 +1,4 @@
-"""What a stage must know of a micro-batch before it runs: what crosses its boundaries, how to run, in which order.
+"""Parts of models, and how a micro-batch runs on one: what crosses its boundaries, in which order.
 
 passes (of a plan, or 1F1B) ──lower, once──► list without shapes ──fill, per iteration──► this rank's list
 """
@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart, TensorShape
+from megatron_dynapipe.modules.record import TensorMeta
+from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.problem import ScheduleProblem
@@ -30,25 +31,8 @@ from megatron_dynapipe.runtime.shared_weights import WeightCopies
 _NO_LIMIT = 2**60
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The tensors that cross from one virtual stage to the next, in the order in which they are sent.
-
-    Gradients cross back for those that are differentiable.
-    """
-
-    shapes: tuple[TensorShape, ...]
-    dtypes: tuple[torch.dtype, ...]
-    differentiable: tuple[bool, ...]
-
-    @cached_property
-    def back(self) -> "Boundary":
-        """What crosses back: gradients of the differentiable ones."""
-        wanted = [at for at, wants in enumerate(self.differentiable) if wants]
-        shapes, dtypes = tuple(self.shapes[at] for at in wanted), tuple(self.dtypes[at] for at in wanted)
-        return Boundary(shapes, dtypes, (True,) * len(wanted))
-
-
+Boundary = Sequence[TensorMeta]
+"""The tensors that cross from one virtual stage to the next, in the order in which they are sent."""
 Run = Callable[[Sequence[torch.Tensor], Batch, torch.device], Any]
 """One virtual stage: from what it received and the batch to what it sends; on the last one, to the model's output."""
 
@@ -73,16 +57,13 @@ class Part(nn.Module):
 
     Parameters, buffers and their names are those of the whole model. `split_model` makes one; `Stage` wraps a module
     of the user's.
-
-    Attributes:
-        ranks: this rank's place.
-        chunks: virtual stages of this rank.
-        inputs: which of a batch's entries are the model's.
     """
 
     ranks: Ranks
     chunks: int
+    """Virtual stages of this rank."""
     inputs: Inputs
+    """Which of a batch's entries are the model's."""
 
     @property
     def stage(self) -> int:
@@ -107,16 +88,16 @@ class Part(nn.Module):
 
     @property
     def state(self) -> str:
-        """What else than the batch a step depends on; the same on all ranks of a pipeline."""
+        """All that a step depends on besides the batch; the same on all ranks of a pipeline."""
         return ""
 
     @property
     def backend(self) -> str:
-        """Of the process groups."""
+        """Backend of the process groups."""
         return backend_of(self.device)
 
     def connect(self, timeout_s: float) -> tuple[Transport, Iterable[dist.ProcessGroup]]:
-        """What moves tensors between stages, and its groups. Every rank calls it."""
+        """The transport between stages, and its groups. Every rank calls it."""
         groups = make_groups(self.ranks.pipelines, chunks=self.chunks, backend=self.backend, timeout_s=timeout_s)
         assert groups is not None, "every rank is in a pipeline"
         warm_up(groups, self.device)
@@ -169,7 +150,7 @@ class Part(nn.Module):
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """What a micro-batch's specialization depends on: shapes and dtypes of its tensors, and its other values."""
+    """Shapes and dtypes of a micro-batch's tensors, and its other values: its specialization depends on them."""
     return tuple(
         (key, tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else (key, repr(value))
         for key, value in batch.items()
@@ -205,6 +186,8 @@ def lists_without_shapes(
         peak_bytes=zeros,
         forward_transfer_ns=zeros,
         backward_transfer_ns=zeros,
+        forward_message_bytes=zeros,
+        backward_message_bytes=zeros,
         model_state_bytes=np.zeros(stages, np.int64),
         memory_limit_bytes=_NO_LIMIT,
         forward_only=forward_only,
@@ -218,26 +201,20 @@ def fill(
     instructions: Sequence[Instruction], specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> StagePlan:
     """One rank's list with the shapes of these micro-batches."""
-    filled = [
-        type(each)(
-            each.payload,
-            each.micro_batch,
-            each.chunk,
-            each.peer,
-            crossing_of(each, specialized, stage=stage, stages=stages).shapes,
-        )
-        if isinstance(each, SendStart | RecvStart)
-        else each
-        for each in instructions
-    ]
-    return StagePlan(stage=stage, instructions=tuple(filled), predicted=())
+
+    def filled(transfer: SendStart | RecvStart) -> Instruction:
+        shapes = tuple(meta.shape for meta in crossing_of(transfer, specialized, stage=stage, stages=stages))
+        return type(transfer)(transfer.payload, transfer.micro_batch, transfer.chunk, transfer.peer, shapes)
+
+    run = tuple(filled(i) if isinstance(i, SendStart | RecvStart) else i for i in instructions)
+    return StagePlan(stage=stage, instructions=run, predicted=())
 
 
 def crossing_of(
     transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> Boundary:
-    """What a transfer moves over its boundary, there or back."""
+    """The tensors that a transfer moves over its boundary: there, or gradients of the differentiable ones back."""
     virtual, there = transfer.chunk * stages + stage, transfer.payload is Payload.ACTIVATION
     downstream = there == isinstance(transfer, SendStart)
     boundary = specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
-    return boundary if there else boundary.back
+    return boundary if there else [meta for meta in boundary if meta.differentiable]

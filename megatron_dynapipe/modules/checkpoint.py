@@ -25,7 +25,6 @@ from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.boundary import Part
 from megatron_dynapipe.outputs import unwritten
-from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _EXTRA = "dynapipe."
@@ -57,9 +56,9 @@ def load_checkpoint(
         DataError: on every rank alike: there is no such checkpoint, a file of it has changed, or it lacks a weight, or
             holds one that the model does not have.
     """
-    tensors = _tensors(part, optimizer, extra)
-    names = {name for text in part.ranks.control.gather_texts(json.dumps(list(tensors))) for name in json.loads(text)}
-    _check_files(path, part.ranks.control)  # which rank 0 has digested before it gathered names
+    tensors, control = _tensors(part, optimizer, extra), part.ranks.control
+    names = {name for text in control.gather_texts(json.dumps(list(tensors))) for name in json.loads(text)}
+    control.run_on_all(lambda: check_digests(path, rank=control.rank, ranks=control.size))  # which rank 0 has written
     try:
         load(tensors, checkpoint_id=path)
     except CheckpointException as error:
@@ -75,20 +74,9 @@ def load_checkpoint(
         )
     if optimizer is not None:
         state, saved = _optimizer_state(part, optimizer), part.saved_names()
-        found = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
-        set_optimizer_state_dict(part, optimizer, {**state, **found}, options=_OPTIONS)
+        read = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
+        set_optimizer_state_dict(part, optimizer, {**state, **read}, options=_OPTIONS)
     return {key: float(tensors[_EXTRA + key]) for key in extra}
-
-
-def _check_files(path: Path, control: ControlGroup) -> None:
-    """Compare this rank's share of the files with their digests; all ranks raise what one has found."""
-    found = ""
-    try:
-        check_digests(path, rank=control.rank, ranks=control.size)
-    except DataError as error:
-        found = str(error)
-    if found := next(filter(None, control.gather_texts(found)), ""):
-        raise DataError(found)
 
 
 def _saved_weights(path: Path) -> set[str]:

@@ -3,7 +3,7 @@
 sum over replicas ──► sum over copies of shared weights ──► divide by the count ──► norm, overflow, clipping
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,10 @@ _BUCKET_BYTES = 64_000_000
 
 
 class Gradients:
-    """The gradients of a rank's modules. All ranks make it at the same point.
+    """The gradients of a rank's module, on a device. All ranks make it at the same point.
 
-    Replicas start with the first one's weights, and shared weights with their first copy's.
-
-    Args:
-        module: what this rank trains.
-        device: where its parameters are.
-        replicas: the ranks that hold the same; None where this one is alone.
-        stages: the ranks of the pipeline, over which the norm is taken; None where this one is alone.
-        shared: weights that other stages hold too, if there are any.
+    Replicas start with the first one's weights, and shared weights with their first copy's. The norm is taken over
+    `stages`, the ranks of the pipeline. A group is None where this rank is alone.
     """
 
     def __init__(
@@ -46,7 +40,7 @@ class Gradients:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that are trained, each once."""
+        """The trained parameters."""
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def zero(self) -> None:
@@ -69,10 +63,10 @@ class Gradients:
     def norm(self) -> float:
         """The norm over all stages, every weight counted once; not finite where any gradient is not."""
         counts = (lambda _: True) if self._shared is None else self._shared.counts
-        mine = [p.grad for p in self.parameters if p.grad is not None and counts(p)]
+        gradients = [p.grad for p in self.parameters if p.grad is not None and counts(p)]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if mine:
-            total += torch.stack([norm.double() for norm in torch._foreach_norm(mine)]).square().sum()
+        if gradients:
+            total += torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
         if self._stages is not None:
             dist.all_reduce(total, group=self._stages)
         return float(total.sqrt())
@@ -86,17 +80,17 @@ class Gradients:
         parameters = self.parameters
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._device)
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
-        wanted = [parameter for parameter, any_has in zip(parameters, has.tolist(), strict=True) if any_has]
-        for parameter in wanted:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in wanted if p.grad is not None]):
+        gradients = []
+        for parameter, any_has in zip(parameters, has.tolist(), strict=True):
+            if any_has:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, group=group)
-            torch._foreach_copy_(
-                list(bucket),
-                [piece.view_as(g) for piece, g in zip(flat.split([g.numel() for g in bucket]), bucket, strict=True)],
-            )
+            sums = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [total.view_as(g) for total, g in zip(sums, bucket, strict=True)])
 
 
 class LossScale:
@@ -134,7 +128,7 @@ class LossScale:
             self._scaler.load_state_dict(state)
 
 
-def _buckets(gradients: Iterable[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Gradients of one dtype that are reduced together."""
     buckets: list[list[torch.Tensor]] = []
     open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
@@ -145,4 +139,4 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
             buckets.append(bucket)
         bucket.append(gradient)
         open_buckets[gradient.dtype] = bucket, size + gradient.nbytes
-    return list(buckets)
+    return buckets

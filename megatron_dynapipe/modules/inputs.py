@@ -40,8 +40,8 @@ class Inputs:
             ConfigError: the example has a key that the model does not know, or lacks an argument.
         """
         arguments = inspect.signature(model.forward).parameters
-        named = [name for name, each in arguments.items() if each.kind in _NAMED]
-        anything = not named and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
+        named = [name for name, argument in arguments.items() if argument.kind in _NAMED]
+        anything = not named and any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments.values())
         if not isinstance(example, Mapping):
             names = tuple(named[: len(_as_tuple(example))])
         else:
@@ -51,12 +51,8 @@ class Inputs:
                     f"the batch has the key {unknown[0]!r}, which is none of the model's arguments {', '.join(named)}",
                     hint=f"remove it, or name it among labels=({unknown[0]!r},) if only the loss reads it",
                 )
-        missing = [
-            name
-            for name, each in arguments.items()
-            if each.kind in _NAMED and each.default is inspect.Parameter.empty and name not in names
-        ]
-        if missing:
+        required = [name for name in named if arguments[name].default is inspect.Parameter.empty]
+        if missing := [name for name in required if name not in names]:
             raise ConfigError(f"expected the batch to hold the model's argument {missing[0]!r}, got {', '.join(names)}")
         return cls(names=names, labels=tuple(labels))
 

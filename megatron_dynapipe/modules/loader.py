@@ -8,7 +8,7 @@ for micro_batches, plan in loader:
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import msgspec
 import numpy as np
@@ -37,11 +37,11 @@ class Collate(Protocol):
     """Makes a micro-batch's tensors."""
 
     def __call__(self, samples: Sequence[Any], length: int) -> Any:
-        """The batch of some samples, planned to be `length` positions long."""
+        """The batch of samples, planned to be `length` positions long; raises DataError where one is longer."""
         ...
 
 
-class Pad:
+class Pad(Collate):
     """Samples as rows, each tensor's first dimension filled up to the planned length where it is one of positions.
 
     Args:
@@ -52,8 +52,8 @@ class Pad:
     def __init__(self, values: Mapping[Any, float] = PAD_VALUES, *, mask: str | None = None) -> None:
         self._values, self._mask = values, mask
 
+    @override
     def __call__(self, samples: Sequence[Any], length: int) -> Any:
-        """See `Collate`; raises DataError where a sample is longer than planned."""
         entries = [_entries(sample) for sample in samples]
         batch = {key: self._rows([entry[key] for entry in entries], key, length) for key in entries[0]}
         if self._mask is not None:
@@ -74,7 +74,7 @@ class Pad:
         return rows
 
 
-class Pack:
+class Pack(Collate):
     """Samples one after another in a single row, with positions that begin again at each.
 
     A model has to keep them apart by `position_ids`, as those of `transformers` do where they are given no mask. The
@@ -88,8 +88,8 @@ class Pack:
     def __init__(self, values: Mapping[Any, float] = PAD_VALUES, *, labels: Sequence[str] = ("labels",)) -> None:
         self._values, self._labels = values, labels
 
+    @override
     def __call__(self, samples: Sequence[Any], length: int) -> Any:
-        """See `Collate`."""
         batch = {
             key: torch.cat([self._apart(sample[key], key, first=not row) for row, sample in enumerate(samples)])[None]
             for key in samples[0]
@@ -128,16 +128,11 @@ class ModulePlanner:
     Args:
         costs: of the segments, or the path of their file.
         stage_of: the virtual stage of each segment, `part.stage_of`.
-        stages: ranks of a pipeline.
-        replicas: of the pipeline.
+        stages, replicas: ranks of a pipeline, and its replicas.
         memory_limit_bytes: of one device.
         network: links between devices; by default those that the costs were measured with.
         schedule: how passes are ordered.
         transfers: when transfers are started; None takes the rules of GPUs where there is one, else those of gloo.
-
-    Attributes:
-        planner: what plans.
-        stages, replicas: as given.
     """
 
     def __init__(
@@ -173,19 +168,13 @@ class ModulePlanner:
 
     @property
     def digest(self) -> str:
-        """Of everything that plans depend on besides lengths."""
+        """Digest of everything that plans depend on besides lengths."""
         return self.planner.digest
 
     def plan(self, lengths: Sequence[int], iteration: int, *, forward_only: bool = False) -> IterationPlan:
-        """The plan of a global batch over all replicas.
+        """The plan of a global batch over all replicas; raises PlanningError and InfeasibleError.
 
-        Args:
-            lengths: of its samples, in positions; a micro-batch's sample ids are places in it.
-            iteration: its number.
-            forward_only: no backward passes.
-
-        Raises:
-            PlanningError, InfeasibleError: as `Planner.plan`.
+        `lengths` are those of its samples, in positions; a micro-batch's sample ids are places in it.
         """
         return self.planner.plan(batch_of_positions(lengths, iteration), iteration, forward_only=forward_only)
 
@@ -215,14 +204,13 @@ def _rows(batch: Batch, micro_batch: MicroBatch) -> dict[str, Any]:
     """The samples of a micro-batch, cut off at its longest one's end."""
     rows, width = batch_rows(batch), max(_lengths(batch))
     ids, longest = torch.tensor(micro_batch.sample_ids), max(micro_batch.input_lengths) - 1
-    found = {}
-    for key, value in batch.items():
-        if has_rows(value, rows):
-            value = value[ids]
-            if value.dim() > 1 and value.shape[1] >= width:
-                value = value[:, :longest]
-        found[key] = value
-    return found
+
+    def cut(value: Any) -> Any:
+        if not has_rows(value, rows):
+            return value
+        return value[ids][:, :longest] if value.dim() > 1 and value.shape[1] >= width else value[ids]
+
+    return {key: cut(value) for key, value in batch.items()}
 
 
 class DynaPipeDataLoader:
@@ -264,8 +252,8 @@ class DynaPipeDataLoader:
     ) -> None:
         if (global_batch_size is None) == (tokens_per_batch is None):
             raise ConfigError("expected global_batch_size or tokens_per_batch, and not both")
-        if taken := [name for name in _NOT_TAKEN if name in arguments]:
-            raise ConfigError(f"expected no {taken[0]}: global batches and micro-batches are made by this loader")
+        if refused := [name for name in _NOT_TAKEN if name in arguments]:
+            raise ConfigError(f"expected no {refused[0]}: global batches and micro-batches are made by this loader")
         self._lengths = _all_lengths(dataset, lengths)
         self._size, self._tokens = global_batch_size, tokens_per_batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
@@ -314,8 +302,8 @@ class DynaPipeDataLoader:
         plan = self._planner.plan([self._lengths[sample] for sample in ids], iteration)
         entry = StageEntry.of(plan, self._replica, self._stage, plan_digest=self._planner.digest)
         micro_batches = [
-            self._collate([self._dataset[ids[place]] for place in each.sample_ids], each.shape.input_length)
-            for each in entry.micro_batches
+            self._collate([self._dataset[ids[place]] for place in planned.sample_ids], planned.shape.input_length)
+            for planned in entry.micro_batches
         ]
         return micro_batches, encode(entry)
 

@@ -7,31 +7,64 @@ for batch in batches:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.modules.boundary import Part, checksum, signature
+from megatron_dynapipe.modules.boundary import (
+    Part,
+    Specialization,
+    checksum,
+    fill,
+    lists_without_shapes,
+    signature,
+)
 from megatron_dynapipe.modules.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dynapipe.modules.gradients import Gradients, LossScale
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
 from megatron_dynapipe.modules.loader import ModulePlanner
 from megatron_dynapipe.modules.ranks import Failures, start_agreement
-from megatron_dynapipe.modules.runner import LossFunction, ModuleRunner, ModuleStage
-from megatron_dynapipe.modules.steps import Plan, StepOutputs, StepResult, StepWork, planned_instructions, step_result
+from megatron_dynapipe.modules.runner import LossFunction, ModuleStage, check_count
 from megatron_dynapipe.plan.instructions import Instruction
-from megatron_dynapipe.runtime import PendingTotals, Step, StepTotals, Trace
+from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
+from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, Trace
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
 _COMPARED_STEPS, _COMPARED_EVERY = 100, 10
 """The values of batches are compared among ranks in so many first steps, then in each step of that many."""
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Plan = IterationPlan | StageEntry
+"""Gives the order in which passes run: a whole iteration's plan, or this rank's share of it."""
+StepWork = tuple[Sequence[Batch], Plan | None]
+"""Micro-batches by names of the model's arguments, and their plan, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of a step, the same on every rank: `loss, overflow = pipeline.step(batch)`.
+
+    Attributes:
+        loss: sum over everything / count over everything: a float32 scalar without a graph, on the host.
+        overflow: gradients were not finite (fp16), so that no rank changed its weights.
+        outputs: with `return_outputs`, on the last stage, what the model returned for each micro-batch.
+        labels: those of each micro-batch, likewise.
+    """
+
+    loss: torch.Tensor
+    overflow: bool
+    outputs: Sequence[Any] = ()
+    labels: Sequence[Batch] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.loss, self.overflow))
 
 
 class Pipeline:
@@ -53,8 +86,6 @@ class Pipeline:
         timeout_s: deadline of every transfer.
 
     Attributes:
-        part: as given.
-        loss_scale: of fp16; None without.
         norm: of the last step's gradients before clipping; None where nothing asked for it.
         trace: when the last iteration's instructions ran on this rank.
     """
@@ -87,6 +118,7 @@ class Pipeline:
         self._max_norm, self._schedule = max_norm, schedule
         self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
         self._steps = 0
+        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
         self.norm: float | None = None
         self.trace: Trace | None = None
         ranks, backend, copies = part.ranks, part.backend, part.weight_copies()
@@ -96,7 +128,7 @@ class Pipeline:
         transport, channels = part.connect(timeout_s)
         groups = [ranks.control.group, *channels, replicas, stages, *(shared.groups if shared else ())]
         self._failures = Failures(ranks.control, [group for group in groups if group is not None])
-        self._runner = ModuleRunner(
+        self._runner = StepRunner(
             transport,
             part.device,
             stage=part.stage,
@@ -117,17 +149,13 @@ class Pipeline:
         """The replica that this rank is in."""
         return self.part.replica
 
-    @overload
-    def step(self, batch: Any, *, return_outputs: Literal[False] = False) -> StepResult: ...
-    @overload
-    def step(self, batch: Any, *, return_outputs: Literal[True]) -> StepOutputs: ...
-    def step(self, batch: Any, *, return_outputs: bool = False) -> StepResult | StepOutputs:
+    def step(self, batch: Any, *, return_outputs: bool = False) -> StepResult:
         """Run a batch forward and backward, reduce the gradients and update the weights.
 
         Args:
             batch: this replica's share: the same on every rank of its pipeline. A dict by names of the model's
                 arguments, or a tuple or tensor; labels that only the loss reads come with it.
-            return_outputs: return a `StepOutputs` instead of a `StepResult`.
+            return_outputs: keep the model's outputs and the labels for the result.
 
         Raises:
             DataError, ConfigError: on every rank alike: a key that the model does not know, no samples, tensors
@@ -136,17 +164,9 @@ class Pipeline:
         """
         return self._train(lambda: self._divided(batch), keep_outputs=return_outputs)
 
-    @overload
-    def run(
-        self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: Literal[False] = False
-    ) -> StepResult: ...
-    @overload
-    def run(
-        self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: Literal[True]
-    ) -> StepOutputs: ...
     def run(
         self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: bool = False
-    ) -> StepResult | StepOutputs:
+    ) -> StepResult:
         """`step` with micro-batches as they are, in the order of passes that a plan says.
 
         Args:
@@ -154,29 +174,24 @@ class Pipeline:
             plan: of this iteration, as `DynaPipeDataLoader` yields it; None runs them in this pipeline's schedule.
             return_outputs: as in `step`.
         """
-        return self._train(lambda: self._given(micro_batches, plan), keep_outputs=return_outputs)
+        return self._train(lambda: (self._named(micro_batches), plan), keep_outputs=return_outputs)
 
-    @overload
-    def evaluate(
-        self,
-        batch: Any = None,
-        *,
-        micro_batches: Sequence[Any] | None = None,
-        return_outputs: Literal[False] = False,
-    ) -> StepResult: ...
-    @overload
-    def evaluate(
-        self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None, return_outputs: Literal[True]
-    ) -> StepOutputs: ...
     def evaluate(
         self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None, return_outputs: bool = False
-    ) -> StepResult | StepOutputs:
+    ) -> StepResult:
         """The loss of a batch, or of micro-batches, without gradients; the part is in evaluation mode meanwhile."""
 
         def work() -> StepWork:
-            return self._divided(batch, forward_only=True) if micro_batches is None else self._given(micro_batches)
+            if micro_batches is not None:
+                return self._named(micro_batches), None
+            return self._divided(batch, forward_only=True)
 
-        return self._evaluate(work, keep_outputs=return_outputs)
+        training = self.part.training
+        self.part.eval()
+        try:
+            return self._run(work, keep_outputs=return_outputs, forward_only=True)
+        finally:
+            self.part.train(training)
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimizer state and loss scale into a folder; every rank calls it."""
@@ -199,106 +214,116 @@ class Pipeline:
         """A replica's batch as micro-batches."""
         named = self.part.inputs.name(batch)
         if self._planner is not None:
-            return StepWork(*self._planner.share(named, forward_only=forward_only))
+            return self._planner.share(named, forward_only=forward_only)
         count = self._micro_batches or self.part.stages * self.part.chunks
         if self._micro_batch_size is not None:
             count = -(-batch_rows(named) // self._micro_batch_size)
-        return StepWork(split_batch(named, count), None)
+        return split_batch(named, count), None
 
-    def _given(self, micro_batches: Sequence[Any], plan: Plan | None = None) -> StepWork:
-        return StepWork([self.part.inputs.name(batch) for batch in micro_batches], plan)
+    def _named(self, micro_batches: Sequence[Any]) -> Sequence[Batch]:
+        return [self.part.inputs.name(batch) for batch in micro_batches]
 
-    def _train(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
-        """Train on micro-batches; all ranks raise what making them raises on one."""
+    def _train(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult:
         self._gradients.zero()
-        scale = None if self._scale is None else self._scale.value
-
-        def finish(totals: PendingTotals) -> None:
-            _, count = totals.wait()
-            self._gradients.reduce((count or 1.0) * (scale or 1.0))
-
-        with self._failures.named():
-            totals, stage = self._run(work, scale=scale, keep_outputs=keep_outputs, finish=finish)
-            overflow = self._update()
-        return step_result(totals, stage, overflow=overflow, keep_outputs=keep_outputs)
-
-    def _evaluate(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult | StepOutputs:
-        """Run micro-batches forward, with the part in evaluation mode meanwhile."""
-        training = self.part.training
-        self.part.eval()
-        try:
-            with self._failures.named():
-                totals, stage = self._run(work, forward_only=True, keep_outputs=keep_outputs)
-        finally:
-            self.part.train(training)
-        return step_result(totals, stage, overflow=False, keep_outputs=keep_outputs)
+        return self._run(work, keep_outputs=keep_outputs, scale=None if self._scale is None else self._scale.value)
 
     def _run(
         self,
         work: Callable[[], StepWork],
         *,
-        scale: float | None = None,
+        keep_outputs: bool,
         forward_only: bool = False,
-        keep_outputs: bool = False,
-        finish: Callable[[PendingTotals], None] = lambda _: None,
-    ) -> tuple[StepTotals, ModuleStage]:
-        """Run micro-batches through this rank's virtual stages; gradients are added to the parameters'."""
-        agreement, made, planned = self._begin(work)
-        specialized = self.part.specialize(made.micro_batches, self._autocast)
-        stage = ModuleStage(
-            self._runner,
-            [self.part.share(batch) for batch in made.micro_batches],
-            specialized,
-            self._loss_fn,
-            autocast=self._autocast,
-            scale=scale,
-            labels=self.part.inputs.labels if keep_outputs else None,
-        )
-        plan = self._runner.fill_list(specialized, self._schedule, planned=planned, forward_only=forward_only)
-        self.part.expect(plan, made.micro_batches)
-        step = Step(
-            plan=plan,
-            model=stage,
-            dtypes=stage.dtypes,
-            agreement=agreement,
-            forward_only=forward_only,
-            finish=finish,
-        )
-        totals = self._runner.run(step)
-        self.trace = totals.trace
-        return totals, stage
+        scale: float | None = None,
+    ) -> StepResult:
+        """Run micro-batches through this rank's virtual stages; all ranks raise what making them raises on one."""
 
-    def _begin(self, work: Callable[[], StepWork]) -> tuple[StepAgreement, StepWork, Sequence[Instruction] | None]:
+        def finish(totals: PendingTotals) -> None:
+            _, count = totals.wait()
+            check_count(count)
+            self._gradients.reduce((count or 1.0) * (scale or 1.0))
+
+        with self._failures.named():
+            agreement, micro_batches, planned = self._begin(work)
+            specialized = self.part.specialize(micro_batches, self._autocast)
+            stage = ModuleStage(
+                self._runner,
+                [self.part.share(batch) for batch in micro_batches],
+                specialized,
+                self._loss_fn,
+                autocast=self._autocast,
+                scale=scale,
+                labels=self.part.inputs.labels if keep_outputs else None,
+            )
+            plan = self._list(specialized, planned, forward_only=forward_only)
+            self.part.expect(plan, micro_batches)
+            step = Step(
+                plan=plan,
+                model=stage,
+                dtypes=stage.dtypes,
+                agreement=agreement,
+                forward_only=forward_only,
+                finish=finish,
+            )
+            totals = self._runner.run(step)
+            check_count(totals.count)
+            self.trace = totals.trace
+            overflow = not forward_only and self._update()
+        outputs = [stage.kept[row] for row in sorted(stage.kept)]
+        loss = torch.tensor(totals.mean_loss, dtype=torch.float32)
+        return StepResult(loss, overflow, [output for output, _ in outputs], [labels for _, labels in outputs])
+
+    def _begin(
+        self, work: Callable[[], StepWork]
+    ) -> tuple[StepAgreement, Sequence[Batch], Sequence[Instruction] | None]:
         """The micro-batches, and the instructions of their plan, if there is one.
 
         What is new to a rank of a pipeline is new to all of them, and learned by all together. Else the first passes
         run while ranks still agree; the first transfer waits for it.
         """
         part, error = self.part, None
-        made, planned, new = StepWork((), None), None, False
+        micro_batches: Sequence[Batch] = ()
+        plan, planned, new = None, None, False
         try:
-            made = work()
-            planned = None if made.plan is None else planned_instructions(made.plan, part, len(made.micro_batches))
-            new = not part.knows(made.micro_batches, self._autocast)
+            micro_batches, plan = work()
+            planned = None if plan is None else planned_instructions(plan, part, len(micro_batches))
+            new = not part.knows(micro_batches, self._autocast)
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must raise too)
             error = raised
-        plan = None if made.plan is None else (made.plan.iteration, made.plan.totals)
+        identity = None if plan is None else (plan.iteration, plan.totals)
         agreement = start_agreement(
             part.ranks.control,
             error,
-            repr([plan, part.state, *map(signature, made.micro_batches)]),
+            repr([identity, part.state, *map(signature, micro_batches)]),
             "a replica's batch, its shapes, its values, its plan and the model's attributes",
             alike=part.ranks.alike,
-            checksum=self._checksum(made.micro_batches),
+            checksum=self._checksum(micro_batches),
             new=new,
-            learn=partial(part.learn, made.micro_batches, self._autocast),
+            learn=partial(part.learn, micro_batches, self._autocast),
         )
         if error is not None or new:
             agreement.settle()
-        return agreement, made, planned
+        return agreement, micro_batches, planned
+
+    def _list(
+        self, specialized: Sequence[Specialization], planned: Sequence[Instruction] | None, *, forward_only: bool
+    ) -> StagePlan:
+        """The list of this rank for micro-batches; that of the step before, where it was of the same.
+
+        `planned` are this rank's instructions in a plan, in which shapes are not looked at.
+        """
+        part, instructions = self.part, planned or ()
+        if planned is None and specialized:
+            count = len(specialized)
+            lists = lists_without_shapes(part.stages, part.chunks, count, self._schedule, forward_only=forward_only)
+            instructions = lists[part.stage]
+        key = (tuple(map(id, specialized)), id(instructions))
+        if self._filled is None or self._filled[0] != key:
+            filled = fill(instructions, specialized, stage=part.stage, stages=part.stages)
+            self._filled = key, instructions, filled
+        return self._filled[2]
 
     def _checksum(self, micro_batches: Sequence[Batch]) -> bytes:
-        """Of the batch's values, in the first steps and then now and again: it takes 0.4 ms per megabyte."""
+        """Checksum of the values, in the first steps and then now and again: it takes 0.4 ms per megabyte."""
         self._steps += 1
         is_compared = self._steps <= _COMPARED_STEPS or self._steps % _COMPARED_EVERY == 0
         return checksum(micro_batches) if is_compared else bytes(4)
@@ -318,3 +343,20 @@ class Pipeline:
         if self._optimizer is not None:
             self._optimizer.step()
         return False
+
+
+def planned_instructions(plan: Plan, part: Part, micro_batches: int) -> Sequence[Instruction]:
+    """The instructions of this rank; raises ConfigError for a plan of other stages or other micro-batches."""
+    if (plan.pipeline_stages, plan.chunks) != (part.stages, part.chunks):
+        raise ConfigError(
+            f"expected a plan for {part.stages} stages of {part.chunks} chunks, got one for {plan.pipeline_stages} of "
+            f"{plan.chunks}"
+        )
+    entry = plan
+    if isinstance(entry, IterationPlan):  # of all replicas, or of this one alone
+        entry = StageEntry.of(entry, part.replica if len(entry.replicas) > 1 else 0, part.stage, plan_digest="")
+    if len(entry.micro_batches) != micro_batches:
+        raise ConfigError(
+            f"expected the {len(entry.micro_batches)} micro-batches that the plan is of, got {micro_batches}"
+        )
+    return entry.stage_plan.instructions

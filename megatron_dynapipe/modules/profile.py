@@ -1,7 +1,7 @@
-"""What the segments of a model cost on the device at hand, for planning and for choosing where to divide it."""
+"""Measures the segments of a model on the device at hand, for planning and for choosing where to divide it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,12 +13,11 @@ from torch import nn
 
 from megatron_dynapipe.cost.format import UNITS, Link, Table
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts
-from megatron_dynapipe.modules.boundary import Run
-from megatron_dynapipe.modules.inputs import Batch, Inputs
-from megatron_dynapipe.modules.part import Kind, Variants, segment_parameters
+from megatron_dynapipe.modules.boundary import Specialization
+from megatron_dynapipe.modules.inputs import Batch
+from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters
 from megatron_dynapipe.modules.program import DividedTrace
-from megatron_dynapipe.modules.split import without_memory
-from megatron_dynapipe.modules.trace import cut_points, resolve_split_points, trace
+from megatron_dynapipe.modules.split import trace_model
 from megatron_dynapipe.runtime import Entry, StageGraph
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.links import measure_links
@@ -55,93 +54,72 @@ def profile_module(
     Raises:
         ConfigError: as `split_model`.
     """
-    model_segments = _Segments(model, get_batch(max(sizes), max(lengths)), split_points)
+    device = next(model.parameters()).device
+    inputs, example, skeleton, traced = trace_model(model, get_batch(max(sizes), max(lengths)), split_points)
+    segments = list(range(len(traced.points) + 1))
+    division, kind = DividedTrace(traced, segments), kind_of(example, model.training, None, device)
+    variants = Variants(skeleton, segments, segments, model.get_submodule)
+    variants.add(kind, division)
+    tables: list[dict[str, Table]] = [{} for _ in segments]
     for length in lengths:
         for size in sizes:
-            model_segments.measure(size, length, get_batch(size, length), repeats)
+            named = inputs.of_model(inputs.name(get_batch(size, length)))
+            batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+            specialization = variants.specialize(batch, kind)
+            received: Sequence[torch.Tensor] = ()
+            for segment, table in enumerate(tables):
+                forward = partial(_forward, specialization, segment, received, batch, device)
+                quantities, received = _costs(forward, device, repeats)
+                for quantity, value in quantities.items():
+                    table.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
     model.zero_grad(set_to_none=True)
-    device = model_segments.device
+    weights, names = segment_parameters(skeleton, division), ("", *traced.points)
     costs = SegmentCosts(
         kind="segments",
         name=name,
         source="megatron_dynapipe.modules.profile_module",
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         units={**UNITS, "time": "ms for one segment, one micro-batch"},
-        segments=model_segments.result(),
+        segments=tuple(map(_segment, names, weights, tables)),
         links=_links(device),
     )
     return _of_first_rank(costs)
 
 
-class _Segments:
-    """A model's segments one after another, and what has been measured of them."""
-
-    def __init__(self, model: nn.Module, example: Any, split_points: Sequence[str] | None) -> None:
-        self.device = next(model.parameters()).device
-        self._inputs = Inputs.of(model, example)
-        points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
-        self._skeleton = without_memory(model)
-        named = self._inputs.of_model(self._inputs.name(example))
-        traced = trace(self._skeleton, named, points)
-        segments = list(range(len(traced.points) + 1))
-        self._division = DividedTrace(traced, segments)
-        self._kind = Kind.of(named, model.training, None, self.device)
-        self._variants = Variants(self._skeleton, segments, segments, model.get_submodule)
-        self._variants.add(self._kind, self._division)
-        self._tables: list[dict[str, Table]] = [{} for _ in segments]
-
-    def measure(self, size: int, length: int, batch: Any, repeats: int) -> None:
-        """Measure all of them with a batch."""
-        named = self._inputs.of_model(self._inputs.name(batch))
-        on_device = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in named.items()}
-        layout = self._variants.specialize(on_device, self._kind)
-        received: Sequence[torch.Tensor] = ()
-        for segment, tables in enumerate(self._tables):
-            wanted = layout.boundaries[segment - 1].differentiable if segment else ()
-            forward = partial(_forward, layout.runs[segment], received, wanted, on_device, self.device)
-            costs, received = _costs(forward, self.device, repeats)
-            for quantity, value in costs.items():
-                tables.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
-
-    def result(self) -> tuple[Segment, ...]:
-        """What was measured."""
-        names = ("", *self._division.trace.points)
-        weights = segment_parameters(self._skeleton, self._division)
-        return tuple(
-            Segment(
-                name=name,
-                parameters=sum(weight.numel() for weight in held if weight.requires_grad),
-                frozen_mb=sum(weight.nbytes for weight in held if not weight.requires_grad) / BYTES_PER_MB,
-                time_ms={"forward": tables["forward"], "backward": tables["backward"]},
-                stored_activation_mb=tables["stored"],
-                peak_activation_mb=tables["peak"],
-                boundary_mb=tables["boundary"],
-            )
-            for tables, name, held in zip(self._tables, names, weights, strict=True)
-        )
+def _segment(name: str, weights: Sequence[nn.Parameter], tables: Mapping[str, Table]) -> Segment:
+    return Segment(
+        name=name,
+        parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
+        frozen_mb=sum(weight.nbytes for weight in weights if not weight.requires_grad) / BYTES_PER_MB,
+        time_ms={"forward": tables["forward"], "backward": tables["backward"]},
+        stored_activation_mb=tables["stored"],
+        peak_activation_mb=tables["peak"],
+        boundary_mb=tables["boundary"],
+    )
 
 
-_Made = tuple[StageGraph, Sequence[torch.Tensor]]
-"""Of a segment's forward pass: the graph, and what it sends; at the last one every tensor that the model returns."""
+_Passed = tuple[StageGraph, Sequence[torch.Tensor]]
+"""A segment's forward pass: the graph, and the tensors that it sends, or at the last one that the model returns."""
 
 
 def _forward(
-    run: Run, received: Sequence[torch.Tensor], differentiable: Sequence[bool], batch: Batch, device: torch.device
-) -> _Made:
-    entry = Entry([tensor.clone() for tensor in received], differentiable)
-    output = run(entry.tensors, batch, device)
+    specialization: Specialization, segment: int, received: Sequence[torch.Tensor], batch: Batch, device: torch.device
+) -> _Passed:
+    boundary = specialization.boundaries[segment - 1] if segment else ()
+    entry = Entry([tensor.clone() for tensor in received], [meta.differentiable for meta in boundary])
+    output = specialization.runs[segment](entry.tensors, batch, device)
     sent = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return StageGraph.to_outputs(entry, sent), sent
 
 
-def _backward(made: _Made) -> None:
+def _backward(passed: _Passed) -> None:
     """From gradients of ones."""
-    graph, sent = made
+    graph, sent = passed
     graph.backward([torch.ones_like(tensor) for tensor in sent])
 
 
 def _costs(
-    forward: Callable[[], _Made], device: torch.device, repeats: int
+    forward: Callable[[], _Passed], device: torch.device, repeats: int
 ) -> tuple[dict[str, float], Sequence[torch.Tensor]]:
     """Milliseconds and MB of a segment's passes, and what it sends."""
     memory = pass_memory(forward, _backward, device)
@@ -157,12 +135,12 @@ def _costs(
     return costs, [tensor.detach() for tensor in sent]
 
 
-def _time_once(forward: Callable[[], _Made], device: torch.device) -> tuple[float, float]:
+def _time_once(forward: Callable[[], _Passed], device: torch.device) -> tuple[float, float]:
     """Milliseconds of a forward and its backward."""
     marks = [_now(device)]
-    made = forward()
+    passed = forward()
     marks.append(_now(device))
-    _backward(made)
+    _backward(passed)
     marks.append(_now(device))
     return (marks[1] - marks[0]) / 1e6, (marks[2] - marks[1]) / 1e6
 

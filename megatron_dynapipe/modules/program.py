@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_dynapipe.modules.record import CHANGES, Evaluate, Result, is_in_place, is_module, name_of
+from megatron_dynapipe.modules.record import CHANGES, TensorMeta, is_in_place, is_module, name_of
 from megatron_dynapipe.modules.trace import TracedForward
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
@@ -32,12 +32,12 @@ class DividedTrace:
         assert len(stage_of) == len(trace.points) + 1, "a stage for every segment"
         self.trace = trace
         self.stages = stage_of[-1] + 1
-        self._stage_of = stage_of
+        self.stage_of = list(stage_of)
         self._inputs = [node for node in trace.graph.nodes if node.op == "placeholder"]
         self._anywhere = _anywhere(trace.graph)
         self._programs = [self._nodes_of(stage) for stage in range(self.stages)]
         self._crossing = [self._crossing_after(stage) for stage in range(self.stages - 1)]
-        self.boundaries: list[list[Result]] = [[node.meta["result"] for node in each] for each in self._crossing]
+        self.boundaries: list[list[TensorMeta]] = [[node.meta["tensor"] for node in nodes] for nodes in self._crossing]
 
     def modules(self, stage: int) -> list[str]:
         """Names of the whole modules that a stage calls."""
@@ -53,20 +53,27 @@ class DividedTrace:
         return [str(node.args[1]) for node in self._programs[stage] if node.args and node.args[0] is batch]
 
     def compile(self, stage: int, resolve: Callable[[str], Any]) -> "StageFunction":
-        """What a stage runs."""
+        """The function of a stage."""
         received = self._crossing[stage - 1] if stage else []
         sent = None if stage == self.stages - 1 else self._crossing[stage]
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)
 
-    def sizes_at(self, stage: int) -> Evaluate:
-        """The shapes of what crosses from a stage to the next, all dimensions one after another."""
-        return self.trace.domain.evaluator([size for result in self.boundaries[stage] for size in result.sizes])
+    def boundary_after(self, stage: int) -> Callable[[Sequence[int]], tuple[TensorMeta, ...]]:
+        """From values of the trace's symbols to the tensors that cross from a stage to the next."""
+        boundary = self.boundaries[stage]
+        evaluate = self.trace.domain.evaluator([size for meta in boundary for size in meta.shape])
+
+        def at(symbols: Sequence[int]) -> tuple[TensorMeta, ...]:
+            sizes = iter(evaluate(symbols))
+            return tuple(meta._replace(shape=tuple(next(sizes) for _ in meta.shape)) for meta in boundary)
+
+        return at
 
     @cached_property
     def description(self) -> str:
-        """What the division is, for comparing that of ranks: equal where they run the same model."""
+        """A text that is equal on ranks that run the same model alike."""
         nodes = [
-            f"{self._stage_of[node.meta['segment']]} {name_of(node)} {node.name} {node.meta.get('result')}"
+            f"{self.stage_of[node.meta['segment']]} {name_of(node)} {node.name} {node.meta.get('tensor')}"
             for node in self.trace.graph.nodes
             if "segment" in node.meta
         ]
@@ -75,31 +82,27 @@ class DividedTrace:
     def _nodes_of(self, stage: int) -> list[fx.Node]:
         """The stage's nodes, and those made again for it, in the order of the forward."""
         nodes = [node for node in self.trace.graph.nodes if node.op != "placeholder"]
-        wanted = {n for n in nodes if n not in self._anywhere and self._stage_of[n.meta["segment"]] == stage}
-        pending = [given for node in wanted for given in node.all_input_nodes]
+        run = {n for n in nodes if n not in self._anywhere and self.stage_of[n.meta["segment"]] == stage}
+        pending = [read for node in run for read in node.all_input_nodes]
         while pending:
             node = pending.pop()
-            if node in self._anywhere and node not in wanted:
-                wanted.add(node)
+            if node in self._anywhere and node not in run:
+                run.add(node)
                 pending += node.all_input_nodes
-        return [node for node in nodes if node in wanted]
+        return [node for node in nodes if node in run]
 
     def _crossing_after(self, boundary: int) -> list[fx.Node]:
         """Values made up to a stage and used after it."""
-        made = {node for program in self._programs[: boundary + 1] for node in program} - self._anywhere
-        used = {given for program in self._programs[boundary + 1 :] for n in program for given in n.all_input_nodes}
-        return [node for node in self.trace.graph.nodes if node in made & used]
+        before = {node for program in self._programs[: boundary + 1] for node in program} - self._anywhere
+        read = {value for program in self._programs[boundary + 1 :] for n in program for value in n.all_input_nodes}
+        return [node for node in self.trace.graph.nodes if node in before & read]
 
 
 class StageFunction:
     """A stage's nodes as a function; values are dropped after their last use.
 
-    Args:
-        nodes: in the order of the forward.
-        received: from the stage before.
-        sent: to the next stage; None on the last one, whose last node is what the model returns.
-        inputs: what stands for the batch, the sizes and the device.
-        resolve: as in `DividedTrace.compile`.
+    `sent` is None on the last stage, whose last node is what the model returns; `inputs` stand for the batch, the sizes
+    and the device.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class StageFunction:
         resolve: Callable[[str], Any],
     ) -> None:
         self._received, self._sent, self._inputs = received, sent, inputs
-        last = {given: node for node in nodes for given in (node, *node.all_input_nodes)}
+        last = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
         kept = {*inputs, *(sent or nodes[-1:])}
         self._steps = [
             (node, _call(node, resolve), [n for n, user in last.items() if user is node and n not in kept])
@@ -126,8 +129,8 @@ class StageFunction:
         values |= zip(self._inputs, (batch, sizes, device), strict=True)
         for node, call, finished in self._steps:
             values[node] = call(values)
-            for each in finished:
-                del values[each]
+            for dropped in finished:
+                del values[dropped]
         return values[self._steps[-1][0]] if self._sent is None else tuple(values[node] for node in self._sent)
 
     @property
@@ -145,18 +148,19 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
         module = resolve(holder)
         weights = module._parameters if attribute in module._parameters else module._buffers
         return lambda _: weights[attribute]
-    spec, given = node.meta["spec"], node.args
+    spec, arguments = node.meta["spec"], node.args
     if node.op == "output":
-        return lambda values: tree_unflatten(_taken(given[0], values), spec)[0]
+        return lambda values: tree_unflatten(_taken(arguments[0], values), spec)[0]
     target: Any = resolve(name_of(node)) if is_module(node) else node.target
-    is_flat, is_simple = (
-        spec in (None, tree_flatten((given, {}))[1]),
-        not any(isinstance(g, slice | tuple) for g in given),
-    )
+    is_flat = spec in (None, tree_flatten((arguments, {}))[1])
+    is_simple = not any(isinstance(argument, slice | tuple) for argument in arguments)
     grad, is_changed = node.meta["grad"], name_of(node) in CHANGES
 
     def call(values: Mapping[fx.Node, Any]) -> Any:
-        leaves = [values[g] if isinstance(g, fx.Node) else g for g in given] if is_simple else _taken(given, values)
+        if is_simple:
+            leaves = [values[argument] if isinstance(argument, fx.Node) else argument for argument in arguments]
+        else:
+            leaves = _taken(arguments, values)
         args, kwargs = (leaves, {}) if is_flat else tree_unflatten(leaves, spec)
         with nullcontext() if grad else torch.no_grad():
             result = target(*args, **kwargs)
@@ -165,16 +169,16 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
     return call
 
 
-def _taken(given: Any, values: Mapping[fx.Node, Any]) -> Any:
+def _taken(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
     """Values of the nodes inside slices and tuples, too."""
-    return map_arg(given, values.__getitem__)
+    return map_arg(arguments, values.__getitem__)
 
 
 def _anywhere(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that any stage can run: weights, and what follows from the batch alone, by operations without weights,
     random numbers or side effects.
     """
-    changed = {given for node in graph.nodes if is_in_place(node) for given in node.args[:1]}
+    changed = {value for node in graph.nodes if is_in_place(node) for value in node.args[:1]}
     of_batch: set[fx.Node] = {node for node in graph.nodes if node.op == "placeholder"}
     for node in graph.nodes:
         is_pure = node.op == "call_function" and not any(word in name_of(node) for word in _RANDOM)

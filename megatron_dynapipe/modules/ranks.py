@@ -34,8 +34,9 @@ class Ranks:
     Attributes:
         stage, stages: this rank's place in its pipeline, and the pipeline's ranks.
         replica, replicas: which copy of the pipeline it is in, of how many.
-        pipelines: global ranks of every replica's pipeline, by stage.
+        pipelines: global ranks of every replica's pipeline, by stage; none where stages have several numbers of them.
         pipeline: of this replica.
+        by_stage: global ranks of every stage, by replica.
         alike: groups of ranks that are given the same batch.
         control: the group on which ranks agree.
 
@@ -59,6 +60,7 @@ class Ranks:
         self.stage, self.replica = divmod(rank, replicas)
         self.pipelines = [[stage * replicas + r for stage in range(self.stages)] for r in range(replicas)]
         self.pipeline, self.alike = self.pipelines[self.replica], self.pipelines
+        self.by_stage = [list(ranks) for ranks in zip(*self.pipelines, strict=True)]
 
     def require_equal(self, text: str, what: str, *, across: Sequence[int]) -> None:
         """Refuse, on all ranks, a text that differs among the ranks `across`. Every rank calls it.
@@ -70,11 +72,10 @@ class Ranks:
 
     def group_of_replicas(self, backend: str) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; None where there is one. Every rank calls it."""
-        lists = [[pipeline[stage] for pipeline in self.pipelines] for stage in range(self.stages)]
-        return group_of_each(lists, backend=backend, timeout_s=self.timeout_s)
+        return group_of_each(self.by_stage, backend=backend, timeout_s=self.timeout_s)
 
     def group_of_stages(self, backend: str) -> dist.ProcessGroup | None:
-        """The stages of this rank's pipeline; None where there is one. Every rank calls it."""
+        """The stages of this rank's pipeline; None where there is one, or no pipelines. Every rank calls it."""
         return group_of_each(self.pipelines, backend=backend, timeout_s=self.timeout_s)
 
 
@@ -89,17 +90,9 @@ def start_agreement(
     new: bool = False,
     learn: Callable[[], object] = lambda: None,
 ) -> StepAgreement:
-    """Start to agree with all ranks on a step.
+    """Start to agree with all ranks on a step, for which `text` stands; `what` names it in messages.
 
-    Args:
-        control: of all ranks.
-        error: why this rank cannot run it.
-        text: stands for the step.
-        what: the text is of, for the message.
-        alike: groups of ranks whose texts must be equal.
-        checksum: of the step's values; see `StepAgreement`.
-        new: this rank has to learn something together with the others before.
-        learn: does so; called on every rank if any has to.
+    `error` is why this rank cannot run it; texts must be equal in each group of `alike`; the others as `StepAgreement`.
     """
 
     def differ(ranks: Sequence[int], other: int, _: Sequence[bytes]) -> ConfigError:
@@ -116,12 +109,12 @@ def start_agreement(
 
 
 _TAG = 1 << 20
-"""Of a receive that nobody sends."""
+"""Tag of a receive that nobody sends."""
 _PATIENCE_S, _PAUSE_S = 5.0, 0.05
 
 
 class Failures:
-    """What ranks tell each other of failures."""
+    """Tells other ranks of this one's failure, and this one of theirs."""
 
     def __init__(self, control: ControlGroup, groups: Sequence[dist.ProcessGroup]) -> None:
         self._rank, self._size = control.rank, control.size
@@ -162,7 +155,7 @@ class Failures:
                 work.wait(datetime.timedelta(milliseconds=1))
 
     def _reason(self) -> str:
-        """Why a connection was lost."""
+        """The reason of a lost connection."""
         store, keys = get_default_store(), [f"{self._key}/{rank}" for rank in range(self._size)]
         end = time.monotonic() + _PATIENCE_S
         try:

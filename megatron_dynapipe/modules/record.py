@@ -6,7 +6,7 @@
     n1 = add(n0, weight)        an operation between modules
 
 A node's `args` are the leaves of what was given, flat; `meta` has the tree that they are put into (`spec`), the
-`segment`, whether gradients were enabled (`grad`) and, for a tensor, its `result`.
+`segment`, whether gradients were enabled (`grad`) and, for a tensor, its `tensor` (a `TensorMeta`).
 
 A batch's dimensions are symbols. This is the machinery that `torch.export` stands on, used directly: what is traced
 here is the code between modules alone, and where a batch's sizes lie outside what a trace holds for, the model is
@@ -75,7 +75,7 @@ class Domain:
 
     def __init__(self, sizes: Mapping[str, tuple[sympy.Expr | int, ...]], conditions: Sequence[sympy.Basic]) -> None:
         self._sizes = sizes
-        symbols = [size for each in sizes.values() for size in each if isinstance(size, sympy.Symbol)]
+        symbols = [size for shape in sizes.values() for size in shape if isinstance(size, sympy.Symbol)]
         self._symbols = list(dict.fromkeys(symbols))
         self._holds = self.evaluator(conditions)
 
@@ -83,7 +83,7 @@ class Domain:
         """Values of the symbols for a batch of these shapes; None where the trace does not hold for it."""
         if shapes.keys() != self._sizes.keys():
             return None
-        found: dict[sympy.Symbol, int] = {}
+        bound: dict[sympy.Symbol, int] = {}
         for name, sizes in self._sizes.items():
             if len(shapes[name]) != len(sizes):
                 return None
@@ -91,9 +91,9 @@ class Domain:
                 if not isinstance(size, sympy.Symbol):
                     if value != size:
                         return None
-                elif value < _LEAST or found.setdefault(size, value) != value:
+                elif value < _LEAST or bound.setdefault(size, value) != value:
                     return None
-        values = tuple(found[symbol] for symbol in self._symbols)
+        values = tuple(bound[symbol] for symbol in self._symbols)
         return values if all(self._holds(values)) else None
 
     def evaluator(self, expressions: Sequence[sympy.Basic]) -> Evaluate:
@@ -125,16 +125,28 @@ _IN_PLACE = {
 _KEPT = ("placeholder", "call_module", "output")
 
 
-class Result(NamedTuple):
-    """What is known of a tensor: a number or an expression for each dimension; whether its gradient crosses back."""
+class TensorMeta(NamedTuple):
+    """A tensor that may cross a boundary.
 
-    sizes: tuple[Any, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+    Attributes:
+        shape: a number for each dimension; in a trace, an expression of its symbols where it depends on them.
+        dtype: name of its type in torch.
+        differentiable: whether its gradient crosses back.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: str
+    differentiable: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorMeta":
+        """Describe a tensor."""
+        shape, dtype = tuple(map(expression_of, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+        return cls(shape, dtype, tensor.requires_grad and tensor.is_floating_point())
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the module or the function that a node calls."""
+    """Name of the module or the function that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
@@ -198,7 +210,7 @@ class ForwardRecorder(TorchFunctionMode):
     def call_module(self, name: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole module and record the call."""
         self._check_autocast()
-        given = self._encoded(args, kwargs)
+        leaves, spec = self._encoded(args, kwargs)
         watched = self._watched(args, kwargs)
         self._depth += 1
         try:
@@ -206,18 +218,18 @@ class ForwardRecorder(TorchFunctionMode):
         finally:
             self._depth -= 1
         self._check_unchanged(watched)
-        self._record(name, *given, output)
+        self._record(name, leaves, spec, output)
         return output
 
-    def _watched(self, *given: Any) -> list[tuple[torch.Tensor, int, str]]:
-        """Weights among what is given, and views of them, with their versions and names."""
-        leaves = [] if self.inside else [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    def _watched(self, *arguments: Any) -> list[tuple[torch.Tensor, int, str]]:
+        """Weights among arguments, and views of them, with their versions and names."""
+        leaves = [] if self.inside else [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         return [(t, t._version, name) for t in leaves if (name := self._storages.get(_storage(t))) is not None]
 
     def _check_unchanged(self, watched: Sequence[tuple[torch.Tensor, int, str]], changed: Sequence[Any] = ()) -> None:
         """Refuse a change in place: every stage would change a copy of its own."""
         for tensor, version, name in watched:
-            if tensor._version != version or any(tensor is each for each in changed):
+            if tensor._version != version or any(tensor is other for other in changed):
                 raise ConfigError(
                     f"{name} is changed in place between modules, where stages have copies of it",
                     hint="change it inside a module of its own, which no cut divides",
@@ -228,8 +240,7 @@ class ForwardRecorder(TorchFunctionMode):
         leaves, spec = self._encoded(output)
         self.graph.output(tuple(leaves)).meta.update(spec=spec, segment=self.segment)
         for tensor, node in self._tensors:
-            sizes = tuple(map(expression_of, tensor.shape))
-            node.meta["result"] = Result(sizes, tensor.dtype, tensor.requires_grad and tensor.is_floating_point())
+            node.meta["tensor"] = TensorMeta.of(tensor)
         self.graph.eliminate_dead_code(lambda node: node.op in _KEPT or is_in_place(node))
         return self.graph
 
@@ -260,9 +271,9 @@ class ForwardRecorder(TorchFunctionMode):
         self._nodes[id(tensor)] = node, tensor.grad_fn
         self._tensors.append((tensor, node))
 
-    def _encoded(self, *given: Any) -> tuple[list[Any], Any]:
-        """What was given, flat, tensors as nodes, and the tree; raises ConfigError for what cannot be followed."""
-        leaves, spec = tree_flatten(given)
+    def _encoded(self, *values: Any) -> tuple[list[Any], Any]:
+        """The leaves of values, tensors as nodes, and the tree; raises ConfigError for what cannot be followed."""
+        leaves, spec = tree_flatten(values)
         return [self._encode(leaf) for leaf in leaves], spec
 
     def _encode(self, value: Any) -> Any:
@@ -321,7 +332,7 @@ class ForwardRecorder(TorchFunctionMode):
 
 
 def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operation changes without a new version of it, as tensors without memory have none then."""
+    """Arguments that an operation changes without a new version of them: tensors without memory have none then."""
     name = getattr(function, "__name__", "")
     if function in (F.batch_norm, F.instance_norm):
         return list(args[1:3]) if kwargs.get("training") or kwargs.get("use_input_stats") else []
@@ -330,7 +341,7 @@ def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What views of one memory have in common; only of tensors that live."""
+    """A number that views of one memory have in common; only of tensors that live."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,20 +1,19 @@
-"""Running micro-batches on this rank: the passes of any module, and the list that orders them."""
+"""The passes of any module's micro-batches on this rank, and what they add up to."""
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 import torch
 
 from megatron_dynapipe.errors import DataError, ExecutionError
-from megatron_dynapipe.modules.boundary import Specialization, crossing_of, fill, lists_without_shapes
+from megatron_dynapipe.modules.boundary import Specialization, crossing_of
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.plan.instructions import Instruction, Pass, RecvStart, SendStart
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, StepTotals
+from megatron_dynapipe.plan.instructions import Pass, RecvStart, SendStart
+from megatron_dynapipe.runtime import StepRunner
 from megatron_dynapipe.runtime.control_group import AGREED
+from megatron_dynapipe.runtime.passes import StageModel
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """From a model's output and the micro-batch to the sum of the losses and their number."""
@@ -23,20 +22,11 @@ _NO_GRAPH = -math.inf
 """Count of a step in which a loss had no graph."""
 
 
-class ModuleStage:
-    """One step's passes through this rank's virtual stages; see `runtime.StageModel`.
+class ModuleStage(StageModel):
+    """One step's passes through this rank's virtual stages.
 
-    Args:
-        runner: whose step it is.
-        micro_batches: on the host or the device.
-        specialized: how each of them runs.
-        loss_fn: called on the last stage.
-        autocast: dtype that operations are cast to, if any.
-        scale: factor of the loss that gradients are taken of.
-        labels: keys of what is kept with an output; None keeps no outputs.
-
-    Attributes:
-        kept: by micro-batch, what the model returned, without its graph, and the batch's labels, if they are kept.
+    Operations are cast to `autocast`, if it is given; gradients are taken of the loss times `scale`. With keys of
+    `labels`, `kept` has, by micro-batch, what the model returned, without its graph, and the batch's labels.
     """
 
     def __init__(
@@ -59,53 +49,57 @@ class ModuleStage:
         self._detached: list[bool] = []
         self.kept: dict[int, tuple[Any, Batch]] = {}
 
+    @override
     def load(self, micro_batch: int) -> Batch:
-        """What this rank reads of a micro-batch, on the device; on the last stage the loss may read all of it."""
         batch, keys = self._micro_batches[micro_batch], self._specialized[micro_batch].keys
-        if self._last not in keys:
-            wanted = {key for each in keys.values() for key in each}
-            batch = {key: value for key, value in batch.items() if key in wanted}
+        if self._last not in keys:  # where the loss may read all of it
+            read = {key for of_stage in keys.values() for key in of_stage}
+            batch = {key: value for key, value in batch.items() if key in read}
         return {key: _moved(value, self._device) for key, value in batch.items()}
 
+    @override
     def begin_pass(self, instruction: Pass) -> None:
-        """Nothing is set for single micro-batches."""
+        pass  # nothing is set for single micro-batches
 
+    @override
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
-        """Refuse: a user's modules compute all gradients in one backward pass."""
         raise ExecutionError(
             f"expected whole backward passes, got the second half of one for micro-batch {micro_batch}",
             hint="plan with split_backward off",
         )
 
+    @override
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool]:
-        """As the boundary says."""
-        return self._specialized[micro_batch].boundaries[boundary].differentiable
+        return [meta.differentiable for meta in self._specialized[micro_batch].boundaries[boundary]]
 
+    @override
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Batch) -> Any:
-        """Run a virtual stage, on the last one the loss function as well."""
         stage, specialized = chunk * self._stages + self._stage, self._specialized[micro_batch]
         with self._casting():
             output = specialized.runs[stage](received, data, self._device)
             if stage == self._last:
                 return self._loss(micro_batch, output, data)
         boundary = specialized.boundaries[stage]
-        if (shapes := tuple(tuple(tensor.shape) for tensor in output)) != boundary.shapes:
+        shapes, expected = [tuple(tensor.shape) for tensor in output], [meta.shape for meta in boundary]
+        if shapes != expected:
             raise ExecutionError(
-                f"expected stage {stage} to send tensors of {boundary.shapes}, got {shapes}",
+                f"expected stage {stage} to send tensors of {expected}, got {shapes}",
                 hint="a module whose control flow depends on values has to return a tensor like the first it is given",
             )
-        return [tensor.to(dtype) for tensor, dtype in zip(output, boundary.dtypes, strict=True)]
+        return [tensor.to(getattr(torch, meta.dtype)) for tensor, meta in zip(output, boundary, strict=True)]
 
     def dtypes(self, transfer: SendStart | RecvStart) -> Sequence[torch.dtype]:
-        """Of the tensors of a transfer."""
-        return crossing_of(transfer, self._specialized, stage=self._stage, stages=self._stages).dtypes
+        """Types of the tensors of a transfer."""
+        crossing = crossing_of(transfer, self._specialized, stage=self._stage, stages=self._stages)
+        return [getattr(torch, meta.dtype) for meta in crossing]
 
+    @override
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """By the factor given."""
         return loss if self._scale is None else loss * self._scale
 
+    @override
     def totals(self) -> torch.Tensor:
-        """See `StageModel`; the count says what is wrong with a loss, so that all ranks raise (`ModuleRunner.run`)."""
+        # The count says what is wrong with a loss, so that all ranks raise (`check_count`).
         if not self._losses:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         losses = torch.stack(self._losses).double()
@@ -141,67 +135,23 @@ class ModuleStage:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
 
-class ModuleRunner(StepRunner):
-    """Runs steps whose shapes are known only now: fills a list with them."""
-
-    _filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
-
-    def fill_list(
-        self,
-        specialized: Sequence[Specialization],
-        schedule: str,
-        *,
-        planned: Sequence[Instruction] | None = None,
-        forward_only: bool = False,
-    ) -> StagePlan:
-        """The list of this rank for micro-batches; that of the step before, where it was of the same.
-
-        Args:
-            specialized: the micro-batches.
-            schedule: order of passes where they are not planned.
-            planned: this rank's instructions in a plan; shapes in them are not looked at.
-            forward_only: no backward passes.
-        """
-        instructions = planned or ()
-        if planned is None and specialized:
-            lists = lists_without_shapes(
-                self.stages, self.chunks, len(specialized), schedule, forward_only=forward_only
-            )
-            instructions = lists[self.stage]
-        key = (tuple(map(id, specialized)), id(instructions))
-        if self._filled is None or self._filled[0] != key:
-            filled = fill(instructions, specialized, stage=self.stage, stages=self.stages)
-            self._filled = key, instructions, filled
-        return self._filled[2]
-
-    def run(self, step: Step) -> StepTotals:
-        """See `StepRunner`; raises DataError, on every rank alike, for losses that cannot be trained on."""
-
-        def finish(totals: PendingTotals) -> None:
-            _check_count(totals.wait()[1])
-            step.finish(totals)
-
-        totals = super().run(replace(step, finish=finish))
-        _check_count(totals.count)
-        return totals
-
-
-def _check_count(count: float) -> None:
-    error = None
+def check_count(count: float) -> None:
+    """Raise DataError for losses that cannot be trained on, which all ranks know of by their summed count."""
     if count == _NO_GRAPH:
         error = DataError(
             "expected a loss that gradients can be taken of, got one without a graph",
             hint="do not call detach() or item() on the loss, nor compute it under no_grad; train some parameters",
         )
-    elif not math.isfinite(count):
+    elif math.isfinite(count):
+        return
+    else:
         error = DataError(
             "expected the loss function to return a finite number of losses, at least 0, and not 0 for a sum that is "
             "not 0; got another",
             hint="loss_fn(output, batch) returns (sum, count)",
         )
-    if error is not None:
-        setattr(error, AGREED, True)
-        raise error
+    setattr(error, AGREED, True)
+    raise error
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -3,9 +3,9 @@
     stage 0                         stage 1                         stage 2
     runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
-Where all stages have met a micro-batch's shapes before, nothing is said of them. Where any has not, it says so in the
-step's agreement, and all stages learn together what is new to any, one stage after another: each tells all ranks what
-it sends, or why it cannot run.
+Where all stages have met a step's shapes before, nothing is said of them. Where any has not, it says so in the step's
+agreement, and all stages learn them together, one stage after another: each tells all ranks what it sends, or why it
+cannot run.
 """
 
 import contextlib
@@ -20,23 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from megatron_dynapipe.errors import ConfigError, ExecutionError
-from megatron_dynapipe.modules.boundary import Boundary
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.plan.instructions import TensorShape
+from megatron_dynapipe.modules.record import TensorMeta
 
 _MOST_SHAPES = 4096
 
 
-class TensorMeta(msgspec.Struct, frozen=True):
-    """A tensor inside what a stage sends."""
-
-    shape: TensorShape
-    dtype: str
-    differentiable: bool
-
-
 class Structure(msgspec.Struct, frozen=True):
-    """What crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them.
+    """A value that crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them.
 
     Attributes:
         spec: the tree as `torch.utils._pytree` writes it.
@@ -48,7 +39,7 @@ class Structure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """That of what a stage returns; raises ConfigError for values that cannot cross a boundary."""
+        """Describe what a stage returns; raises ConfigError for values that cannot cross a boundary."""
         leaves, spec = tree_flatten(_plain(value))
         return cls(treespec_dumps(spec), tuple(map(_leaf, leaves)))
 
@@ -65,17 +56,9 @@ class Structure(msgspec.Struct, frozen=True):
 
     def flatten(self, value: Any) -> list[torch.Tensor]:
         """The tensors of what a stage returned; raises ExecutionError where it is not of this structure."""
-        if (found := Structure.of(value)) != self:
-            raise ExecutionError(f"expected the stage to return {self} for this batch, as it did before, got {found}")
+        if (other := Structure.of(value)) != self:
+            raise ExecutionError(f"expected the stage to return {self} for this batch, as it did before, got {other}")
         return [leaf for leaf in tree_leaves(_plain(value)) if isinstance(leaf, torch.Tensor)]
-
-    def boundary(self) -> Boundary:
-        """What crosses, for the executor."""
-        return Boundary(
-            shapes=tuple(meta.shape for meta in self.tensors),
-            dtypes=tuple(getattr(torch, meta.dtype) for meta in self.tensors),
-            differentiable=tuple(meta.differentiable for meta in self.tensors),
-        )
 
 
 def _plain(value: Any) -> Any:
@@ -86,16 +69,15 @@ def _plain(value: Any) -> Any:
         case list():
             return list(map(_plain, value))
         case dict():
-            return {key: _plain(each) for key, each in value.items()}
+            return {key: _plain(entry) for key, entry in value.items()}
     return value
 
 
 def _leaf(value: Any) -> TensorMeta | bool | int | float | str | None:
     match value:
         case torch.Tensor():
-            differentiable = value.requires_grad and value.is_floating_point()
-            name = str(value.dtype).removeprefix("torch.")
-            return TensorMeta(tuple(int(n) for n in value.shape), name, differentiable)
+            meta = TensorMeta.of(value)
+            return meta._replace(shape=tuple(map(int, meta.shape)))
         case None | bool() | int() | float() | str():
             return value
     raise ConfigError(
@@ -109,7 +91,7 @@ Run = Callable[[Structure | None], Structure | None]
 
 
 class ShapeTracker:
-    """What crosses one boundary, by the shapes of the micro-batch.
+    """Structures that cross a stage's boundaries, by the shapes of the micro-batch.
 
     Attributes:
         learned: how many shapes of micro-batches this rank has learned so far.
@@ -125,37 +107,32 @@ class ShapeTracker:
         return key in self._known
 
     def known(self, key: Hashable) -> tuple[Structure | None, Structure | None]:
-        """What is received and what is sent for a micro-batch that has been met."""
+        """The structures received and sent for a micro-batch that has been met."""
         self._known.move_to_end(key)
         return self._known[key]
 
     def learn(self, runs: Mapping[Hashable, Run]) -> None:
-        """Find out what is new to any stage of this pipeline. Every rank of the job calls it at the same point.
-
-        Args:
-            runs: for every key of the step's micro-batches, in an order that all stages share.
+        """Learn a step's shapes: `runs` by key, in one order on all stages. Every rank calls it at the same point.
 
         Raises:
             ConfigError: on every rank of the pipeline: a stage cannot run what it receives.
         """
         ranks, keys = self._ranks, list(runs)
-        new = [keys[place] for place in self._new_to_any(keys)]
         crossing: list[list[_Said]] = []
         for stage in range(ranks.stages):
-            received = crossing[-1] if crossing else [None] * len(new)
-            mine = []
+            received = crossing[-1] if crossing else [None] * len(keys)
+            sent: list[_Said] = []
             if stage == ranks.stage:
-                mine = [self._sent(runs[key], given) for key, given in zip(new, received, strict=True)]
-            texts = ranks.control.gather_texts(msgspec.json.encode(mine).decode())
+                sent = [self._sent(runs[key], value) for key, value in zip(keys, received, strict=True)]
+            texts = ranks.control.gather_texts(msgspec.json.encode(sent).decode())
             crossing.append(msgspec.json.decode(texts[ranks.pipeline[stage]], type=list[_Said]))
         failures = []
-        for key, said in zip(new, zip(*crossing, strict=True), strict=True):
-            if failed := next((each for each in said if isinstance(each, str)), None):
+        for key, said in zip(keys, zip(*crossing, strict=True), strict=True):
+            if failed := next((text for text in said if isinstance(text, str)), None):
                 failures.append(failed)
                 continue
-            received_here = said[ranks.stage - 1] if ranks.stage else None
-            self._known[key] = received_here, said[ranks.stage]
-            self.learned += 1
+            self.learned += key not in self._known
+            self._known[key] = said[ranks.stage - 1] if ranks.stage else None, said[ranks.stage]
         self._forget(keys)
         if failures:
             raise ConfigError(failures[0])
@@ -167,14 +144,8 @@ class ShapeTracker:
         while len(self._known) > max(_MOST_SHAPES, len(keys)):
             self._known.popitem(last=False)
 
-    def _new_to_any(self, keys: Sequence[Hashable]) -> list[int]:
-        """Places of the keys that a stage of this pipeline has not met."""
-        ranks = self._ranks
-        texts = ranks.control.gather_texts("".join("01"[key not in self._known] for key in keys))
-        return [place for place in range(len(keys)) if any(texts[rank][place] == "1" for rank in ranks.pipeline)]
-
     def _sent(self, run: Run, received: "_Said") -> "_Said":
-        """What this stage sends for what it receives, or why it cannot run it."""
+        """The structure that this stage sends, or why it cannot run what it receives."""
         if isinstance(received, str):
             return received
         try:
@@ -195,17 +166,17 @@ def output_structure(
     received: Structure | None = None,
     autocast: torch.dtype | None = None,
 ) -> Structure:
-    """What a module returns, found on tensors without memory."""
+    """The structure of a module's output, run on tensors without memory."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if autocast is not None:
             stack.enter_context(torch.autocast(device.type, autocast))
-        given = {k: torch.empty_like(v, device=device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        named = {k: torch.empty_like(v, device=device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         empty = [
             torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=device, requires_grad=m.differentiable)
             for m in (received.tensors if received else ())
         ]
         first = () if received is None else (received.fill(empty),)
-        held = [*module.named_parameters(), *module.named_buffers()]
-        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held}
-        return Structure.of(torch.func.functional_call(module, weights, first, given))
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        return Structure.of(torch.func.functional_call(module, weights, first, named))

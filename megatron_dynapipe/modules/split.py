@@ -6,7 +6,6 @@ model ──(trace)──► nodes between cuts ──(choose cuts)──► sta
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,15 @@ def split_model(
 
     Args:
         model: the whole model, or one built under `torch.device("meta")`, which costs no memory.
-        example_batch: what a forward takes: a dict by the names of its arguments, a tuple or a tensor. Sizes may
-            differ later; keys may not.
+        example_batch: a forward's arguments: a dict by name, a tuple or a tensor; sizes may differ later, keys may not.
         split_points: names of the modules at which stages begin: "transformer.h.3", or "h.3" where only one module's
             name ends so. By default those marked by `CutPoint` inside the model.
         stages: virtual stages, where there are more places to divide at than are needed; they are evened out by
             `costs`, else by numbers of parameters. By default one per rank of a pipeline, or one more than there are
             split points. A multiple of the ranks gives every rank as many virtual stages.
-        costs: what segments between cuts cost, from `profile_module`, or the path of its file.
+        costs: of the segments between cuts, from `profile_module`, or the path of its file.
         memory_limit_bytes: of one device, where costs are given.
-        shared_weights: pairs of names of parameters that are to be one weight, on whatever stages they are. Those
-            that the model shares already are found by themselves.
+        shared_weights: pairs of names of parameters that are to be one weight, besides those that the model shares.
         replicas: data-parallel replicas of the pipeline.
         labels: keys of a batch that only the loss reads.
         state_dict: values of the parameters, read for this rank's part alone: a model on "meta" needs them, or
@@ -71,12 +68,14 @@ def split_model(
             on data, an unknown key or weight, other models on other ranks.
     """
     ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
-    request = _Request(split_points, stages, costs, memory_limit_bytes, shared_weights)
 
     def split() -> ModelPart:
-        inputs = Inputs.of(model, example_batch, labels)
+        inputs, example, skeleton, traced = trace_model(model, example_batch, split_points, labels)
         names = _first_names(model, shared_weights)
-        part = _part_of(model, inputs, inputs.of_model(inputs.name(example_batch)), names, request, ranks)
+        count = stages or (ranks.stages if split_points is None else len(traced.points) + 1)
+        division = DividedTrace(traced, _stage_of(skeleton, traced, ranks.stages, count, costs, memory_limit_bytes))
+        _require_parameters(skeleton, division, shared_weights)
+        part = ModelPart(model, skeleton, division, example, ranks=ranks, inputs=inputs, names=names)
         target, fill = None if device is None else torch.device(device), initialise or initialise_with(model)
         materialise(part, names, state_dict, fill, target, later=part.received_weights())
         return part
@@ -97,39 +96,24 @@ def _description(part: ModelPart, model: nn.Module) -> str:
     return "\n".join([part.division.description, *weights])
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Where and how a model is to be divided."""
-
-    split_points: Sequence[str] | None
-    stages: int | None
-    costs: SegmentCosts | str | Path | None
-    memory_limit_bytes: int | None
-    shared_weights: Sequence[tuple[str, str]]
-
-
-def _require_held(model: nn.Module, division: DividedTrace, shared_weights: Sequence[tuple[str, str]]) -> None:
+def _require_parameters(model: nn.Module, division: DividedTrace, shared_weights: Sequence[tuple[str, str]]) -> None:
     """Refuse to share a weight that no stage has."""
-    held = {name for stage in range(division.stages) for name in parameter_names(model, division, stage)}
-    if missing := [name for pair in shared_weights for name in pair if name not in held]:
+    known = {name for stage in range(division.stages) for name in parameter_names(model, division, stage)}
+    if missing := [name for pair in shared_weights for name in pair if name not in known]:
         raise ConfigError(
             f"expected a stage to hold the shared weight {missing[0]}, but the forward does not use it",
             hint="name weights that the model uses with the example batch",
         )
 
 
-def _part_of(
-    model: nn.Module, inputs: Inputs, example: Batch, names: Mapping[str, str], request: _Request, ranks: Ranks
-) -> ModelPart:
-    """Trace, choose the stages, and take this rank's modules."""
-    skeleton = without_memory(model)
-    points = request.split_points
-    found = cut_points(model) if points is None else resolve_split_points(model, points)
-    traced = trace(skeleton, example, found)
-    stage_of = _stages(skeleton, traced, ranks, request)
-    division = DividedTrace(traced, stage_of)
-    _require_held(skeleton, division, request.shared_weights)
-    return ModelPart(model, skeleton, division, stage_of, example, ranks=ranks, inputs=inputs, names=names)
+def trace_model(
+    model: nn.Module, example_batch: Any, split_points: Sequence[str] | None, labels: Sequence[str] = LABELS
+) -> tuple[Inputs, Batch, nn.Module, TracedForward]:
+    """A model's inputs, an example of them by name, the model without memory, and its forward between cuts."""
+    inputs, skeleton = Inputs.of(model, example_batch, labels), without_memory(model)
+    example = inputs.of_model(inputs.name(example_batch))
+    points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
+    return inputs, example, skeleton, trace(skeleton, example, points)
 
 
 def without_memory(model: nn.Module) -> nn.Module:
@@ -143,37 +127,39 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stages(model: nn.Module, traced: TracedForward, ranks: Ranks, request: _Request) -> list[int]:
-    """The virtual stage of each segment."""
+def _stage_of(
+    model: nn.Module,
+    traced: TracedForward,
+    ranks: int,
+    stages: int,
+    costs: SegmentCosts | str | Path | None,
+    memory_limit_bytes: int | None,
+) -> list[int]:
+    """The virtual stage of each segment, of so many over the ranks of a pipeline."""
     segments = len(traced.points) + 1
-    wanted = request.stages or (ranks.stages if request.split_points is None else segments)
-    if ranks.stages == 1:
+    if ranks == 1:
         return [0] * segments
-    if segments < wanted:
+    if segments < stages:
         raise ConfigError(
-            f"expected at least {wanted - 1} places to divide the model at for {wanted} stages, got {segments - 1}",
+            f"expected at least {stages - 1} places to divide the model at for {stages} stages, got {segments - 1}",
             hint="put more CutPoints into the model, name more split points, or use fewer stages",
         )
-    if wanted % ranks.stages:
+    if stages % ranks:
         raise ConfigError(
-            f"expected a number of stages that {ranks.stages} ranks of a pipeline can share alike, got {wanted}",
+            f"expected a number of stages that {ranks} ranks of a pipeline can share alike, got {stages}",
             hint="name one split point less than there are ranks, or run as many ranks as there are stages",
         )
-    if request.costs is not None:
-        costs = request.costs if isinstance(request.costs, SegmentCosts) else SegmentCosts.load(Path(request.costs))
-        return divide_segments(costs, traced.points, wanted, request.memory_limit_bytes)
-    if segments == wanted:
+    if costs is not None:
+        costs = costs if isinstance(costs, SegmentCosts) else SegmentCosts.load(Path(costs))
+        return divide_segments(costs, traced.points, stages, memory_limit_bytes)
+    if segments == stages:
         return list(range(segments))
-    return divide_evenly(_sizes(model, DividedTrace(traced, list(range(segments)))), wanted)
-
-
-def _sizes(model: nn.Module, division: DividedTrace) -> list[int]:
-    """The number of weights of each segment."""
-    return [sum(weight.numel() for weight in each) for each in segment_parameters(model, division)]
+    weights = segment_parameters(model, DividedTrace(traced, list(range(segments))))
+    return divide_evenly([sum(weight.numel() for weight in segment) for segment in weights], stages)
 
 
 def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Of every parameter, by each of its names, the first name of those that share it."""
+    """For each name of a parameter, the first name of those that share it."""
     first: dict[int, str] = {}
     names = {
         name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
@@ -205,18 +191,13 @@ def materialise(
 ) -> None:
     """Give a part memory and values, module by module, so that it never takes more than itself and one module.
 
-    Args:
-        part: this rank's; what it holds in memory already stays, unless `state_dict` says otherwise.
-        names: of every parameter, the first name of those that share it: another one's value will do.
-        state_dict: values by name; only this part's are read.
-        initialise: for modules without values in a state dict.
-        device: where the part goes; by default meta tensors go to the host and others stay.
-        later: weights that another stage's copies give their values when training begins.
+    A tensor with memory stays, unless `state_dict` says otherwise; others' values come from there, under any name that
+    shares them, or from `initialise`, or `later` from another stage. Without a `device` meta tensors go to the host.
 
     Raises:
         ConfigError: a parameter or buffer has no value, or one of another shape.
     """
-    made: dict[int, torch.Tensor] = {}
+    filled: dict[int, torch.Tensor] = {}
     for prefix, module in part.named_modules():
         empty = False
         for kind in (module._parameters, module._buffers):
@@ -227,12 +208,12 @@ def materialise(
                 derived = name in module._non_persistent_buffers_set  # not in a state dict by its nature
                 value = None if derived else _value(full, tensor, names, state_dict)
                 needed = tensor.is_meta and value is None and full not in later
-                empty = empty or (needed and id(tensor) not in made)
-                if id(tensor) not in made:
-                    made[id(tensor)] = _filled(tensor, value, device)
+                if id(tensor) not in filled:
+                    empty = empty or needed
+                    filled[id(tensor)] = _filled(tensor, value, device)
                     if tensor.is_meta and value is None and full in later:
-                        made[id(tensor)].zero_()  # not what the memory held before
-                kind[name] = made[id(tensor)]
+                        filled[id(tensor)].zero_()  # not what the memory held before
+                kind[name] = filled[id(tensor)]
         if empty:
             initialise(module)
 
@@ -243,15 +224,15 @@ def _value(
     if state_dict is None:
         return None
     same = [other for other, first in names.items() if first == names.get(name)]
-    found = next((each for each in (name, *same) if each in state_dict), None)
-    if found is None:
+    key = next((other for other in (name, *same) if other in state_dict), None)
+    if key is None:
         if tensor.is_meta:
             raise ConfigError(
                 f"expected a value of {name} in the state dict, got none",
                 hint="give a whole state dict, or build the model with memory",
             )
         return None
-    value = state_dict[found]
+    value = state_dict[key]
     if value.shape != tensor.shape:
         raise ConfigError(
             f"expected a value of {name} of shape {tuple(tensor.shape)} in the state dict, got {tuple(value.shape)}"
@@ -261,15 +242,11 @@ def _value(
 
 def _filled(tensor: torch.Tensor, value: torch.Tensor | None, device: torch.device | None) -> torch.Tensor:
     """The tensor with memory and, if there is one, the value; the same object where that is possible."""
-    target = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-    if tensor.is_meta or tensor.device != target:
-        data = torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.data.to(target)
+    target, filled = device or (torch.device("cpu") if tensor.is_meta else tensor.device), tensor
+    if tensor.device != target:
+        filled = torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.data.to(target)
         if isinstance(tensor, nn.Parameter):
-            filled: torch.Tensor = nn.Parameter(data, requires_grad=tensor.requires_grad)
-        else:
-            filled = data
-    else:
-        filled = tensor
+            filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
     if value is not None:
         filled.copy_(value)
     return filled

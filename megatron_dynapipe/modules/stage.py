@@ -13,11 +13,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part, Specialization, signature
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.modules.shapes import (
-    ShapeTracker,
-    Structure,
-    output_structure,
-)
+from megatron_dynapipe.modules.shapes import ShapeTracker, Structure, output_structure
 from megatron_dynapipe.plan.instructions import TensorShape
 
 Shapes = Sequence[TensorShape] | Callable[[Batch], Sequence[TensorShape]]
@@ -45,9 +41,9 @@ class SharedModule:
 
 def shared_modules(module: nn.Module) -> Iterator[tuple[tuple[int, ...], list[str]]]:
     """Every marked module inside a stage: the stages that share it, and the names of its parameters."""
-    for prefix, each in module.named_modules():
-        if (stages := each.__dict__.get(_MARK)) is not None:
-            names = [name for name, _ in each.named_parameters()]
+    for prefix, part in module.named_modules():
+        if (stages := part.__dict__.get(_MARK)) is not None:
+            names = [name for name, _ in part.named_parameters()]
             yield stages, [f"{prefix}.{name}" if prefix else name for name in names]
 
 
@@ -120,11 +116,11 @@ class Stage(Part):
     def learn(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> None:
         self.tracker.learn({self._key(b, autocast): partial(self._run_without_memory, b, autocast) for b in batches})
 
+    @override
     def saved_names(self) -> dict[str, str]:
-        """See `Part.saved_names`; stages may use the same names for weights of their own."""
-        own = {name: f"stages.{self.stage}.{name}" for name in self.state_dict()}
+        names = {name: f"stages.{self.stage}.{name}" for name in self.state_dict()}  # others may use the same ones
         shared = {n: first for first, places in self._shared.items() for stage, n in places if stage == self.stage}
-        return own | shared
+        return names | shared
 
     @override
     def specialize(self, batches: Sequence[Batch], autocast: torch.dtype | None) -> list[Specialization]:
@@ -134,9 +130,9 @@ class Stage(Part):
         received, sent = self._crossing(batch, autocast)
         stage, boundaries = self.stage, {}
         if stage and received is not None:
-            boundaries[stage - 1] = received.boundary()
+            boundaries[stage - 1] = received.tensors
         if stage < self.stages - 1 and sent is not None:
-            boundaries[stage] = sent.boundary()
+            boundaries[stage] = sent.tensors
         return Specialization(
             boundaries=boundaries,
             runs={stage: partial(self._run, received, sent)},
@@ -144,13 +140,13 @@ class Stage(Part):
         )
 
     def _crossing(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Structure | None, Structure | None]:
-        """What is received and what is sent for a micro-batch."""
+        """The structures that are received and sent for a micro-batch."""
         if self._shapes is None:
             return self.tracker.known(self._key(batch, autocast))
         shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
         return (_structure(shapes, autocast),) * 2
 
-    def _given(self, batch: Batch) -> dict[str, Any]:
+    def _entries(self, batch: Batch) -> dict[str, Any]:
         """The module's arguments that the batch holds."""
         return {name: batch[key] for name, key in self._arguments.items() if key in batch}
 
@@ -163,16 +159,17 @@ class Stage(Part):
         device: torch.device,
     ) -> Any:
         first = () if received is None or not self.stage else (received.fill(tensors),)
-        output = self._module[0](*first, **self._given(batch))
+        output = self._module[0](*first, **self._entries(batch))
         return output if sent is None or self.stage == self.stages - 1 else sent.flatten(output)
 
     def _run_without_memory(
         self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
     ) -> Structure | None:
-        """What the module returns for a batch, found without computing it."""
+        """The structure that the module returns for a batch, without computing it."""
         if self.stage == self.stages - 1:
             return None
-        return output_structure(self._module[0], self._given(batch), self.device, received=received, autocast=autocast)
+        entries = self._entries(batch)
+        return output_structure(self._module[0], entries, self.device, received=received, autocast=autocast)
 
     def _key(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Any, ...]:
         return (self.training, autocast, signature(batch))
@@ -184,25 +181,27 @@ class Stage(Part):
 
     def _find_shared(self) -> dict[str, list[tuple[int, str]]]:
         """All shared modules of the pipeline; every rank sends all others its own."""
-        mine = [(list(stages), names) for stages, names in shared_modules(self._module[0])]
-        texts = self.ranks.control.gather_texts(msgspec.json.encode(mine).decode())
-        held_by = [
-            msgspec.json.decode(texts[rank], type=list[tuple[list[int], list[str]]]) for rank in self.ranks.pipeline
+        registered = [(list(stages), names) for stages, names in shared_modules(self._module[0])]
+        texts = self.ranks.control.gather_texts(msgspec.json.encode(registered).decode())
+        by_stage = [
+            msgspec.json.decode(texts[rank], type=list[tuple[tuple[int, ...], list[str]]])
+            for rank in self.ranks.pipeline
         ]
-        found: dict[str, list[tuple[int, str]]] = {}
-        for stages in sorted({tuple(stages) for each in held_by for stages, _ in each}):
-            lists = {s: [names for at, names in held_by[s] if tuple(at) == stages] for s in stages if s < len(held_by)}
-            counts = {stage: [len(names) for names in held] for stage, held in lists.items()}
-            if len(lists) < len(stages) or len({tuple(count) for count in counts.values()}) > 1:
+        shared: dict[str, list[tuple[int, str]]] = {}
+        for stages in sorted({sharing for modules in by_stage for sharing, _ in modules}):
+            holders = [by_stage[stage] for stage in stages if stage < len(by_stage)]
+            lists = [[names for sharing, names in modules if sharing == stages] for modules in holders]
+            counts = [[len(names) for names in modules] for modules in lists]
+            if len(lists) < len(stages) or any(count != counts[0] for count in counts):
                 raise ConfigError(
                     f"expected the stages {', '.join(map(str, stages))} to hold the modules that they share, of as "
-                    f"many weights each, got {counts}",
+                    f"many weights each, got {dict(zip(stages, counts, strict=False))}",
                     hint="register the shared module on each of its stages",
                 )
-            for all_names in zip(*(lists[stage] for stage in stages), strict=True):
+            for all_names in zip(*lists, strict=True):
                 for names in zip(*all_names, strict=True):
-                    found[f"stages.{stages[0]}.{names[0]}"] = list(zip(stages, names, strict=True))
-        return found
+                    shared[f"stages.{stages[0]}.{names[0]}"] = list(zip(stages, names, strict=True))
+        return shared
 
 
 def _structure(shapes: Sequence[TensorShape], autocast: torch.dtype | None) -> Structure:

@@ -1,4 +1,4 @@
-"""What a model does between its modules: its forward, run once on tensors without memory and written down.
+"""Writes down a model's work between its modules: its forward, run once on tensors without memory and written down.
 
     model.forward ──► n0 embedding(batch[ids])   segment 0
                       n1 + n0 …                  segment 0     ◄ operations between modules, one by one
@@ -45,16 +45,18 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class ReadAttributes:
-    """What has been read of a model, and what it is now."""
+    """The attributes and globals that a model's code reads, and their values."""
 
     def __init__(self, model: nn.Module, skeleton: nn.Module, reads: Iterable[Read], divided: Iterable[str]) -> None:
         self._model, self._skeleton = weakref.ref(model), skeleton
-        held = {
+        reads_of = {
             id(value) if hasattr(value := _value(skeleton, *read), "__dict__") else read: read for read in sorted(reads)
         }
-        self._reads = sorted(read for read in held.values() if _plain(_value(skeleton, *read)) is not NotImplemented)
+        self._reads = sorted(
+            read for read in reads_of.values() if _plain(_value(skeleton, *read)) is not NotImplemented
+        )
         forwards = dict.fromkeys(type(skeleton.get_submodule(name)).forward for name in sorted(divided))
-        self._globals = [each for forward in forwards for each in _globals_of(forward)]
+        self._globals = [place for forward in forwards for place in _globals_of(forward)]
         self._last = self._values(skeleton)
 
     def state(self) -> str:
@@ -106,10 +108,10 @@ def _plain(value: Any, *, nested: bool = False) -> Any:
         case tuple() | list() | set() | frozenset():
             # Equal sets may be walked in other orders, and words are in other processes.
             ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-            found: Any = tuple(_plain(each, nested=True) for each in ordered)
-            return NotImplemented if NotImplemented in found else found
+            plain: Any = tuple(_plain(element, nested=True) for element in ordered)
+            return NotImplemented if NotImplemented in plain else plain
         case Mapping():
-            return {k: v for k, each in value.items() if (v := _plain(each, nested=True)) is not NotImplemented}
+            return {k: v for k, element in value.items() if (v := _plain(element, nested=True)) is not NotImplemented}
     if isinstance(value, _PLAIN):
         return value
     if nested or callable(value) or isinstance(value, torch.Tensor | ModuleType) or not hasattr(value, "__dict__"):
@@ -129,7 +131,7 @@ class CutPoint(nn.Module):
     """
 
     def forward(self, *values: Any) -> Any:
-        """Give back what was given: a value, or a tuple of several."""
+        """Return its argument, or a tuple of several."""
         return values[0] if len(values) == 1 else values
 
 
@@ -147,7 +149,7 @@ def resolve_split_points(model: nn.Module, names: Sequence[str]) -> list[str]:
         ConfigError: no module or several have that name, or one is named twice.
     """
     known = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    resolved: list[str] = []
     for name in names:
         matches = [name] if name in known else [full for full in known if full.endswith(f".{name}")]
         if len(matches) != 1:
@@ -156,10 +158,10 @@ def resolve_split_points(model: nn.Module, names: Sequence[str]) -> list[str]:
                 f"expected the split point {name!r} to name one module of the model, got {len(matches)}",
                 hint=f"give the full name; {near}",
             )
-        found += matches
-    if repeated := {name for name in found if found.count(name) > 1}:
+        resolved += matches
+    if repeated := {name for name in resolved if resolved.count(name) > 1}:
         raise ConfigError(f"expected every split point once, got {', '.join(sorted(repeated))} more than once")
-    return found
+    return resolved
 
 
 def containers(model: nn.Module, points: Sequence[str]) -> set[str]:
@@ -198,14 +200,10 @@ def trace(
     device: torch.device = _HOST,
     autocast: torch.dtype | None = None,
 ) -> TracedForward:
-    """Run a model's forward on tensors without memory.
+    """Run a model's forward on a batch, both without memory; the model's values are neither read nor changed.
 
-    Args:
-        model: its parameters and buffers may be on any device; they are neither read nor changed.
-        batch: arguments of the forward, by name.
-        points: names of the modules at which segments begin, or of `CutPoint`s at which they end.
-        device: kind of device that the model will run on.
-        autocast: the dtype that operations will be cast to, if any.
+    Segments begin at the modules that `points` names, or end at its `CutPoint`s. The model will run on `device`, with
+    operations cast to `autocast`, if it is given.
 
     Raises:
         ConfigError: a point is never reached or reached twice, control flow depends on data, or a value passes
@@ -337,7 +335,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
 
 
 def _output(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module that is not divided returns; where its control flow depends on values (a loop over experts), a
+    """The output of a module that is not divided; where its control flow depends on values (a loop over experts), a
     tensor like the first that it is given.
     """
     try:
@@ -346,7 +344,7 @@ def _output(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], 
         first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if first is None or not first.is_floating_point():
             raise
-        trained = torch.is_grad_enabled() and any(each.requires_grad for each in (first, *module.parameters()))
+        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (first, *module.parameters()))
         return torch.empty_like(first).requires_grad_(trained)
 
 
@@ -391,8 +389,8 @@ def _explained() -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """The innermost line of the traceback that is neither PyTorch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if "/torch/" not in f.filename and "/megatron_dynapipe/" not in f.filename]
-    if not mine:
+    of_user = [f for f in frames if "/torch/" not in f.filename and "/megatron_dynapipe/" not in f.filename]
+    if not of_user:
         return "in the model's forward"
-    frame = mine[-1]
+    frame = of_user[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"

@@ -4,8 +4,9 @@
                         [0 1 2] [3 4 5]     ──►   [0 1 2 3 4 5]        activations, along the batch
                         [0 1 2] [3 4 5]     ◄──   [0 1 2 3 4 5]        their gradients
 
-Every unit is a micro-batch of an ordinary list, in 1F1B; what a stage sends is split over the replicas of the next one
-by the transport (`modules.sliced`). After the last pass each stage sums its gradients over its replicas.
+Every unit is a micro-batch of an ordinary list, in 1F1B. A stage's replicas run contiguous slices of it, in order, and
+send each rank of the next stage the rows that both hold. After the last pass each stage sums its gradients over its
+replicas.
 
 A stage takes one tensor, whose first dimension is the batch's, and returns one. Messages go over gloo, from the host's
 memory: for models that need no such stages, `Pipeline` sends from the device.
@@ -13,26 +14,27 @@ memory: for models that need no such stages, `Pipeline` sends from the device.
 
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, override
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.modules.pipeline import Pipeline
+from megatron_dynapipe.modules.pipeline import Pipeline, StepWork
 from megatron_dynapipe.modules.ranks import Ranks
-from megatron_dynapipe.modules.shapes import Structure, TensorMeta
-from megatron_dynapipe.modules.sliced import SlicedTransport, slices
+from megatron_dynapipe.modules.record import TensorMeta
+from megatron_dynapipe.modules.shapes import Structure
 from megatron_dynapipe.modules.stage import Stage
-from megatron_dynapipe.modules.steps import StepWork
+from megatron_dynapipe.plan.instructions import Channel, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import HostStagedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups
+from megatron_dynapipe.runtime.process_groups import make_groups
+from megatron_dynapipe.runtime.transfer import JoinedWork, Work
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""
@@ -89,8 +91,9 @@ class _OfUnits(Pipeline):
 
     part: "_SlicedStage"
 
+    @override
     def _divided(self, batch: Any, *, forward_only: bool = False) -> StepWork:
-        units, most = self._micro_batches or 1, max(map(len, self.part.ranks.ranks_of))
+        units, most = self._micro_batches or 1, max(map(len, self.part.ranks.by_stage))
         inputs, targets = len(batch["inputs"]), len(batch["targets"])
         if targets != inputs or inputs // units < most:
             raise DataError(
@@ -111,23 +114,15 @@ class _UnevenRanks(Ranks):
                 hint="a plan that leaves devices unused is run on fewer ranks",
             )
         self.control, self.timeout_s = ControlGroup(timeout_s=timeout_s), timeout_s
-        self.ranks_of = [list(ranks) for ranks in stages]
+        self.by_stage, self.pipelines = [list(ranks) for ranks in stages], []
         self.stages, self.stage = len(stages), next(at for at, ranks in enumerate(stages) if rank in ranks)
-        self.replica = self.ranks_of[self.stage].index(rank)
+        self.replica = self.by_stage[self.stage].index(rank)
         self.pipeline, self.alike = [ranks[0] for ranks in stages], [list(world)]
 
     def slice_of(self, rows: int) -> slice:
         """Rows of a unit that this rank runs."""
-        mine = slices(rows, len(self.ranks_of[self.stage]))[self.replica]
-        return slice(mine.start, mine.stop)
-
-    def group_of_replicas(self, backend: str) -> dist.ProcessGroup | None:
-        """The ranks of this stage."""
-        return group_of_each(self.ranks_of, backend=backend, timeout_s=self.timeout_s)
-
-    def group_of_stages(self, backend: str) -> dist.ProcessGroup | None:
-        """None: gradients are not clipped."""
-        return None
+        rows_here = slices(rows, len(self.by_stage[self.stage]))[self.replica]
+        return slice(rows_here.start, rows_here.stop)
 
 
 class _SlicedStage(Stage):
@@ -136,8 +131,8 @@ class _SlicedStage(Stage):
     ranks: _UnevenRanks
 
     @property
+    @override
     def backend(self) -> str:
-        """Of messages through the host."""
         return "gloo"
 
     def __init__(self, module: nn.Module, ranks: _UnevenRanks) -> None:
@@ -151,7 +146,7 @@ class _SlicedStage(Stage):
         assert groups is not None, "all ranks are in it"
         wire: Transport = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
         wire = HostStagedTransport(wire) if self.device.type == "cuda" else wire
-        self._transport = SlicedTransport(wire, self.ranks.ranks_of, rank=dist.get_rank())
+        self._transport = SlicedTransport(wire, self.ranks)
         return self._transport, groups.channels.values()
 
     @override
@@ -162,15 +157,17 @@ class _SlicedStage(Stage):
     def expect(self, plan: StagePlan, batches: Sequence[Batch]) -> None:
         self._transport.expect(plan.instructions, [len(batch["inputs"]) for batch in batches])
 
+    @override
     def _find_arguments(self, module: nn.Module) -> dict[str, str]:
         return {} if self.stage else {next(iter(inspect.signature(module.forward).parameters)): "inputs"}
 
+    @override
     def _crossing(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Structure | None, Structure | None]:
-        """What this rank receives and sends of a unit."""
         rows = self.ranks.slice_of(len(batch["inputs"]))
         received, sent = super()._crossing(batch, autocast)
         return received and _with_rows(received, rows), sent and _with_rows(sent, rows)
 
+    @override
     def _run_without_memory(
         self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
     ) -> Structure | None:
@@ -189,8 +186,52 @@ class _SlicedStage(Stage):
 def _with_rows(structure: Structure, rows: slice) -> Structure:
     """One tensor, of a slice."""
     (meta,) = structure.tensors
-    shape = (rows.stop - rows.start, *meta.shape[1:])
-    return Structure(structure.spec, (msgspec.structs.replace(meta, shape=shape),))
+    return Structure(structure.spec, (meta._replace(shape=(rows.stop - rows.start, *meta.shape[1:])),))
+
+
+def slices(rows: int, replicas: int) -> list[range]:
+    """The rows of every replica, in order: equal, the first ones having one more where they do not divide."""
+    ends = [0, *itertools.accumulate(rows // replicas + (at < rows % replicas) for at in range(replicas))]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
+class SlicedTransport:
+    """Sends and receives this rank's slice of each message in pieces, one for each rank that shares rows with it.
+
+    `transport` carries the pieces; it addresses ranks by their global number where others address stages.
+    """
+
+    def __init__(self, transport: Transport, ranks: _UnevenRanks) -> None:
+        self._transport, self._ranks = transport, ranks
+        self._rows: deque[int] = deque()
+
+    def expect(self, instructions: Sequence[Instruction], rows: Sequence[int]) -> None:
+        """Take note of the list that runs next: its transfers start in its order, and a message does not say its rows.
+
+        `rows` are those of every micro-batch, over all replicas of a stage.
+        """
+        transfers = (i for i in instructions if isinstance(i, SendStart | RecvStart))
+        self._rows = deque(rows[transfer.micro_batch] for transfer in transfers)
+
+    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start sending this rank's slice."""
+        pieces = self._pieces(stage)
+        return JoinedWork([self._transport.start_send(channel, to, [t[rows] for t in tensors]) for to, rows in pieces])
+
+    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
+        """Start receiving this rank's slice, every piece in its place."""
+        pieces = self._pieces(stage)
+        return JoinedWork([self._transport.start_recv(channel, of, [t[rows] for t in tensors]) for of, rows in pieces])
+
+    def _pieces(self, stage: int) -> list[tuple[int, slice]]:
+        """Ranks of another stage that share rows of the next message, and which they are of this rank's."""
+        rows, ranks = self._rows.popleft(), self._ranks.by_stage[stage]
+        here, pieces = self._ranks.slice_of(rows), []
+        for rank, there in zip(ranks, slices(rows, len(ranks)), strict=True):
+            first, end = max(here.start, there.start), min(here.stop, there.stop)
+            if first < end:
+                pieces.append((rank, slice(first - here.start, end - here.start)))
+        return pieces
 
 
 def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, int]], stage: int) -> nn.Sequential:

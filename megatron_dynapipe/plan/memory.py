@@ -1,12 +1,13 @@
 """What a stage holds in memory, by the bytes and shapes that the plan carries; verified to stay within the device's.
 
-Beside what passes keep are messages: what is received lies in equal buffers (`runtime.messages`), for each payload as
-many as the list holds at once, each as large as its largest; what is sent is held until its send is known to be
-complete. An input of a micro-batch in flight is counted once, with what its forward keeps.
+Beside what passes keep are messages. They lie in pools of equal buffers (`runtime.messages`): received activations,
+received gradients, and what is sent, until its send is known to be complete. A pool has as many buffers as the list has
+held at once so far, each as large as the largest message that the list puts there. An input of a micro-batch in flight
+is counted once, with what its forward keeps.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 
 from megatron_dynapipe.errors import PlanMemoryError
@@ -35,46 +36,45 @@ ELEMENT_BYTES = 2
 def message_elements(instructions: Sequence[Instruction], *, forward_only: bool) -> list[int]:
     """Elements of messages that one stage's list holds beside what passes keep, while each of its passes runs.
 
-    The same rule stands in `csrc/fast_verify.cpp`.
+    The same rule stands in `csrc/fast_verify.cpp`, and for orders of passes in `csrc/memory.cpp`.
     """
-    received = {Buffer.INPUT: _Received(), Buffer.OUTPUT_GRAD: _Received()}
-    inputs, sent = received[Buffer.INPUT].held, dict[tuple[Buffer, int, int], int]()
+    largest: dict[Buffer, int] = defaultdict(int)
+    sizes: dict[tuple[Buffer, int, int], int] = {}
+    for step in instructions:
+        if isinstance(step, (RecvStart, SendStart)):
+            buffer, size = _buffer(step), sum(map(prod, step.shapes))
+            sizes[buffer, step.micro_batch, step.chunk] = size
+            largest[POOLS[buffer]] = max(largest[POOLS[buffer]], size)
+    used, most = defaultdict[Buffer, int](int), defaultdict[Buffer, int](int)
     under_way: list[int] = []
     kept = 0
-    for each in instructions:
-        match each:
-            case RecvStart():
-                received[RECEIVED_BUFFER[each.payload]].take((each.micro_batch, each.chunk), _elements(each))
-            case SendStart():
-                sent[SENT_BUFFER[each.payload], each.micro_batch, each.chunk] = _elements(each)
+    for step in instructions:
+        match step:
+            case RecvStart() | SendStart():
+                pool = POOLS[_buffer(step)]
+                used[pool] += 1
+                most[pool] = max(most[pool], used[pool])
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                size = 0 if forward_only else inputs.get((each.micro_batch, each.chunk), 0)
-                kept -= size if isinstance(each, (Backward, BackwardInput)) else 0
-                under_way.append(sum(sent.values()) - kept)
-                kept += size if isinstance(each, Forward) else 0
-            case Free() if each.buffer in received:
-                received[each.buffer].held.pop((each.micro_batch, each.chunk), None)
-            case Free():
-                sent.pop((each.buffer, each.micro_batch, each.chunk), None)
-    buffers = sum(kind.most * kind.largest for kind in received.values())
-    return [buffers + each for each in under_way]
+                size = 0 if forward_only else sizes.get((Buffer.INPUT, step.micro_batch, step.chunk), 0)
+                kept -= size if isinstance(step, (Backward, BackwardInput)) else 0
+                under_way.append(sum(most[pool] * largest[pool] for pool in most) - kept)
+                kept += size if isinstance(step, Forward) else 0
+            case Free() if step.buffer in POOLS:
+                used[POOLS[step.buffer]] -= 1
+    return under_way
 
 
-@dataclass(slots=True)
-class _Received:
-    """Messages of one payload: those that are held, the most at once, and the largest, in elements."""
-
-    held: dict[tuple[int, int], int] = field(default_factory=dict)
-    most: int = 0
-    largest: int = 0
-
-    def take(self, key: tuple[int, int], size: int) -> None:
-        self.held[key] = size
-        self.most, self.largest = max(self.most, len(self.held)), max(self.largest, size)
+POOLS = {
+    Buffer.INPUT: Buffer.INPUT,
+    Buffer.OUTPUT_GRAD: Buffer.OUTPUT_GRAD,
+    Buffer.OUTPUT: Buffer.OUTPUT,
+    Buffer.INPUT_GRAD: Buffer.OUTPUT,
+}
+"""Which pool's buffers messages lie in: what is sent shares one, named by activations."""
 
 
-def _elements(message: RecvStart | SendStart) -> int:
-    return sum(map(prod, message.shapes))
+def _buffer(message: RecvStart | SendStart) -> Buffer:
+    return (SENT_BUFFER if isinstance(message, SendStart) else RECEIVED_BUFFER)[message.payload]
 
 
 def high_water_marks(
@@ -144,14 +144,10 @@ def check_memory(
         passes: steps of every stage's passes.
         messages: bytes of messages while each of them runs.
     """
-    limit, needed, first = plan.memory_limit_bytes, [0] * plan.pipeline_stages, ""
+    limit = plan.memory_limit_bytes
     for stage, (steps, under_way) in enumerate(zip(passes, messages, strict=True)):
-        highs = high_water_marks(plan, replica, stage, steps, under_way)
-        over = [(step, high, size) for step, high, size in zip(steps, highs, under_way, strict=True) if high > limit]
-        if over and not first:
-            most, found = in_mb(limit, over[0][1])
-            where = point_at(replica.stages[stage].instructions, over[0][0])
-            first = f"stage {stage}: expected at most {most}, got {found} at {where}"
-        needed[stage] = max((size for _, _, size in over), default=0)
-    if first:
-        raise PlanMemoryError(first, needed)
+        for step, high in zip(steps, high_water_marks(plan, replica, stage, steps, under_way), strict=True):
+            if high > limit:
+                most, needed = in_mb(limit, high)
+                where = point_at(replica.stages[stage].instructions, step)
+                raise PlanMemoryError(f"stage {stage}: expected at most {most}, got {needed} at {where}")

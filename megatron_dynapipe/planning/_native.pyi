@@ -9,8 +9,6 @@ _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
 
-_Chosen = tuple[list[int], list[int], list[int], list[bool], list[int]]
-
 CONSTANTS: dict[str, object]
 """What Python and the core both name and number."""
 
@@ -40,6 +38,7 @@ class BatchProblem:
         forward_only: bool,
         peak_covers_backward: bool,
         bytes_per_position: int,
+        held_per_position: int,
         decoder_forward: _Flags,
         decoder_backward: _Flags,
         latency_ns: _Floats,
@@ -64,18 +63,16 @@ class BatchProblem:
         partitions: Sequence[tuple[_Ints, _Ints]],
         evaluations: int,
         seed: int,
-        given: Sequence[_Chosen] = ...,
-    ) -> list[tuple[_Chosen, list[int]]]:
-        """What is chosen and the passes of every stage, per replica; empty where none fits.
+    ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int]]]:
+        """Samples of all micro-batches, their sizes, modes, whether they are packed, and the passes of every stage.
 
-        Chosen are samples, sizes, modes, whether packed, and the policy. Samples are those of all micro-batches one
-        after another. -1 evaluations take the default. A search begins with the given alone, if there are any.
+        Per replica; empty where none fits. -1 evaluations take the default.
         """
 
     def costs(
         self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints, labels: _Ints
     ) -> tuple[_Ints, list[bool]]:
-        """`[7 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
+        """`[9 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""

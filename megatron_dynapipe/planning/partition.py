@@ -88,11 +88,6 @@ class Partition:
         return [*np.split(order if self.order is None else self.order, np.cumsum(self.sizes)[:-1])]
 
 
-Chosen = tuple[list[int], list[int], list[int], list[bool], list[int]]
-"""What a search chose for a replica, as the native core writes and reads it: samples of its micro-batches one after
-another, how many each has, modes, whether they are packed, and the policy."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderedPartitions:
     """An order of the problem's samples, and the partitions of it that are to be scheduled.
@@ -100,12 +95,10 @@ class OrderedPartitions:
     Attributes:
         order: int64[samples].
         partitions: of it.
-        chosen: of every replica, what a search chose; the next begins with that alone, and is short.
     """
 
     order: IntArray
     partitions: tuple[Partition, ...] = ()
-    chosen: tuple[Chosen, ...] = ()
 
 
 def partition(problem: BatchProblem, orders: Sequence[IntArray], *, improve: bool) -> OrderedPartitions:

@@ -7,7 +7,7 @@ GlobalBatch ── lengths ──► Samples ── order ──► candidate or
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -19,28 +19,17 @@ from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
-from megatron_dynapipe.planning.message_room import leave_room_for_messages
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
 from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone, may_fit
+from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, in_mb
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Planned:
-    """What is to be lowered: `entries` in micro-batches, and where a search in less memory begins."""
-
-    cut: CutBatch | None
-    begin: OrderedPartitions | None
-    entries: Samples
-    scheduled: ScheduledBatch
 
 
 class Planner:
@@ -123,63 +112,7 @@ class Planner:
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
-
-        def planned(reserved: IntArray, last: _Planned | None, searched: bool) -> _Planned:
-            planner = self if searched else Planner(self.settings.in_order_of_1f1b, self.cost_model)
-            return planner._planned(batch, forward_only, reserved, last, seconds)
-
-        found = leave_room_for_messages(
-            planned,
-            lambda planned: self._verified(batch, planned, iteration, forward_only, seconds),
-            self.layout.stages,
-        )
-        return found, seconds
-
-    def _planned(
-        self,
-        batch: GlobalBatch,
-        forward_only: bool,
-        reserved: IntArray,
-        last: "_Planned | None",
-        seconds: dict[str, float],
-    ) -> "_Planned":
-        """Micro-batches and passes that leave so many bytes of every stage's memory; searched on from the last ones."""
-        with timed(seconds, "ordering"):
-            batched = self.samples(batch)
-            group = self.settings.in_step
-            together = Lockstep.of(batched, group) if group > 1 else None
-            samples = batched if together is None else together.longest(batched)
-            orders = candidate_orders(samples.inputs, samples.targets)
-        with timed(seconds, "partition"):
-            problem = self.problem(samples, forward_only=forward_only, reserved=reserved)
-            busy = min(problem.replicas // group, len(samples.ids))  # the other replicas are idle
-            problem = replace(problem, replicas=busy)
-        with timed(seconds, "schedule"):
-            cut, scheduled = self._searched_on(problem, last)
-        if scheduled is None and (last is None or self.settings.may_cut or may_fit(problem)):
-            with timed(seconds, "partition"):
-                partitioned = self._partition(problem, orders)
-            with timed(seconds, "schedule"):
-                cut, scheduled = self._chosen(samples, problem, orders, partitioned)
-        if scheduled is None:
-            problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
-            raise explain_infeasible(batched, problem)
-        begin, entries = scheduled.begin, samples if cut is None else cut.samples
-        if together is not None:
-            with timed(seconds, "schedule"):
-                problem = self.problem(batched, forward_only=forward_only, reserved=reserved)
-                entries, scheduled = together.spread(batched, problem, cut, scheduled, self.settings)
-        return _Planned(cut, begin, entries, scheduled)
-
-    def _verified(
-        self,
-        batch: GlobalBatch,
-        planned: "_Planned",
-        iteration: int,
-        forward_only: bool,
-        seconds: dict[str, float],
-    ) -> IterationPlan:
-        """The plan, verified with its messages."""
+        entries, scheduled = self._scheduled(batch, forward_only, seconds)
         with timed(seconds, "lowering"):
             plan = IterationPlan(
                 iteration=iteration,
@@ -193,7 +126,7 @@ class Planner:
                 peak_covers_backward=self._peak_covers_backward,
                 layouts=self.settings.micro_batch_layouts,
                 in_step=self.settings.in_step,
-                replicas=replica_plans(self.settings, planned.entries, planned.scheduled),
+                replicas=replica_plans(self.settings, entries, scheduled),
             )
         with timed(seconds, "verify"):
             verify(
@@ -203,21 +136,31 @@ class Planner:
                 ordered_starts=self.settings.transfers.ordered_starts,
                 element_bytes=self.settings.element_bytes,
             )
-        return plan
+        return plan, seconds
 
-    def _searched_on(
-        self, problem: BatchProblem, last: "_Planned | None"
-    ) -> tuple[CutBatch | None, ScheduledBatch | None]:
-        """As `_chosen`, from what was planned in more memory; no schedule where that is much longer now."""
-        if last is None or last.begin is None:
-            return None, None
-        cut = last.cut
-        if cut is not None:
-            problem = replace(cut.problem, model_state_bytes=problem.model_state_bytes)
-        found = self._schedule(problem, last.begin, searchable=True)
-        if found is None or found.makespan_ns > last.scheduled.makespan_ns * (1 + LEAST_GAIN):
-            return None, None
-        return cut, found
+    def _scheduled(
+        self, batch: GlobalBatch, forward_only: bool, seconds: dict[str, float]
+    ) -> tuple[Samples, ScheduledBatch]:
+        """What micro-batches are made of, and these with the order of their passes."""
+        with timed(seconds, "ordering"):
+            batched = self.samples(batch)
+            group = self.settings.in_step
+            together = Lockstep.of(batched, group) if group > 1 else None
+            samples = batched if together is None else together.longest(batched)
+            orders = candidate_orders(samples.inputs, samples.targets)
+        with timed(seconds, "partition"):
+            problem = self.problem(samples, forward_only=forward_only)
+            busy = min(problem.replicas // group, len(samples.ids))  # the other replicas are idle
+            problem = replace(problem, replicas=busy)
+            partitioned = self._partition(problem, orders)
+        with timed(seconds, "schedule"):
+            cut, scheduled = self._chosen(samples, problem, orders, partitioned)
+            if scheduled is None:
+                raise explain_infeasible(batched, self.problem(batched, forward_only=forward_only))
+            if together is None:
+                return samples if cut is None else cut.samples, scheduled
+            problem = self.problem(batched, forward_only=forward_only)
+            return together.spread(batched, problem, cut, scheduled, self.settings)
 
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
@@ -307,8 +250,8 @@ class Planner:
             return samples
         return replace(self.settings.partition.pad(samples), labels=None)  # others run all positions
 
-    def problem(self, samples: Samples, *, forward_only: bool = False, reserved: IntArray | int = 0) -> BatchProblem:
-        """What is to be partitioned and scheduled, with so many bytes of every stage's memory left free."""
+    def problem(self, samples: Samples, *, forward_only: bool = False) -> BatchProblem:
+        """What is to be partitioned and scheduled."""
         s = self.settings
         return BatchProblem(
             inputs=samples.inputs,
@@ -319,12 +262,13 @@ class Planner:
             layouts=s.micro_batch_layouts,
             modes=self._tables,
             layout=self.layout,
-            model_state_bytes=self.model_state_bytes + reserved,
+            model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=s.memory_limit_bytes,
             in_flight=self.in_flight_options(),
             replicas=s.data_parallel,
             links=self._links,
             bytes_per_position=s.hidden_size * s.element_bytes,
+            held_per_position=s.hidden_size * s.element_bytes // (s.tensor_parallel if s.sequence_parallel else 1),
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,

@@ -37,6 +37,8 @@ _COST_FIELDS = (
     "forward_transfer_ns",
     "backward_transfer_ns",
     "weight_ns",
+    "forward_message_bytes",
+    "backward_message_bytes",
 )
 """Arrays of costs of a `ScheduleProblem`, in the native core's order."""
 _COSTS = len(_COST_FIELDS)
@@ -94,7 +96,8 @@ class BatchProblem:
             partitioned for each option.
         replicas: data-parallel replicas.
         links: what messages between stages take.
-        bytes_per_position: of one hidden state.
+        bytes_per_position: of one hidden state, as it is sent.
+        held_per_position: bytes of it that a rank holds.
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
@@ -119,6 +122,7 @@ class BatchProblem:
     replicas: int
     links: Links
     bytes_per_position: int
+    held_per_position: int
     forward_only: bool = False
     peak_covers_backward: bool = False
     transfers: TransferRules = GLOO_RULES
@@ -167,6 +171,7 @@ class BatchProblem:
                 forward_only=self.forward_only,
                 peak_covers_backward=self.peak_covers_backward,
                 bytes_per_position=self.bytes_per_position,
+                held_per_position=self.held_per_position,
                 decoder_forward=np.array(layout.decoder_state_forward, np.bool_),
                 decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
                 latency_ns=self.links.latency_ns.ravel(),
@@ -291,6 +296,10 @@ class ScheduleProblem:
     """From virtual stage v to v + 1; the last column is 0."""
     backward_transfer_ns: IntArray
     """From virtual stage v to v - 1; the first column is 0."""
+    forward_message_bytes: IntArray
+    """From virtual stage v to v + 1; the last column is 0."""
+    backward_message_bytes: IntArray
+    """From virtual stage v to v - 1; the first column is 0."""
     model_state_bytes: IntArray
     """[stages]: held throughout."""
     memory_limit_bytes: int
@@ -330,10 +339,16 @@ class ScheduleProblem:
 
     @property
     def bytes_alone(self) -> IntArray:
-        """What each micro-batch needs besides model state, alone in flight: `[micro-batches, stages]`."""
-        stored = self.stored_bytes.reshape(-1, self.chunks, self.stages)
-        peak = self.peak_bytes.reshape(-1, self.chunks, self.stages)
-        return np.asarray(stored.sum(axis=1) + (peak - stored).max(axis=1))
+        """What each micro-batch needs besides model state, alone in flight, its messages among it.
+
+        `[micro-batches, stages]`.
+        """
+        messages = np.pad(self.forward_message_bytes[:, :-1], ((0, 0), (1, 0)))
+        if not self.forward_only:
+            messages = messages + np.pad(self.backward_message_bytes[:, 1:], ((0, 0), (0, 1)))
+        by_chunk = (-1, self.chunks, self.stages)
+        stored, peak, beside = (each.reshape(by_chunk) for each in (self.stored_bytes, self.peak_bytes, messages))
+        return np.asarray(stored.sum(axis=1) + (peak - stored + beside).max(axis=1))
 
     def take(self, order: npt.ArrayLike) -> Self:
         """The same problem over the micro-batches `order` names, in that order."""

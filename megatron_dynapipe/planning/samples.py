@@ -14,7 +14,6 @@ from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import (
     LENGTH_MULTIPLE,
-    BatchLayout,
     ModelFamily,
     in_mb,
     input_positions,
@@ -128,21 +127,6 @@ def fits_alone(problem: BatchProblem) -> BoolArray:
     """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
     fitting = [covered & (lack <= 0).all(axis=1) for covered, lack in _alone(problem)]
     return np.asarray(np.any(fitting, axis=0))
-
-
-def may_fit(problem: BatchProblem) -> bool:
-    """Whether every sample fits alone, as a padded micro-batch or as a row: without that no search finds a schedule."""
-    found = fits_alone(problem)
-    lengths, places = np.stack([problem.input_positions, problem.target_positions]), np.flatnonzero(~found)
-    if BatchLayout.PACKED not in problem.layouts or not len(places):
-        return bool(found.all())
-    places = places[np.unique(lengths[:, places], axis=1, return_index=True)[1]]
-    rows, memory_bytes = np.split(places, len(places)), problem.memory_limit_bytes - problem.model_state_bytes
-    fitting = np.zeros(len(rows), np.bool_)
-    for mode in range(len(problem.modes)):
-        costs, covered = problem.costs_of(rows, [BatchLayout.PACKED] * len(rows), np.full(len(rows), mode))
-        fitting |= covered & (costs.bytes_alone <= memory_bytes).all(axis=1)
-    return bool(fitting.all())
 
 
 def _alone(problem: BatchProblem) -> list[tuple[BoolArray, IntArray]]:

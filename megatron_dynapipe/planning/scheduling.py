@@ -30,7 +30,6 @@ class ScheduledBatch:
         costs: its costs on every virtual stage.
         replicas: micro-batches of each replica, in the order in which they enter its pipeline.
         schedules: of each replica.
-        begin: where another search may begin; None where this is not of a search.
     """
 
     members: list[IntArray]
@@ -40,7 +39,6 @@ class ScheduledBatch:
     costs: ScheduleProblem
     replicas: list[IntArray]
     schedules: list[Schedule]
-    begin: OrderedPartitions | None = None
 
     @property
     def makespan_ns(self) -> int:
@@ -64,7 +62,8 @@ def schedule_batch(
         StallError: every order stalls by the problem's rules of transfers.
     """
     found = []
-    if searchable and chosen.method != "adaptive" and BatchLayout.PACKED in problem.layouts:
+    may_reorder = searchable and chosen.method != "adaptive"
+    if may_reorder and BatchLayout.PACKED in problem.layouts:
         return _rescheduled(problem, partitioned, chosen)
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
@@ -85,6 +84,8 @@ def schedule_batch(
             stalled = error
     if stalled is not None and not found:
         raise stalled
+    if not found and may_reorder:  # partitions leave messages too little room; a search does not
+        return _rescheduled(problem, partitioned, chosen)
     return min(found, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 
@@ -112,7 +113,6 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
         costs=costs,
         replicas=replicas,
         schedules=schedules,
-        begin=OrderedPartitions(order=partitioned.order, chosen=tuple(replica.chosen for replica in solution)),
     )
 
 

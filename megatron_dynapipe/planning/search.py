@@ -34,7 +34,7 @@ from functools import cache
 import numpy as np
 
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.partition import Chosen, OrderedPartitions, Partition
+from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, PassOrder, from_codes
 from megatron_dynapipe.units import BatchLayout
 
@@ -66,14 +66,12 @@ class ReplicaSolution:
         layouts: of each.
         modes: int64[micro-batches], index of its recompute mode.
         order: passes per stage; micro-batches are numbered as they enter.
-        chosen: all but the order, for another search to begin with.
     """
 
     members: list[IntArray]
     layouts: list[BatchLayout]
     modes: IntArray
     order: PassOrder
-    chosen: Chosen
 
 
 def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunks: int) -> int:
@@ -107,9 +105,7 @@ def search(
             _notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
     begin = [(each.sizes, each.modes) for each in enough]
     try:
-        found = problem.native.search(
-            order=order, partitions=begin, evaluations=evaluations, seed=seed, given=list(partitioned.chosen)
-        )
+        found = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [
@@ -118,7 +114,6 @@ def search(
             layouts=[BatchLayout.PACKED if each else BatchLayout.PADDED for each in packed],
             modes=np.array(modes, np.int64),
             order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
-            chosen=(samples, sizes, modes, packed, policy),
         )
-        for (samples, sizes, modes, packed, policy), passes in found
+        for samples, sizes, modes, packed, passes in found
     ]

@@ -167,11 +167,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.division != "off" and self.in_step < self.data_parallel
 
     @property
-    def in_order_of_1f1b(self) -> "PlannerSettings":
-        """These, with passes in no searched order."""
-        return msgspec.structs.replace(self, schedule=replace(self.schedule, method="1f1b"))
-
-    @property
     def layout(self) -> PipelineLayout:
         """Layers per virtual stage."""
         virtual = self.pipeline_parallel * self.chunks

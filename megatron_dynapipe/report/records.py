@@ -61,6 +61,8 @@ class RunRecord(_Record, frozen=True, tag="run"):
     """At which this start began: 0, or where the checkpoint was that it resumed."""
     computed_costs: bool = False
     """Whether plans were made of costs that were computed, not measured."""
+    samples: dict[str, dict[str, int]] = {}
+    """Of the dataset, by split and task."""
     about: dict[str, str] = {}
     """For people: command, model, data, layout, machine, versions, the time at which it began."""
 

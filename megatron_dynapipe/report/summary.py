@@ -140,13 +140,15 @@ def format_summary(summary: Summary) -> str:
         + (f", {summary.packed_share:.0%} of them packed rows" if summary.packed_share else ""),
         f"shapes: {_span(summary.sizes)} rows, {_span(summary.input_lengths)} input positions"
         + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
-        f"time per iteration {summary.measured_ms:,.1f} ms measured, {summary.predicted_ms:,.1f} ms predicted"
-        + _prediction_text(summary),
+        f"time per iteration, over all stages, {summary.measured_ms:,.1f} ms measured,"
+        f" {summary.predicted_ms:,.1f} ms predicted" + _prediction_text(summary),
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
     if summary.memory is not None:
         lines.append(_memory_line(summary.memory))
-    lines += [f"picture: {path}" for path in summary.pictures]
+    for path in summary.pictures:
+        is_trace = path.suffix == ".json"
+        lines.append(f"trace: {path} (https://ui.perfetto.dev opens it)" if is_trace else f"picture: {path}")
     return "\n".join(lines)
 
 

@@ -59,7 +59,7 @@ def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG or SVG by the path's suffix, marked as this program's; raises as `outputs.write_file`."""
     data, kind = io.BytesIO(), path.suffix.lstrip(".")
     figure.savefig(data, format=kind, metadata={"Software" if kind == "png" else "Creator": GENERATOR})
-    write_file(path, data.getvalue(), mine=marked(GENERATOR))
+    write_file(path, data.getvalue(), is_ours=marked(GENERATOR))
     return path
 
 

@@ -51,7 +51,7 @@ def write_trace(panels: Sequence[Panel], path: Path) -> Path:
     """Write timelines as Chrome trace events (times in microseconds); raises ConfigError as `write_file`."""
     events = [event for process, panel in enumerate(panels) for event in _panel_events(process, panel)]
     trace = {"otherData": {"generator": GENERATOR}, "traceEvents": events, "displayTimeUnit": "ms"}
-    write_file(path, msgspec.json.encode(trace), mine=marked(GENERATOR))
+    write_file(path, msgspec.json.encode(trace), is_ours=marked(GENERATOR))
     return path
 
 

@@ -35,8 +35,9 @@ from megatron_dynapipe.plan.instructions import (
     channel_of,
 )
 from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.plan.memory import POOLS
 from megatron_dynapipe.plan.text import format_instruction, point_at
-from megatron_dynapipe.runtime.messages import ReceiveBuffers, message_bytes, views
+from megatron_dynapipe.runtime.messages import MessageBuffers, message_bytes, views
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
@@ -80,6 +81,10 @@ class BufferTable:
         """The held tensors of one boundary."""
         value: Sequence[torch.Tensor] = self.get(buffer, micro_batch, chunk)
         return value
+
+    def replace(self, buffer: Buffer, micro_batch: int, chunk: int, value: Sequence[torch.Tensor]) -> None:
+        """Hold other tensors in place of those that are held."""
+        self._values[buffer, micro_batch, chunk] = value
 
     def free(self, instruction: Free) -> None:
         """Drop a buffer; raises ExecutionError if it is not held."""
@@ -141,7 +146,7 @@ class PipelineExecutor:
         self._handlers: dict[type[Instruction], Handler[Any]] = {}
         self._sending: dict[_TransferKey, Work] = {}
         self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
-        self._received = ReceiveBuffers(platform.device)
+        self._pools = {buffer: MessageBuffers(platform.device) for buffer in set(POOLS.values())}
         self._stage = 0
         self.register_handler(SendStart, self._start_send)
         self.register_handler(SendWait, self._wait_send)
@@ -178,7 +183,9 @@ class PipelineExecutor:
         if _profiler_enabled():
             table = {kind: _in_range(handler) for kind, handler in table.items()}
         self._stage, self._dtypes = plan.stage, dtypes or self._default
-        self._received.expect(_largest_messages(plan, self._dtypes))
+        largest = _largest_messages(plan, self._dtypes)
+        for buffer, pool in self._pools.items():
+            pool.begin(largest.get(buffer, 0))
         buffers, trace = BufferTable(), Trace(self._platform)
         if self._watch is not None:
             self._watch(plan, trace)
@@ -197,7 +204,8 @@ class PipelineExecutor:
         return trace
 
     def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
-        tensors = buffers.tensors(SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk)
+        key = SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk
+        tensors = buffers.tensors(*key)
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
             found = tuple(map(tuple, shapes))
@@ -208,10 +216,15 @@ class PipelineExecutor:
                 f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",
                 hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
             )
+        if not tensors:
+            self._sending[_transfer_key(instruction)] = JoinedWork([])
+            return
+        message = views(self._pools[POOLS[key[0]]].take(), shapes, dtypes)
+        for part, tensor in zip(message, tensors, strict=True):
+            part.copy_(tensor)
+        buffers.replace(*key, message)
         channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
-        self._sending[_transfer_key(instruction)] = (
-            self._transport.start_send(channel, instruction.peer, tensors) if tensors else JoinedWork([])
-        )
+        self._sending[_transfer_key(instruction)] = self._transport.start_send(channel, instruction.peer, message)
 
     def _wait_send(self, instruction: SendWait, buffers: BufferTable) -> None:
         work = self._sending.pop(_transfer_key(instruction), None)
@@ -221,7 +234,7 @@ class PipelineExecutor:
 
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
         shapes, dtypes = instruction.shapes, self._dtypes(instruction)
-        tensors = views(self._received.take(instruction.payload), shapes, dtypes)
+        tensors = views(self._pools[POOLS[RECEIVED_BUFFER[instruction.payload]]].take(), shapes, dtypes)
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors) if tensors else JoinedWork([])
         self._receiving[_transfer_key(instruction)] = work, tensors
@@ -244,7 +257,8 @@ class PipelineExecutor:
         """Forget a failed iteration: its tensors must not outlive it. The peers' waits end by their deadlines."""
         self._sending.clear()
         self._receiving.clear()
-        self._received.clear()
+        for pool in self._pools.values():
+            pool.begin(0)
         buffers.clear()
 
 
@@ -267,13 +281,14 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
         )
 
 
-def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Payload, int]:
-    """Bytes of the largest message that a list receives, by what it carries."""
-    largest: dict[Payload, int] = {}
+def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Buffer, int]:
+    """Bytes of the largest message of each pool in a list."""
+    largest: dict[Buffer, int] = {}
     for instruction in plan.instructions:
-        if isinstance(instruction, RecvStart):
+        if isinstance(instruction, (RecvStart, SendStart)):
+            pool = POOLS[(RECEIVED_BUFFER if isinstance(instruction, RecvStart) else SENT_BUFFER)[instruction.payload]]
             size = message_bytes(instruction.shapes, dtypes(instruction))
-            largest[instruction.payload] = max(size, largest.get(instruction.payload, 0))
+            largest[pool] = max(size, largest.get(pool, 0))
     return largest
 
 

@@ -36,6 +36,7 @@ def pass_memory(forward: Callable[[], Any], backward: Callable[[Any], None], dev
 
 
 def _on_cuda(forward: Callable[[], Any], backward: Callable[[Any], None], device: torch.device) -> PassMemory:
+    backward(forward())  # lets go of the inputs before these, and allocates what libraries keep
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -7,12 +7,10 @@ With one hardware queue the second kernel of a message would wait for the first 
 it on the device with it. Sender and receiver lay a message out alike, from its tensors' shapes and types.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
-
-from megatron_dynapipe.plan.instructions import Payload
 
 ALIGNMENT = 16
 """Bytes, of the widest loads that kernels have."""
@@ -43,13 +41,13 @@ def views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequenc
     return [buffer[start : start + size].view(dtype).view(tuple(shape)).data for start, size, shape, dtype in parts]
 
 
-class ReceiveBuffers:
-    """Buffers that messages are received into, for each kind of payload as many as are held at once, all equal.
+class MessageBuffers:
+    """A pool of equal buffers that messages are received into or sent from, as many as a list holds at once.
 
     PyTorch records an unbatched transfer on its tensors, so that memory of a freed tensor is not used again before the
     device has passed the transfer; a host that runs ahead of the device would hold more than the plan counts. A buffer
     is used again once nothing refers to it but its pool: what comes next on any stream follows, on the device, what has
-    read it.
+    used it.
 
     Args:
         device: where they are.
@@ -57,33 +55,21 @@ class ReceiveBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._most: dict[Payload, int] = {}
-        self._buffers: dict[Payload, list[torch.Tensor]] = {payload: [] for payload in Payload}
+        self._bytes = 0
+        self._buffers: list[torch.Tensor] = []
 
-    def expect(self, messages: Mapping[Payload, int]) -> None:
-        """Take note of the largest message of a list that runs next, by payload; buffers far from it are given back."""
-        for payload, size in messages.items():
-            if not size <= self._most.get(payload, -1) <= size * _SPARE:
-                self._most[payload] = size
-                self._buffers[payload].clear()
+    def begin(self, size: int) -> None:
+        """Give all buffers back: a list begins whose largest message is of so many bytes."""
+        self._bytes = size
+        self._buffers.clear()
 
-    def take(self, payload: Payload) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         """A buffer uint8[bytes of the list's largest message] that nothing else refers to."""
-        buffers = self._buffers[payload]
-        for buffer in buffers:
+        for buffer in self._buffers:
             if _references(buffer) == _IDLE:
                 return buffer
-        buffers.append(torch.empty(self._most[payload], dtype=torch.uint8, device=self._device))
-        return buffers[-1]
-
-    def clear(self) -> None:
-        """Give all back."""
-        for buffers in self._buffers.values():
-            buffers.clear()
-
-
-_SPARE = 1.25
-"""Buffers serve lists whose largest message is so much smaller."""
+        self._buffers.append(torch.empty(self._bytes, dtype=torch.uint8, device=self._device))
+        return self._buffers[-1]
 
 
 def _references(tensor: torch.Tensor) -> int:

@@ -27,7 +27,6 @@ from megatron_dynapipe.plan.instructions import (
     Pass,
 )
 from megatron_dynapipe.runtime.executor import BufferTable, Handlers
-from megatron_dynapipe.runtime.messages import together
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 """What makes autograd give received tensors a place in a graph; it never gets a gradient."""
@@ -216,7 +215,7 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
         if context.is_last(chunk):
             graph = StageGraph.to_loss(entry, made)
         else:
-            buffers.put(Buffer.OUTPUT, micro_batch, chunk, together([tensor.detach() for tensor in made]))
+            buffers.put(Buffer.OUTPUT, micro_batch, chunk, [tensor.detach() for tensor in made])
             wanted = _floating(made) if (flags := model.differentiable(micro_batch, stage)) is None else flags
             graph = StageGraph.to_outputs(entry, [t for t, wants in zip(made, wanted, strict=True) if wants])
     if not context.forward_only:
@@ -233,7 +232,7 @@ def _backward(context: PassContext, instruction: Backward | BackwardInput, buffe
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
     made = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
     if context.virtual_stage(chunk):
-        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, together(made))
+        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, made)
 
 
 def _backward_weight(context: PassContext, instruction: BackwardWeight, buffers: BufferTable) -> None:

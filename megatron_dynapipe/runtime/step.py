@@ -99,7 +99,7 @@ class StepRunner:
         control: ControlGroup | None = None,
     ) -> None:
         self.device, self.stage, self.stages, self.chunks = device, stage, stages, chunks
-        self._control, self._dtype = control, dtype
+        self._control, self.dtype = control, dtype
         self._transport = GatedTransport(transport)
         self.is_warm = False
         with ExitStack() as resources:
@@ -120,7 +120,7 @@ class StepRunner:
 
     def run_alone(self, step: Step) -> None:
         """Run a step's list without the other stages: it sends nothing and receives zeros."""
-        executor = PipelineExecutor(NoTransport(), platform_of(self.device), stages=self.stages, dtype=self._dtype)
+        executor = PipelineExecutor(NoTransport(), platform_of(self.device), stages=self.stages, dtype=self.dtype)
         with step.around:
             executor.execute(step.plan, pass_handlers(self._context(step)), dtypes=step.dtypes)
 

@@ -13,15 +13,13 @@ import time
 from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits, PlannerLoop
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.store import open_store
 
 _NICE = 10
 """Below the threads of training: a plan is needed in some iterations, theirs are needed now."""
-
-
 _END_S = 4.0
 """How long it may take to end by itself: less than `process.STOP_TIMEOUT_S`."""
 
@@ -47,7 +45,7 @@ def plan_all(settings: ServiceSettings) -> None:
         try:
             source = PlannedSplits(settings.inputs)
         except Exception as error:
-            failure = PlannerFailure.of(error, who=f"planner {settings.planner}", doing="reading lengths and costs")
+            failure = describe_failure(error, who=f"planner {settings.planner}", doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)
             raise
         loop = PlannerLoop(settings, source, store)

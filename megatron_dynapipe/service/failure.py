@@ -1,4 +1,4 @@
-"""What went wrong where plans are made, as every rank learns it."""
+"""Errors of planning on their way to the ranks, under the store's error key or over a node's group."""
 
 import logging
 import traceback
@@ -11,68 +11,40 @@ from megatron_dynapipe.store import PlanKeys, PlanStore
 logger = logging.getLogger(__name__)
 
 
-class PlannerFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What went wrong while planning: a line for the reader, the next step, and every detail.
+def describe_failure(error: BaseException, *, who: str, doing: str) -> PlannerFailedError:
+    """The error that every rank raises for an exception that is being handled, with its traceback.
 
-    Attributes:
+    Args:
+        error: the exception.
         who: the planner or the rank.
         doing: what it was doing, as in "planning iteration 7 of train".
-        error: type and message of the error.
-        hint: the next step, if known.
-        details: the traceback.
     """
-
-    who: str
-    doing: str
-    error: str
-    hint: str | None
-    details: str
-
-    @classmethod
-    def of(cls, error: BaseException, *, who: str, doing: str) -> "PlannerFailure":
-        """Describe an exception that is being handled."""
-        return cls(
-            who=who,
-            doing=doing,
-            error=f"{type(error).__name__}: {error.message if isinstance(error, DynaPipeError) else error}",
-            hint=error.hint if isinstance(error, DynaPipeError) else None,
-            details="".join(traceback.format_exception(error)).rstrip(),
-        )
-
-    def encode(self) -> bytes:
-        """Bytes for the store's error key."""
-        return msgspec.json.encode(self)
-
-    @property
-    def summary(self) -> str:
-        """What went wrong, without the details."""
-        return f"{self.who} failed while {self.doing}: {self.error}"
-
-    def to_error(self) -> PlannerFailedError:
-        """The error that every rank raises."""
-        return PlannerFailedError(
-            f"{self.summary}\n--- from its process ---\n{self.details}\n---",
-            hint=self.hint,
-        )
+    text, hint = (error.message, error.hint) if isinstance(error, DynaPipeError) else (error, None)
+    details = "".join(traceback.format_exception(error)).rstrip()
+    return PlannerFailedError(
+        f"{who} failed while {doing}: {type(error).__name__}: {text}\n--- from its process ---\n{details}\n---",
+        hint=hint,
+    )
 
 
-def decode_failure(data: bytes) -> PlannerFailure:
-    """What `PlannerFailure.encode` wrote; whatever else lies under the error key is shown as it is."""
+def encode_failure(error: PlannerFailedError) -> bytes:
+    """Bytes for `decode_failure`."""
+    return msgspec.json.encode((error.message, error.hint))
+
+
+def decode_failure(data: bytes) -> PlannerFailedError:
+    """The error that `encode_failure` wrote; other bytes are shown as they are."""
     try:
-        return msgspec.json.decode(data, type=PlannerFailure)
+        message, hint = msgspec.json.decode(data, type=tuple[str, str | None])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return PlannerFailure(
-            who="a planner",
-            doing="running a version of this package that reports failures in another form",
-            error="unknown",
-            hint="install the same version on every node",
-            details=data.decode(errors="replace"),
-        )
+        message = f"a planner reports failures in another form: {data.decode(errors='replace')}"
+        hint = "install the same version on every node"
+    return PlannerFailedError(message, hint=hint)
 
 
-def publish_failure(store: PlanStore, keys: PlanKeys, failure: PlannerFailure) -> None:
+def publish_failure(store: PlanStore, keys: PlanKeys, error: PlannerFailedError) -> None:
     """Publish a failure for all ranks, unless one was before; a store that is gone shows on every rank by itself."""
     try:
-        store.put_all([(keys.error, failure.encode())])
-    except StoreError as error:
-        logger.warning("cannot publish what went wrong: %s", error)
+        store.put_all([(keys.error, encode_failure(error))])
+    except StoreError as gone:
+        logger.warning("cannot publish what went wrong: %s", gone)

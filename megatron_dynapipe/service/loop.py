@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutErr
 from megatron_dynapipe.plan.codec import encode_entries
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanStore
 
@@ -30,24 +30,24 @@ class PlannedSplits:
     def __init__(self, inputs: PlanInputs) -> None:
         """Read lengths and costs.
 
-        Args:
-            inputs: what plans are made from.
-
         Raises:
             DataError: the dataset is missing or damaged, or holds samples that are too long.
             CostModelError: the cost model is damaged or does not fit the settings.
             InfeasibleError: the model alone does not fit.
         """
         self._planner = Planner(inputs.planner, inputs.costs.load())
-        self._forward_only = {split.name: split.forward_only for split in inputs.splits}
+        self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():
             logger.info("%s: %s", name, sampler.report)
 
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
-        batch = self._samplers[split].batch(iteration)
-        return encode_entries(self._planner.plan(batch, iteration, forward_only=self._forward_only[split]))
+        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        place = iteration
+        if evaluation is not None:
+            place = iteration % evaluation % (sampler.batches.count or evaluation)
+        return encode_entries(self._planner.plan(sampler.batch(place), iteration, forward_only=evaluation is not None))
 
 
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
@@ -79,7 +79,7 @@ class SplitWindow:
         self._end = None if split.iterations is None else split.first_iteration + split.iterations
 
     @property
-    def own(self) -> list[int]:
+    def unplanned(self) -> list[int]:
         """Iterations of this planner from the one in training on that are not published."""
         planner, planners = self._settings.planner, self._settings.planners
         end = self.progress + self._settings.look_ahead + 1
@@ -89,13 +89,14 @@ class SplitWindow:
     @property
     def is_planned(self) -> bool:
         """Whether nothing is left to plan, now or later."""
-        return self._end is not None and self._end <= self.progress + self._settings.look_ahead + 1 and not self.own
+        reach = self.progress + self._settings.look_ahead + 1
+        return self._end is not None and self._end <= reach and not self.unplanned
 
     def left_behind(self) -> list[int]:
         """Published iterations that training has left behind; they are not named again."""
-        found = sorted(i for i in self.published if i < self.progress - self._settings.keep_behind)
-        self.published.difference_update(found)
-        return found
+        old = sorted(i for i in self.published if i < self.progress - self._settings.keep_behind)
+        self.published.difference_update(old)
+        return old
 
 
 class PlannerLoop:
@@ -122,7 +123,7 @@ class PlannerLoop:
         except StoreTimeoutError:
             raise
         except Exception as error:
-            failure = PlannerFailure.of(error, who=f"planner {self._settings.planner}", doing=self._doing)
+            failure = describe_failure(error, who=f"planner {self._settings.planner}", doing=self._doing)
             publish_failure(self._store, self._keys, failure)
             raise
 
@@ -132,7 +133,7 @@ class PlannerLoop:
             self._look()
             if all(split.is_planned for split in self._splits):
                 return True
-            waiting = [(split, split.own[0]) for split in self._splits if split.own]
+            waiting = [(split, split.unplanned[0]) for split in self._splits if split.unplanned]
             if not waiting:
                 self._await_training()
             else:
@@ -204,7 +205,7 @@ class PlannerLoop:
             )
 
     def _keys_of(self, split: SplitWindow, iteration: int) -> list[str]:
-        """Of the plans of one iteration."""
+        """Keys of the plans of one iteration."""
         layout = self._settings.inputs.planner
         return [
             self._keys.plan(split=split.name, iteration=iteration, replica=replica, stage=stage)

@@ -42,15 +42,6 @@ class PlannerProcess:
         self._log.close()
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
     def status(self) -> int | None:
         """Its exit status; None while it runs."""
         return self._process.poll()
-
-    def log_tail(self) -> str:
-        """The last lines it printed."""
-        return self._log.tail(40)

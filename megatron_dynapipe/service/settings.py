@@ -2,8 +2,9 @@
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,14 +59,15 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         sampler: what decides its samples.
         first_iteration: where a fresh or resumed run begins.
         iterations: how many are planned in all; None plans for as long as training goes on.
-        forward_only: an evaluation: no backward passes.
+        evaluation: batches of one evaluation, which has no backward passes; every one is of the same samples. None
+            trains.
     """
 
     name: str
     sampler: SamplerSettings
     first_iteration: _AtLeastZero = 0
     iterations: _AtLeastZero | None = None
-    forward_only: bool = False
+    evaluation: _AtLeastOne | None = None
 
 
 class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,9 +92,26 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def digest(self) -> str:
         """32 hexadecimal digits that are equal where plans are: on every node, and when a run is resumed."""
-        samplers = {split.name: (split.sampler, split.forward_only) for split in self.splits}
+        samplers = {split.name: (split.sampler, split.evaluation) for split in self.splits}
         parts = msgspec.json.encode([self.planner, self.costs.load().digest, samplers], order="sorted")
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+    def fields(self) -> dict[str, str]:
+        """Everything but the dataset's folder, which may lie elsewhere on every node, field by field as text."""
+        parts = {
+            "costs": self.costs.load().digest,
+            "planner": msgspec.to_builtins(self.planner),
+            "splits": {split.name: msgspec.to_builtins(split) for split in self.splits},
+        }
+        return dict(_flat("", parts))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), part)
+    else:
+        yield prefix, msgspec.json.encode(value).decode()
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,7 +153,7 @@ def encode_settings(settings: ServiceSettings) -> bytes:
 
 
 def decode_settings(line: bytes) -> ServiceSettings:
-    """What `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
+    """The settings that `encode_settings` wrote; raises `ConfigError` naming the field that is wrong."""
     try:
         return msgspec.json.decode(line, type=ServiceSettings)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
-from megatron_dynapipe.service.failure import PlannerFailure, decode_failure
+from megatron_dynapipe.service.failure import decode_failure, describe_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import PlanKeys, PlanStore
@@ -76,8 +76,8 @@ class PlanSource:
             PlannerFailedError: a planner failed, or planning here did; its traceback is in the message.
             StoreError: the source is closed.
         """
-        found = self._stored(split, iteration, places)
-        return self._made(split, iteration) if found is None else found
+        entries = self._stored(split, iteration, places)
+        return self._plan(split, iteration) if entries is None else entries
 
     def announce(self, split: str, iteration: int) -> None:
         """Tell the planners how far training is; a store that fails shows when plans are asked for."""
@@ -101,15 +101,15 @@ class PlanSource:
         return min(late_s, self._most_s)
 
     def _stored(self, split: str, iteration: int, places: Sequence[Place]) -> dict[Place, bytes] | None:
-        """What planners have published; None where it is late."""
+        """The entries that planners have published; None where one is late."""
         if self._store is None or time.monotonic() < self._ask_at:
             return None
         started, patience_s = time.monotonic(), self.patience_s
-        found = {}
+        entries = {}
         try:
             for replica, stage in places:
                 key = self._keys.plan(split=split, iteration=iteration, replica=replica, stage=stage)
-                found[replica, stage] = self._await(self._store, key, started + patience_s)
+                entries[replica, stage] = self._await(self._store, key, started + patience_s)
         except StoreTimeoutError:
             if self._on_time:
                 self._say(
@@ -125,10 +125,10 @@ class PlanSource:
         self._on_time += 1
         if len(self._first_waits) < _FIRST_PLANS and patience_s > _AT_ONCE_S:
             self._first_waits.append(time.monotonic() - started)
-        return found
+        return entries
 
     def _await(self, store: PlanStore, key: str, until: float) -> bytes:
-        """What is published under a key; raises StoreTimeoutError where it is late, or no planner works on it."""
+        """The bytes published under a key; raises StoreTimeoutError where they are late or will not come."""
         while True:
             self._check_open()
             left_s = max(min(until - time.monotonic(), _SLICE_S), _AT_ONCE_S)
@@ -139,10 +139,10 @@ class PlanSource:
                     raise
                 continue
             if name != key:
-                raise decode_failure(data).to_error()
+                raise decode_failure(data)
             return data
 
-    def _made(self, split: str, iteration: int) -> dict[Place, bytes]:
+    def _plan(self, split: str, iteration: int) -> dict[Place, bytes]:
         with self._lock:  # one at a time: each takes a core
             self._check_open()
             try:
@@ -151,7 +151,7 @@ class PlanSource:
                 entries = self._planned.entries(split, iteration)
             except Exception as error:
                 doing = f"planning iteration {iteration} of {split}"
-                raise PlannerFailure.of(error, who=self._who, doing=doing).to_error() from error
+                raise describe_failure(error, who=self._who, doing=doing) from error
         return {(replica, stage): data for replica, stage, data in entries}
 
     def _give_up(self, error: StoreError) -> None:

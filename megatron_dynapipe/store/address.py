@@ -67,26 +67,23 @@ class StoreAddress:
         return f"StoreAddress({str(self)!r})"
 
 
-def find_address(url: str | None, file: Path | None, environ: Mapping[str, str]) -> StoreAddress | None:
-    """The store that a user names: by its URL, by a file that holds the URL, else by `DYNAPIPE_STORE_URL`.
+def find_address(file: Path | None, environ: Mapping[str, str]) -> StoreAddress | None:
+    """The store that a user names: by a file that holds its URL, else by `DYNAPIPE_STORE_URL`.
 
     Raises:
-        ConfigError: both a URL and a file, a file that cannot be read, or what is no such URL.
+        ConfigError: a file that cannot be read, or no such URL.
     """
-    if url and file:
-        raise ConfigError("expected the plan store's URL or a file that holds it, got both")
     if file is not None:
         try:
-            url = read_bounded(file, most_bytes=_MOST_BYTES).decode().strip()
+            return StoreAddress(read_bounded(file, most_bytes=_MOST_BYTES).decode().strip())
         except (OSError, UnicodeDecodeError) as error:
-            found = error.strerror if isinstance(error, OSError) else "text that is not UTF-8"
+            reason = error.strerror if isinstance(error, OSError) else "text that is not UTF-8"
             raise ConfigError(
-                f"cannot read the plan store's URL from {file}: {found}",
+                f"cannot read the plan store's URL from {file}: {reason}",
                 hint=f"a line such as {_FORM}",
             ) from None
-        return StoreAddress(url)
-    given = url or environ.get(VARIABLE)
-    return StoreAddress(given) if given else None
+    url = environ.get(VARIABLE)
+    return StoreAddress(url) if url else None
 
 
 PATTERN = "dynapipe:*"

@@ -85,7 +85,7 @@ class Connections:
             raise self._error(doing, error) from error
 
     def info(self, *section: str) -> dict[str, str]:
-        """What the server says of itself, by name."""
+        """The server's description of itself, by name."""
         text: bytes = self.request("asking the server about itself", "INFO", *section)
         return fields_of(text.decode(errors="replace"))
 
@@ -165,7 +165,7 @@ class _Bounded:
 
 
 def fields_of(info: str) -> dict[str, str]:
-    """What a server answers to `INFO`, by name."""
+    """The entries of a server's answer to `INFO`, by name."""
     return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
 
 

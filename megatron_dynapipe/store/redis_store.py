@@ -52,8 +52,8 @@ class PlanStore(Connections):
     ) -> None:
         """Connect as `Connections` does; `address` may be a URL, `retention_s` is None on a job's own server."""
         self.retention_s = retention_s
-        given = address if isinstance(address, StoreAddress) else StoreAddress(address)
-        super().__init__(given, reply_timeout_s=reply_timeout_s)
+        address = address if isinstance(address, StoreAddress) else StoreAddress(address)
+        super().__init__(address, reply_timeout_s=reply_timeout_s)
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
         """Publish keys, each all at once, in few requests; one that is taken keeps what it holds."""
@@ -70,9 +70,9 @@ class PlanStore(Connections):
 
         The value stays for other readers. `what` names what is awaited, for the error of a wait in vain.
         """
-        found = self._wait(dict.fromkeys(keys, "0-0"), timeout_s, what)
-        key = next(key for key in keys if key in found)
-        return key, found[key][1]
+        entries = self._wait(dict.fromkeys(keys, "0-0"), timeout_s, what)
+        key = next(key for key in keys if key in entries)
+        return key, entries[key][1]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Forget these keys; those that do not exist are no error."""
@@ -93,8 +93,8 @@ class PlanStore(Connections):
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
         """Block until the progress of at least one topic has reached its goal; progress of all that have."""
-        found = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
-        return {topic: progress for topic, (progress, _) in found.items()}
+        entries = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
+        return {topic: progress for topic, (progress, _) in entries.items()}
 
     def _append(self, doing: str, commands: Sequence[Command]) -> None:
         """Send what `_appending` has made; an entry that is there already stays."""
@@ -145,7 +145,7 @@ def check_wait(awaited: Sequence[str], timeout_s: float) -> None:
 
 
 def _entries(reply: Any, doing: str) -> dict[str, tuple[int, bytes]]:
-    """What `XREAD` answers, [[stream, [[id, [field, value]]]], …], by stream."""
+    """Entries of the answer to `XREAD`, [[stream, [[id, [field, value]]]], …], by stream."""
     try:
         return {
             stream.decode(): (int(entry_id.partition(b"-")[0]), cast(bytes, value))

@@ -8,7 +8,6 @@ vanishes with its last reader. A guard process (`processes`) stops the server wh
 
 import importlib.util
 import secrets
-import signal
 import socket
 import subprocess
 import tempfile
@@ -24,7 +23,6 @@ from megatron_dynapipe.store.redis_store import COMMANDS, open_store
 
 LOOPBACK = "127.0.0.1"
 _PORT_ATTEMPTS = 8
-_KILLED = (128 + signal.SIGKILL, -signal.SIGKILL)  # the server, and its guard
 _STOP_TIMEOUT_S = 12.0  # the guard gives the server 5 s to end by itself, then kills it
 _READY = "Ready to accept connections"  # the same words in every Redis since 4 and every Valkey
 _READY_INTERVAL_S = 0.01
@@ -93,15 +91,6 @@ class StoreServer:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-
-    def check(self) -> None:
-        """Raise `StoreError`, with the end of the server's log, if it has ended."""
-        if self._guard is not None and (status := self._guard.poll()) is not None:
-            raise StoreError(
-                f"the plan store server at {self.address} ended with exit status {status}; its log ends:\n"
-                + self.log_tail(),
-                hint="it was killed, often for want of memory" if status in _KILLED else None,
-            )
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines the server logged."""

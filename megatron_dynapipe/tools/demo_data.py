@@ -60,7 +60,7 @@ def build_demo(output: Path) -> DatasetMeta:
         max_target_length=MAX_TARGET_LENGTH,
         long_samples=LongSamples.SKIP,
     )
-    return prepare_dataset(stdlib_samples(SAMPLES_PER_TASK), output, settings).meta
+    return prepare_dataset(stdlib_samples(SAMPLES_PER_TASK), output, settings)[0]
 
 
 def _up_to_date(output: Path) -> bool:

@@ -1,9 +1,9 @@
 """Looking at a dataset folder: whether every file, sample and token is as it was written, and how long samples are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -68,52 +68,16 @@ def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[
             yield f"{split}: expected {name}s of at most {most} tokens as the manifest says, got {longest}"
 
 
-class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens per sample: the mean, percentiles and the longest."""
-
-    mean: float
-    p50: int
-    p90: int
-    p99: int
-    max: int
-
-    @classmethod
-    def of(cls, lengths: npt.NDArray[np.int32]) -> "LengthStatistics":
-        """Statistics of at least one length; a percentile is a length that occurs."""
-        p50, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
-        return cls(mean=round(float(lengths.mean()), 2), p50=p50, p90=p90, p99=p99, max=int(lengths.max()))
+def length_statistics(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
+    """The mean, percentiles (lengths that occur) and the maximum of at least one length."""
+    p50, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
+    return {"mean": round(float(lengths.mean()), 2), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
 
 
-class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One task's samples, or all tasks' together under the name "total".
+def dataset_statistics(folder: Path, split: str) -> dict[str, Any]:
+    """Statistics of a split of a dataset folder, `dynapipe-data-stats/1`; a task without samples in it is left out.
 
-    Attributes:
-        task: its name.
-        samples: of the split.
-        tokens: of inputs and targets.
-        share: of the samples that training draws, after mixing.
-        input, target: lengths in tokens.
-    """
-
-    task: str
-    samples: int
-    tokens: int
-    share: float
-    input: LengthStatistics
-    target: LengthStatistics
-
-
-class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A split's statistics: `dynapipe-data-stats/1`."""
-
-    format: str
-    split: str
-    tasks: tuple[TaskStatistics, ...]
-    total: TaskStatistics
-
-
-def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
-    """Statistics of a split of a dataset folder; a task without samples in it is left out.
+    A task's share is of the samples that training draws, after mixing; its tokens are those of inputs and targets.
 
     Raises:
         DataError: the dataset is missing or damaged, or the split is empty.
@@ -128,39 +92,39 @@ def dataset_statistics(folder: Path, split: str) -> DatasetStatistics:
 
     rates = meta.rates if split == "train" else {}
 
-    def rows(task: str, chosen: npt.NDArray[np.bool_]) -> TaskStatistics:
+    def row(task: str, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
         samples = int(chosen.sum())
         share = 1.0 if task == "total" else rates.get(task, 0.0) if rates else samples / len(lengths)
-        return TaskStatistics(
-            task=task,
-            samples=samples,
-            tokens=int(lengths.input[chosen].sum(dtype=np.int64) + lengths.target[chosen].sum(dtype=np.int64)),
-            share=round(share, 6),
-            input=LengthStatistics.of(lengths.input[chosen]),
-            target=LengthStatistics.of(lengths.target[chosen]),
-        )
+        inputs, targets = lengths.input[chosen], lengths.target[chosen]
+        return {
+            "task": task,
+            "samples": samples,
+            "tokens": int(inputs.sum(dtype=np.int64) + targets.sum(dtype=np.int64)),
+            "share": round(share, 6),
+            "input": length_statistics(inputs),
+            "target": length_statistics(targets),
+        }
 
     present = [(index, name) for index, name in enumerate(meta.tasks) if bool((task_ids == index).any())]
-    return DatasetStatistics(
-        format="dynapipe-data-stats/1",
-        split=split,
-        tasks=tuple(rows(name, task_ids == index) for index, name in present),
-        total=rows("total", np.ones(len(lengths), np.bool_)),
-    )
+    tasks = [row(name, task_ids == index) for index, name in present]
+    total = row("total", np.ones(len(lengths), np.bool_))
+    return {"format": "dynapipe-data-stats/1", "split": split, "tasks": tasks, "total": total}
 
 
-def statistics_table(statistics: DatasetStatistics) -> str:
+def statistics_table(statistics: Mapping[str, Any]) -> str:
     """The statistics as text, one line per task."""
-    all_rows = [*statistics.tasks, statistics.total]
-    width = max(len(row.task) for row in all_rows)
+    rows = [*statistics["tasks"], statistics["total"]]
+    width = max(len(row["task"]) for row in rows)
     columns = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99", "max"))
     lines = [
         f"{'':<{width}} {'':>9} {'':>12} {'':>7}  {'input tokens':<35}  target tokens",
         f"{'task':<{width}} {'samples':>9} {'tokens':>12} {'share':>7} {columns} {columns}",
     ]
-    for row in all_rows:
+    for row in rows:
         cells = " ".join(
-            f"{part.mean:7.1f}{part.p50:7d}{part.p90:7d}{part.p99:7d}{part.max:7d}" for part in (row.input, row.target)
+            f"{part['mean']:7.1f}{part['p50']:7d}{part['p90']:7d}{part['p99']:7d}{part['max']:7d}"
+            for part in (row["input"], row["target"])
         )
-        lines.append(f"{row.task:<{width}} {row.samples:>9} {row.tokens:>12} {row.share:>7.2%} {cells}")
+        counts = f"{row['samples']:>9} {row['tokens']:>12} {row['share']:>7.2%}"
+        lines.append(f"{row['task']:<{width}} {counts} {cells}")
     return "\n".join(lines)

@@ -23,14 +23,14 @@ def run_both(*, rank: int, world_size: int) -> dict[str, object]:
         shapes = messages.draw_shapes(options)
         assert len(set(shapes)) > 1
         model = overhead.build(options, device, varying=True)
-        found = {}
+        results = {}
         for name, iteration in zip(("theirs", "ours"), overhead.runners(model, options, shapes, device), strict=True):
             counts = messages.count(iteration)
-            found[name] = counts, [parameter.main_grad.clone() for parameter in model.parameters()]
-        return found
+            results[name] = counts, [parameter.main_grad.clone() for parameter in model.parameters()]
+        return results
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_as_megatrons_schedule_without_shapes_in_messages(stages):
     """Megatron sends every tensor's shape ahead of it and waits for the device to read it; a plan's are known."""
     results = run_ranks(run_both, stages)
@@ -56,16 +56,16 @@ def run_pieces(*, divided: bool, rank: int, world_size: int) -> list[tuple[int, 
     pairs.add_arguments(parser)
     options = parser.parse_args(["--hidden", "16", "--length", "64", "--layers", "2"])
     with overhead.processes() as device:
-        iteration, found = pieces.iterations(options, device), []
+        iteration, sizes = pieces.iterations(options, device), []
         iteration(pieces.pieces_of(16, 4), divided=divided)
         gc.freeze()  # collections are quick then
         with LiveStorages() as live:
-            for _ in range(60):
+            for _ in range(20):
                 iteration(pieces.pieces_of(16, 4), divided=divided)
                 gc.collect()
-                found.append((live.bytes, live.peak_bytes))
+                sizes.append((live.bytes, live.peak_bytes))
                 live.peak_bytes = live.bytes
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("divided", [False, True])

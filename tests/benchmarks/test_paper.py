@@ -21,9 +21,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 )
 def test_layouts_fill_the_cluster(family: str, gpus: int, layouts: int) -> None:
     case = clusters.Case(family, gpus)
-    found = list(case.layouts())
-    assert len(found) == len(set(found)) == layouts
-    for data, tensor, pipeline in found:
+    candidates = list(case.layouts())
+    assert len(candidates) == len(set(candidates)) == layouts
+    for data, tensor, pipeline in candidates:
         assert data * tensor * pipeline == gpus and tensor <= 8 and pipeline <= 16
         assert case.settings((data, tensor, pipeline)).layout.stages == pipeline
 
@@ -32,8 +32,8 @@ def test_layouts_fill_the_cluster(family: str, gpus: int, layouts: int) -> None:
 @pytest.mark.parametrize("tokens", [16_384, 65_536, 131_072])
 def test_batches_are_closed_before_they_exceed_their_tokens(family: str, tokens: int) -> None:
     for batch in clusters.global_batches(family, 2048, tokens):
-        held = int(batch.input_lengths.sum() + batch.target_lengths.sum())
-        assert tokens - 2 * 2048 < held <= tokens
+        total = int(batch.input_lengths.sum() + batch.target_lengths.sum())
+        assert tokens - 2 * 2048 < total <= tokens
         assert max(batch.input_lengths.max(), batch.target_lengths.max()) <= 2048
         assert bool(batch.target_lengths.any()) == (family == "t5")
     first, *cut = clusters.cut_batches(family, 2048, tokens, count=3)  # others, which choose a split
@@ -46,7 +46,7 @@ def test_published_figures_are_those_on_record() -> None:
     """8 GPUs, batches of 65,536 tokens; none where it found no plan for one of them."""
     best = clusters.published_best("gpt", 2048)
     on = {layout: clusters.published_on("gpt", 2048, layout) for layout in ((1, 1, 8), (1, 2, 4), (2, 1, 4))}
-    assert best.tokens_per_second == max(each.tokens_per_second for each in on.values())
+    assert best.tokens_per_second == max(figure.tokens_per_second for figure in on.values())
     assert clusters.published_on("t5", 4096, (1, 1, 8)) is None
     assert clusters.published_on("gpt", 2048, (8, 1, 1)) is None
 
@@ -87,11 +87,7 @@ RECORDED = {
     "padding-simulated": (throughput.Share, throughput.table_of_shares, throughput.draw_shares),
     "padding-real": (throughput.Share, throughput.table_of_shares, throughput.draw_shares),
     "planning-time-simulated": (planning_time.Row, planning_time.table, planning_time.draw),
-    "ablations-simulated": (
-        ablations.Row,
-        ablations.table,
-        lambda rows, path: ablations.draw(rows, path, "tokens/s"),
-    ),
+    "ablations-simulated": (ablations.Row, ablations.table, lambda rows, path: ablations.draw(rows, path, "tokens/s")),
 }
 
 

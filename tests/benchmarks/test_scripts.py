@@ -1,34 +1,14 @@
 """The benchmarks' scripts run, real training at small size (those for GPUs: `test_gpu.py`)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.commands import run_python
 from tests.helpers.random_dataset import make_dataset
 from tests.tools.tuning.test_graph_profile import node
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*words: str | Path, timeout_s: float = 240) -> str:
-    """Standard output of Python in this checkout."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
 
 
 def read(path: Path) -> Any:
@@ -39,7 +19,7 @@ def read(path: Path) -> Any:
 @pytest.mark.timeout(600)
 def test_accuracy_of_costs(tmp_path):
     words = ("--output", tmp_path, "--size", "small", "--models", "gpt")
-    run("-m", "benchmarks.cost_accuracy.run", *words, timeout_s=400)
+    run_python("-m", "benchmarks.cost_accuracy.run", *words, timeout_s=400)
     figures = read(tmp_path / "figures.json")["gpt"]
     assert figures["as profiled"]["iterations"] == 3 and figures["as profiled"]["mean_error"] < 2
     assert abs(figures["memory"]["error_of_both"][0]) < 0.2
@@ -51,7 +31,7 @@ def test_accuracy_of_costs(tmp_path):
 def test_methods_train_the_same_function(tmp_path):
     """Four methods on one batch: equal first losses, and the form of the report."""
     words = ("--quick", "--model", "t5", "--batches", "1", "--rounds", "1", "--json", tmp_path / "report.json")
-    run("benchmarks/throughput/run.py", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=280)
+    run_python("benchmarks/throughput/run.py", *words, "--data", make_dataset(tmp_path / "data"), timeout_s=280)
     report = read(tmp_path / "report.json")
     assert report["format"] == "dynapipe-throughput/1"
     losses = [row["first_loss"] for row in report["rows"]]
@@ -65,7 +45,7 @@ def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):
     layers = [node(1, "Input"), *(node(n, "Conv", 1, 2, "1e7", 1e4 if n < 23 else 1e8) for n in range(2, 27))]
     edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 26)]
     (folder / "vgg-19-pbs-32.txt").write_text("\n".join([*layers, *edges]))
-    run("-m", "benchmarks.orchestrate.run", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
+    run_python("-m", "benchmarks.orchestrate.run", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
     rows = read(tmp_path / "rows.json")
     assert [(row["cluster"], row["samples"]) for row in rows[:3]] == [("A", "whole"), ("A", "divided"), ("B", "whole")]
     assert [row["paper_plan"] for row in rows] == ["16"] * 4 + ["15:1"] * 2
@@ -75,7 +55,7 @@ def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):
 
 
 def test_the_choice_is_held_against_the_published_best_layout():
-    said = run("-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512")
+    said = run_python("-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512").stdout
     row = [cell.strip() for cell in said.splitlines()[-1].strip("|").split("|")]
     assert row[:2] == ["GPT, 32 layers", "512"] and row[4] == "2·1·4"
     assert float(row[3]) / float(row[5]) < 0.95  # faster than the published best

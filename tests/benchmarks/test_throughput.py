@@ -52,8 +52,8 @@ def test_a_row_leaves_the_warm_up_out():
 def test_a_method_is_held_against_the_planned_runs_of_its_own_turns_and_tokens():
     planned = {0: WARM_UP, 1: TIMED, 2: TIMED | {"ms": 77}}
     unplanned = {"idle": [], "predicted_ms": None, "planning_ms": None}
-    own = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25} | unplanned}
-    row = report.figures(ABOUT | {"model": "gpt", "method": "stock"}, own, planned)
+    stock = {0: WARM_UP, 1: TIMED | {"ms": 2000, "real_tokens": 25} | unplanned}
+    row = report.figures(ABOUT | {"model": "gpt", "method": "stock"}, stock, planned)
     assert row["ratio_to_planned"] == [0.25] * 3 and row["tokens_per_second"] == 12.5
     assert row["idle"] is None and row["prediction_error"] is None and row["planning_share"] is None
     assert "| – | – |" in report.table([row])
@@ -141,8 +141,8 @@ def test_sizes_follow_the_device(monkeypatch):
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_run_files_for_gpus_fit_the_synthetic_mixture(family):
     """Every sample fits, and 2, 4, 8 and 16 stages have equally many layers."""
-    given = config.read(devices.CONFIGS["gpu"][family])
-    value = {name: given.get(name, 0) for name in NAMES}
+    keys = config.read(devices.CONFIGS["gpu"][family])
+    value = {name: keys.get(name, 0) for name in NAMES}
     inputs, targets = inspect.signature(synthetic.make).parameters["longest"].default
     layers = value["num-layers"] or value["encoder-num-layers"] + value["decoder-num-layers"]
     assert layers == 16
@@ -206,14 +206,14 @@ def test_a_long_sample_is_truncated_as_a_whole(tokens, kept):
 def test_rows_of_2023_hold_every_token_once_within_both_limits():
     draw = np.random.default_rng(3)
     samples = [(draw.integers(9, 99, n), draw.integers(9, 99, m)) for n, m in draw.integers(1, 30, (40, 2))]
-    found = rows.rows_of_2023(samples, (64, 40))
-    assert all(len(given) <= 64 and len(wanted) <= 40 for given, wanted in found) and len(found) < 30
+    packed = rows.rows_of_2023(samples, (64, 40))
+    assert all(len(inputs) <= 64 and len(targets) <= 40 for inputs, targets in packed) and len(packed) < 30
     for which in (0, 1):
-        held, wanted = (np.sort(np.concatenate([pair[which] for pair in pairs])) for pairs in (found, samples))
-        assert held.tolist() == wanted.tolist()
+        in_rows, whole = (np.sort(np.concatenate([pair[which] for pair in pairs])) for pairs in (packed, samples))
+        assert in_rows.tolist() == whole.tolist()
     whole = rows.rows_of_2023(samples, (65, 0))
-    assert all(len(given) == 1 and len(given) + len(wanted) <= 65 for given, wanted in whole)
-    assert sum(len(wanted) + 1 for _, wanted in whole) == sum(map(len, itertools.chain(*samples)))
+    assert all(len(inputs) == 1 and len(inputs) + len(targets) <= 65 for inputs, targets in whole)
+    assert sum(len(targets) + 1 for _, targets in whole) == sum(map(len, itertools.chain(*samples)))
 
 
 def test_equal_rows_cut_the_tokens_as_they_come():

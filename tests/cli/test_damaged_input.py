@@ -18,37 +18,45 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err.partition("error: ")[2]
 
 
-def batches(path: Path, *found: dict[str, Any]) -> Path:
-    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": found}))
-    return path
+def file_of(*batches: dict[str, Any]) -> bytes:
+    return json.dumps({"format": "dynapipe-batches/1", "batches": batches}).encode()
 
 
-@pytest.mark.parametrize("length", [-1, 0, 2**31, 2**70, 1.5])
+NAMES = ["../../outside", "/tmp/outside", "a/b", ".", "..", ".hidden", "", "a\0b", "x" * 129]
+LABELS = [
+    ([5, -1], "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got -1"),
+    ([5, 8], "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got 8"),
+    ([5], "batch a: expected labels of 2 decoder-only samples, got 1"),
+    ([5, 6, 7], "batch a: expected labels of 2 decoder-only samples, got 3"),
+]
+UNREADABLE = [
+    # content of a batches file, a part of the message
+    *((text, "is not a batches file") for text in (b"{", b"", b"[" * 100_000)),
+    (b'{"format": "\xff\xfe", "batches": []}', "is not a batches file"),
+    (b'{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
+    (file_of({"id": "a", "input": [1], "target": []}), "1 inputs and 0"),
+    (file_of({"id": "a", "input": [1], "target": [1]}), "without targets"),
+    *((file_of({"id": "b0", "input": [8, n]}), "$.batches[0].input[1]") for n in (-1, 0, 2**31, 2**70, 1.5)),
+    *((file_of({"id": name, "input": [8, 9]}), "letters, digits, dots, dashes or underscores") for name in NAMES),
+    (file_of({"id": "b", "input": [8]}, {"id": "b", "input": [9]}), "expected every id once, got 'b' twice"),
+    *((file_of({"id": "a", "input": [9, 8], "labels": labels}), said) for labels, said in LABELS),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), UNREADABLE, ids=range(len(UNREADABLE)))
 @pytest.mark.parametrize("command", ["plan", "compare"])
-def test_lengths_that_no_sample_has(tmp_path: Path, cost_file: Path, capsys: Any, length: float, command: str) -> None:
-    path = batches(tmp_path / "b.json", {"id": "b0", "input": [8, length]})
-    assert "$.batches[0].input[1]" in refused(capsys, *arguments(command, path, cost_file))
+def test_batches_that_cannot_be_read(tmp_path: Path, cost_file: Path, capsys: Any, command, content, said) -> None:
+    (path := tmp_path / "batches.json").write_bytes(content)
+    output = {"plan": ["--output", str(tmp_path / "a" / "plans")], "compare": []}[command]
+    assert said in refused(capsys, *arguments(command, path, cost_file, *output))
+    assert not list(tmp_path.rglob("*.plan"))
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_an_empty_batch_has_no_plan(tmp_path: Path, cost_file: Path, capsys: Any, command: str) -> None:
-    path = batches(tmp_path / "b.json", {"id": "b0", "input": []})
+    (path := tmp_path / "batches.json").write_bytes(file_of({"id": "b0", "input": []}))
     assert main(arguments(command, path, cost_file)) == 1
     assert "expected at least one sample" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/b", ".", "..", ".hidden", "", "a\0b", "x" * 129])
-def test_ids_of_batches_are_names(tmp_path: Path, cost_file: Path, capsys: Any, name: str) -> None:
-    path = batches(tmp_path / "b.json", {"id": name, "input": [8, 9]})
-    folder = tmp_path / "a" / "plans"
-    said = refused(capsys, *arguments("plan", path, cost_file, "--output", str(folder)))
-    assert "expected ids of 1 to 128 letters, digits, dots, dashes or underscores" in said
-    assert not list(tmp_path.rglob("*.plan"))
-
-
-def test_two_batches_of_one_id_are_refused(tmp_path: Path, cost_file: Path, capsys: Any) -> None:
-    path = batches(tmp_path / "b.json", {"id": "b", "input": [8]}, {"id": "b", "input": [9]})
-    assert "expected every id once, got 'b' twice" in refused(capsys, *arguments("plan", path, cost_file))
 
 
 @pytest.fixture(params=["fifo", "/dev/zero"])
@@ -92,33 +100,55 @@ def test_numbers_that_no_cost_model_has(batches_file, cost_file, capsys, place, 
     assert said in refused(capsys, *arguments("plan", batches_file, cost_file))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--device-memory-mb", "nan"),
-        ("--device-memory-mb", "inf"),
-        ("--device-memory-mb", "-1"),
-        ("--device-memory-mb", "1e300"),
-        ("--hidden-size", str(10**30)),
-        ("--layers", str(10**30)),
-        ("--pipeline-parallel", str(10**12)),
-        ("--data-parallel", str(10**30)),
-        ("--search-evaluations", "-1"),
-        ("--search-evaluations", str(10**30)),
-        ("--schedule", ""),
-        ("--seed", "-1"),
-        ("--seed", str(10**30)),
-        ("--intra-node-gbps", "0"),
-        ("--inter-node-gbps", "nan"),
-        ("--intra-node-latency-us", "-1"),
-        ("--inter-node-latency-us", "1e300"),
-        ("--layer-split", "1,2,three"),
-        ("--layer-split", f"1,{10**30}"),
-        ("--max-seq-len", "1e3"),
-    ],
-)
-def test_numbers_that_no_plan_is_made_of(batches_file, cost_file, capsys, words):
-    assert refused(capsys, *arguments("plan", batches_file, cost_file, *words))
+TUNE = ["--devices", "4", "--max-seq-len", "300", "--workers", "1"]
+ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
+NO_NUMBER = [
+    *(["--device-memory-mb", text] for text in ("nan", "inf", "-1", "1e300")),
+    *(
+        [flag, str(10**30)]
+        for flag in ("--hidden-size", "--layers", "--data-parallel", "--search-evaluations", "--seed")
+    ),
+    *([flag, "-1"] for flag in ("--search-evaluations", "--seed", "--intra-node-latency-us")),
+    *(["--pipeline-parallel", str(10**12)], ["--inter-node-latency-us", "1e300"], ["--max-seq-len", "1e3"]),
+    *(["--intra-node-gbps", "0"], ["--inter-node-gbps", "nan"], ["--schedule", ""]),
+    *(["--layer-split", "1,2,three"], ["--layer-split", f"1,{10**30}"]),
+]
+REFUSED = [
+    # command, arguments, a part of the message
+    *(("plan", words, "") for words in NO_NUMBER),
+    ("plan", ["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
+    ("plan", ["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
+    ("plan", ["--recompute", "some"], "--limit-rc-type/--recompute: expected some of none,selective,full, got 'some'"),
+    ("plan", ["--layer-split", "some"], "--layers-per-stage/--layer-split: expected layers as 5,2.5,0.5"),
+    ("plan", ["--layer-split", "3,2"], "expected a layer split of 4 layers"),
+    ("plan", ["--pipeline-parallel", "3"], "cannot be split equally over 3"),
+    ("plan", ["--pipeline-parallel", "9", "--layer-split", "auto"], "4 layers cannot be split over 9 stages"),
+    ("plan", ["--encoder-layers", "2"], "a gpt model needs --layers"),
+    ("plan", ["--schedule", "best"], "expected a schedule among"),
+    ("plan", ["--model", "t5"], "a t5 model needs --encoder-layers"),
+    ("compare", ["--data", "somewhere"], "not allowed with argument"),
+    ("compare", ["--global-batch-size", "8"], "--global-batch-size goes with --data"),
+    ("compare", ["--limit", "0"], "expected a number from 1 to 1000000, got 0"),
+    ("compare", ["--output", "chart.txt"], "expected a chart of .png, .svg, got --output chart.txt"),
+    ("tune", ["--layer-splits", "odd"], "expected --layer-splits among equal, even, auto, got 'odd'"),
+    ("tune", ["--device", "H100"], "--device goes with --cost-model analytic, and a file was given"),
+    ("tune", ["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),
+    ("tune", [*ANALYTIC, "--device", "abacus"], "expected a --device whose rates are known, got 'abacus'"),
+    ("tune", ["--chunks", "0"], "expected a number from 1"),
+    ("tune", ["--write-config", "/proc/nowhere/best.yaml"], "cannot write /proc/nowhere/best.yaml"),
+    ("tune", ["--validate", "2"], "expected the training script and its flags after --, for --validate"),
+    ("tune", ["--", "train.py"], "a training script goes with --validate, and 'train.py' was given without it"),
+    ("tune", ["--validate", "2", "--devices-per-node", "2", "--", "train.py"], "expected the devices of one node"),
+]
+
+
+@pytest.mark.parametrize(("command", "words", "said"), REFUSED, ids=str)
+def test_arguments_of_which_no_plan_is_made(batches_file, cost_file, capsys, command, words, said):
+    is_tune = command == "tune"
+    words = [*TUNE, *words] if is_tune else words
+    argv = arguments(command, batches_file, cost_file, *words, pipeline_parallel=not is_tune)
+    told = refused(capsys, *argv)
+    assert said in told and told
 
 
 def test_a_full_disk_behind_stdout_is_one_error(batches_file: Path, cost_file: Path) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_dynapipe import patching, planning
-from megatron_dynapipe.cli import doctor as checks
+from megatron_dynapipe import planning
+from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.cli.doctor import Finding
 from megatron_dynapipe.errors import StoreError
 from megatron_dynapipe.store import StoreServer
+from megatron_dynapipe.tools import doctor as checks
+from megatron_dynapipe.tools.doctor import Finding
 
 
 def fixed(status: str, hint: str | None = None) -> Callable[[], Finding]:
@@ -70,7 +71,7 @@ def test_check_that_breaks_is_a_finding(monkeypatch, error, found, hint):
 
 def test_a_megatron_that_is_absent_is_said(monkeypatch) -> None:
     assert checks.check_megatron().status == "ok"
-    monkeypatch.setattr(patching, "find_version", lambda: None)
+    monkeypatch.setattr(version, "find_version", lambda: None)
     absent = checks.check_megatron()
     assert (absent.status, absent.found) == ("absent", "not installed (for training)")
     assert absent.hint == "pip install 'megatron-dynapipe[train]'"
@@ -140,6 +141,6 @@ def test_required_versions(monkeypatch, required, status, found):
     ],
 )
 def test_what_a_check_finds(monkeypatch, check, name, value, status, said):
-    monkeypatch.setattr(f"megatron_dynapipe.cli.doctor.{name}", value)
+    monkeypatch.setattr(f"megatron_dynapipe.tools.doctor.{name}", value)
     told = getattr(checks, f"check_{check}")()
     assert told.status == status and said in f"{told.found} {told.hint}"

@@ -23,7 +23,6 @@ PATCHES = tuple(line for line in EVERY if line.startswith("patch "))
 SMALLER = (
     ("--budget-minutes 1 ", "--budget-minutes 0.2 "),
     ("--validate 2 ", "--validate 1 --validate-iterations 2 "),
-    ("--nnodes 1:4 --rdzv-endpoint node0:29400", "--nnodes 1 --nproc-per-node 2 --rdzv-endpoint localhost:29431"),
     ("to-hf checkpoints/llama-run", "to-hf checkpoints/llama"),
     ("to-hf checkpoints/flan-run models/mine", "to-hf checkpoints/flan models/other"),
 )

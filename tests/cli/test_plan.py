@@ -57,53 +57,6 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tensor-parallel", "2"], "has no table for tensor parallelism 2 with recompute none"),
-        (["--scatter-gather", "on"], "ranks that hold equal outputs to divide messages over, got one rank"),
-        (["--recompute", "some"], "expected --recompute among none, selective, full"),
-        (["--layer-split", "some"], "expected --layer-split equal, auto or numbers"),
-        (["--layer-split", "3,2"], "expected a layer split of 4 layers"),
-        (["--pipeline-parallel", "3"], "cannot be split equally over 3"),
-        (["--pipeline-parallel", "9", "--layer-split", "auto"], "4 layers cannot be split over 9 stages"),
-        (["--encoder-layers", "2"], "a gpt model needs --layers"),
-        (["--schedule", "best"], "expected a schedule among"),
-        (["--model", "t5"], "a t5 model needs --encoder-layers"),
-    ],
-)
-def test_what_cannot_run(batches_file, cost_file, more, message, capsys) -> None:
-    assert main(arguments("plan", batches_file, cost_file, *more)) == 2
-    assert message in capsys.readouterr().err
-
-
-LABELS = '{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [9, 8], "labels": [%s]}]}'
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not a batches file"),
-        ("", "is not a batches file"),
-        ("[" * 100_000, "is not a batches file"),
-        (b'{"format": "\xff\xfe", "batches": []}', "is not a batches file"),
-        ('{"format": "other", "batches": []}', "expected format 'dynapipe-batches/1', got 'other'"),
-        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": []}]}', "1 inputs and 0"),
-        ('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [1], "target": [1]}]}', "without targets"),
-        (LABELS % "5, -1", "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got -1"),
-        (LABELS % "5, 8", "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got 8"),
-        (LABELS % "5", "batch a: expected labels of 2 decoder-only samples, got 1"),
-        (LABELS % "5, 6, 7", "batch a: expected labels of 2 decoder-only samples, got 3"),
-    ],
-    ids=range(11),
-)
-def test_batches_that_cannot_be_read(tmp_path, cost_file, content, message, capsys) -> None:
-    path = tmp_path / "wrong.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(arguments("plan", path, cost_file)) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_plans_of_what_counts(tmp_path, cost_file, capsys):
     """All that counts is planned as what does not say; less is faster, and says so."""
     file, found = {"format": "dynapipe-batches/1"}, {}

@@ -16,7 +16,6 @@ from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.plan.iteration import IterationPlan
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
-from tests.helpers.random_dataset import make_dataset
 from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, Job, check
 from tests.planning.planner_cases import of_lengths
 
@@ -50,11 +49,7 @@ GPUS = {
 CLUSTER = {"qwen3_30b_a3b": "h100_80gb"}
 """Of run files that devices of 40 GB are too small for."""
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "random")
+DEVICE_MB |= {"b200_180gb": 180_000, "gb200_186gb": 186_000}
 
 
 def family(path: Path) -> str:
@@ -145,21 +140,21 @@ def planned(data) -> dict[str, dict]:
         | {"batches": batches(family(path))}
         for path in CONFIGS
     ]
-    (found,) = run_ranks(parse_and_plan_all, 1, {"cases": cases}, deadline_s=200)
-    return dict(zip((path.stem for path in CONFIGS), found, strict=True))
+    (results,) = run_ranks(parse_and_plan_all, 1, {"cases": cases}, deadline_s=200)
+    return dict(zip((path.stem for path in CONFIGS), results, strict=True))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_parses_and_its_plans_fit_the_device(path, planned):
-    gpus, found = GPUS[path.stem], planned[path.stem]
-    assert np.prod(found["layout"]) == gpus
-    assert found["model_state_bytes"] < found["limit_bytes"]  # the plans were verified to fit beside it
-    assert found["sequence_parallel"] == (found["layout"][1] > 1)
-    assert found["dropout"] == [0, 0]
+    gpus, run = GPUS[path.stem], planned[path.stem]
+    assert np.prod(run["layout"]) == gpus
+    assert run["model_state_bytes"] < run["limit_bytes"]  # the plans were verified to fit beside it
+    assert run["sequence_parallel"] == (run["layout"][1] > 1)
+    assert run["dropout"] == [0, 0]
     if gpus > 2:
         file = cluster(path)
-        assert found["links"] == {"a100_40gb": 100, "h100_80gb": 400}[file.stem]
-        assert found["limit_bytes"] == read_cluster(file).memory_limit_bytes < DEVICE_MB[file.stem] * 10**6
+        assert run["links"] == {"a100_40gb": 100, "h100_80gb": 400}[file.stem]
+        assert run["limit_bytes"] == read_cluster(file).memory_limit_bytes < DEVICE_MB[file.stem] * 10**6
         assert f"{gpus} GPUs" in path.read_text().splitlines()[0]
 
 
@@ -183,11 +178,11 @@ def test_a_tuned_layout_may_follow_a_model_file(data, tmp_path):
     both.write_text(yaml.safe_dump(dict(keys_of(ROOT / "configs/gpt_6.7b_32layers.yaml")) | {"num-layers": 30} | keys))
     arguments = {"config": str(both), "gpus": 64, "data": str(data), "batches": batches("gpt")[:1]}
     arguments["cluster"] = str(cluster(both))
-    ((found,),) = run_ranks(parse_and_plan_all, 1, {"cases": [arguments]}, deadline_s=120)
+    ((run,),) = run_ranks(parse_and_plan_all, 1, {"cases": [arguments]}, deadline_s=120)
     tensor, pipeline = keys["tensor-model-parallel-size"], keys["pipeline-model-parallel-size"]
-    assert found["layout"] == [64 // (tensor * pipeline), tensor, pipeline]
+    assert run["layout"] == [64 // (tensor * pipeline), tensor, pipeline]
     assert keys["dynapipe-layers-per-stage"].count(",") == pipeline - 1
-    assert found["limit_bytes"] == 36_000_000_000
+    assert run["limit_bytes"] == 36_000_000_000
 
 
 def keys_of(path: Path):

@@ -1,28 +1,19 @@
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cpu import cuda_stubs, platform, stub_table
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from tests.helpers.commands import run_python
 from tests.helpers.processes import run_ranks
 
 
 def run_alone(script: str) -> None:
     """Run `script` in a process of its own, where Megatron has not been imported."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_python("-c", textwrap.dedent(script))
 
 
 def test_every_row_names_something_that_torch_has_once():
@@ -112,19 +103,12 @@ def test_a_megatron_without_its_compiled_helpers_is_accepted():
     assert run_ranks(compile_helpers_without_any, 1) == [None]
 
 
-def test_enabling_after_megatron_was_imported_is_refused():
-    run_alone(
-        """
-        import megatron.core
-        from megatron_dynapipe import cpu, errors
-        try:
-            cpu.enable("cpu")
-        except errors.ConfigError as error:
-            assert "before Megatron is imported" in str(error) and "hint: " in str(error)
-        else:
-            raise SystemExit("not refused")
-        """
-    )
+def test_enabling_after_megatron_was_imported_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "_is_enabled", False)
+    monkeypatch.setattr(platform, "is_needed", lambda device: True)
+    monkeypatch.setitem(sys.modules, "megatron.core", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=r"before Megatron is imported, .*\nhint: "):
+        platform.enable("cpu")
 
 
 @pytest.fixture
@@ -159,7 +143,7 @@ def test_an_unknown_device_is_refused():
 
 
 def test_a_missing_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(patching, "find_version", lambda: None)
+    monkeypatch.setattr(version, "find_version", lambda: None)
     monkeypatch.setattr(platform, "_is_enabled", False)
     with pytest.raises(UnsupportedMegatronError, match="expected megatron-core, found none"):
         platform.enable("cpu")

@@ -180,7 +180,7 @@ TURNS = SpanTable(np.array([[0, 2, 4]]))
 )
 def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens: list[int], counts: list[int]) -> None:
     """Counts belong to labels: each token's is that of the next one."""
-    reader = [(np.array(given), np.array(wanted)) for given, wanted in CHAT]
+    reader = [(np.array(tokens_in), np.array(tokens_out)) for tokens_in, tokens_out in CHAT]
     collator = Collator(
         required=ALL,
         reader=reader,

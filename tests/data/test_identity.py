@@ -17,7 +17,7 @@ from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = [TextSample(task="a", input=f"number {at} and so on", target=f"{at * at}") for at in range(200)]
     folder = tmp_path_factory.mktemp("made") / "data"
     prepare_dataset(samples, folder, PrepareSettings(source="numbers", vocabulary_size=300))
@@ -25,8 +25,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made, tmp_path / "data")
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared, tmp_path / "data")
 
 
 def change(path: Path, place: int, byte: int | None = None) -> None:
@@ -38,14 +38,14 @@ def change(path: Path, place: int, byte: int | None = None) -> None:
         file.write(bytes([old ^ 1 if byte is None else byte]))
 
 
-def test_a_prepared_dataset_describes_its_files(made: Path) -> None:
-    meta = read_meta(made)
+def test_a_prepared_dataset_describes_its_files(prepared: Path) -> None:
+    meta = read_meta(prepared)
     assert sorted(meta.files) == sorted(
         f"{split}{ending}"
         for split in ("train", "valid", "test")
         for ending in (".bin", ".idx", ".tasks.npy", ".crc32.npy")
     )
-    assert check_files(made, ("train", "valid", "test"), meta.files) == {
+    assert check_files(prepared, ("train", "valid", "test"), meta.files) == {
         name: digests.quick for name, digests in meta.files.items()
     }
 

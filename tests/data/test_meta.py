@@ -25,7 +25,7 @@ def change(folder: Path, **changes: object) -> None:
 
 def test_opens_a_split(folder: Path) -> None:
     reader = open_split(folder, "train")
-    assert [(given.tolist(), wanted.tolist()) for given, wanted in map(reader.__getitem__, range(4))] == SAMPLES
+    assert [(inputs.tolist(), targets.tolist()) for inputs, targets in map(reader.__getitem__, range(4))] == SAMPLES
     assert len(open_split(folder, "valid")) == 0
     assert read_meta(folder).tasks == ("even", "odd")
     assert meta_path(folder).read_text().count("\n") > 10, "for people to read"
@@ -39,6 +39,7 @@ def test_opens_a_split(folder: Path) -> None:
         ({"tasks": None}, "Object missing required field `tasks`"),
         ({"vocabulary_size": 0}, "Expected `int` >= 1 - at `$.vocabulary_size`"),
         ({"samples": {"train": {"even": 4}}}, "expected samples of train, valid, test, got train"),
+        ({"tasks": ["even", "odd\x1b[2J"]}, "names of tasks of printable characters, got 'odd\\x1b[2J'"),
         ({"pad_id": "0"}, "Expected `int`, got `str` - at `$.pad_id`"),
     ],
 )

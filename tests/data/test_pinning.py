@@ -17,11 +17,11 @@ ALL = RequiredFields(tokens=True, decoder_tokens=True, labels=True)
 
 
 def tensors(batch) -> dict[str, torch.Tensor | None]:
-    found = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     for name in ("input_segments", "decoder_segments"):
-        if (row := found.pop(name)) is not None:
-            found |= {f"{name}.{part}": getattr(row, part) for part in ("offsets", "positions", "key_offsets")}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if (row := values.pop(name)) is not None:
+            values |= {f"{name}.{part}": getattr(row, part) for part in ("offsets", "positions", "key_offsets")}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 PADDED, PACKED = micro_batch([0, 1], Shape(2, 8, 8)), micro_batch([0, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
@@ -36,26 +36,26 @@ CUT = RowSegments.of([0, 4, 6], 8, {0: CutSegment(5, 4, False)})
 def test_one_buffer_holds_the_same(required, plan, tmp_path):
     batch = collator_of(write_dataset(tmp_path), required)(0, plan, ModelFamily.T5)
     assert pinning(torch.device("cpu"))(batch) is batch, "a CPU needs none"
-    made = in_one_buffer(batch, pin=False)
+    copy = in_one_buffer(batch, pin=False)
     if plan is PACKED:
-        assert made.input_segments.lengths == batch.input_segments.lengths
-    before, after = tensors(batch), tensors(made)
+        assert copy.input_segments.lengths == batch.input_segments.lengths
+    before, after = tensors(batch), tensors(copy)
     assert before.keys() == after.keys() and before
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype, name
         assert after[name].data_ptr() % 16 == after[name].untyped_storage().data_ptr() % 16, name
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == 1
-    assert (made.index, made.family, made.shape) == (batch.index, batch.family, batch.shape)
+    assert (copy.index, copy.family, copy.shape) == (batch.index, batch.family, batch.shape)
 
 
 def test_a_cut_row_is_copied_to_a_device_as_one_buffer(tmp_path):
     """Its keys' offsets too: else the training thread would pin and copy all of it again."""
     whole = collator_of(write_dataset(tmp_path), ALL)(0, PACKED, ModelFamily.T5)
     batch = replace(whole, input_segments=CUT, decoder_segments=None)
-    made = in_one_buffer(batch, pin=False)
-    row = made.input_segments
+    copy = in_one_buffer(batch, pin=False)
+    row = copy.input_segments
     assert torch.equal(row.key_offsets, CUT.key_offsets) and not torch.equal(row.key_offsets, row.offsets)
-    parts = [made.tokens, made.labels, row.offsets, row.positions, row.key_offsets]
+    parts = [copy.tokens, copy.labels, row.offsets, row.positions, row.key_offsets]
     copies = copy_buffer(torch.device("cpu"), parts)
     assert copies is not None and all(torch.equal(*pair) for pair in zip(parts, copies, strict=True))
 

@@ -25,17 +25,17 @@ def printed(but_fences_of: Collection[str]) -> dict[str, str]:
     Args:
         but_fences_of: pages whose fenced blocks are left out.
     """
-    found: dict[str, str] = {}
+    pages: dict[str, str] = {}
     for place, text in (*_in_pages(but_fences_of), *_in_heads(), *_in_strings()):
         lines = re.sub(r"\s*\\\n[#\s]*", " ", text).strip()
         if not _NAME.fullmatch(lines):
-            found.setdefault(re.sub(r"\n +", "\n", lines), place)
-    return found
+            pages.setdefault(re.sub(r"\n +", "\n", lines), place)
+    return pages
 
 
 def _files(patterns: tuple[str, ...]) -> Iterator[Path]:
-    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
-    return (path for path in found if path.parent.name != "__pycache__")
+    paths = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
+    return (path for path in paths if path.parent.name != "__pycache__")
 
 
 def _in_pages(but_fences_of: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -45,13 +45,13 @@ def _in_pages(but_fences_of: Collection[str]) -> Iterator[tuple[str, str]]:
         if page not in but_fences_of:
             yield from ((page, block) for _, block in FENCE.findall(text) if re.match(_START, block))
         rest = FENCE.sub("", text)
-        yield from ((page, found) for found in _INDENTED.findall(rest))
-        yield from ((page, " ".join(found.split())) for found in _INLINE.findall(_INDENTED.sub("", rest)))
+        yield from ((page, command) for command in _INDENTED.findall(rest))
+        yield from ((page, " ".join(command.split())) for command in _INLINE.findall(_INDENTED.sub("", rest)))
 
 
 def _in_heads() -> Iterator[tuple[str, str]]:
     for path in _files(HEADS):
-        yield from ((str(path.relative_to(ROOT)), found) for found in _HEAD.findall(path.read_text()))
+        yield from ((str(path.relative_to(ROOT)), command) for command in _HEAD.findall(path.read_text()))
 
 
 def _in_strings() -> Iterator[tuple[str, str]]:

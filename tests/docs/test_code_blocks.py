@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from tests.docs.workspace import MODELS, PROGRAM, ROOT, make_workspace, run_text
+from tests.docs.workspace import MODELS, PROGRAM, make_workspace, run_text
+from tests.helpers.commands import ROOT, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,7 @@ def test_a_block_parses(page: str, index: int) -> None:
     if language == "python":
         compile(text, page, "exec")
         return
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, done.stderr
+    run("bash", "-n", stdin=text)
     for argv in commands(text.replace("$KIND", "gpt")):
         build_parser().parse_args(argv)
     files = [word for word in shlex.split(text, comments=True) if word.startswith(("configs/", "examples/", "docker/"))]
@@ -123,9 +122,9 @@ MARKED = [
 @pytest.mark.parametrize(("page", "index", "how"), MARKED)
 def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
     text = blocks(page)[index][1]
-    for given, instead in how.swaps:
-        assert given in text, f"the block has no {given!r} any more"
-        text = text.replace(given, instead, 1 if given.endswith("\n") else -1)
+    for words, instead in how.swaps:
+        assert words in text, f"the block has no {words!r} any more"
+        text = text.replace(words, instead, 1 if words.endswith("\n") else -1)
     run_text(f"{text}\n{how.after}", tmp_path, make_workspace(tmp_path))
 
 
@@ -137,17 +136,17 @@ def test_the_walk(tmp_path: Path, kind: str) -> None:
     steps = [text for _, text in blocks("docs/fine-tuning.md")]
     assert steps[0] == FIRST_LINE
     text = "".join(steps).replace(FIRST_LINE, FIRST_LINE if kind == "llama" else FIRST_LINE.partition("v1.1: ")[2])
-    for given, instead in WALK:
-        assert given in text, f"the page has no {given!r} any more"
-        text = text.replace(given, instead)
+    for words, instead in WALK:
+        assert words in text, f"the page has no {words!r} any more"
+        text = text.replace(words, instead)
     environment = make_workspace(tmp_path)
     said = run_text(text, tmp_path, environment)
     assert "lm loss" in said and (tmp_path / "run-report" / "report.html").exists()
-    mine = read_model(tmp_path / "models" / "mine")
+    tuned = read_model(tmp_path / "models" / "mine")
     before = read_model(
         tmp_path / "models" / next(name for name in MODELS if name.startswith("flan") == (kind == "t5"))
     )
-    assert mine.keys() == before.keys() and any(not torch.equal(mine[name], before[name]) for name in mine)
+    assert tuned.keys() == before.keys() and any(not torch.equal(tuned[name], before[name]) for name in tuned)
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "models" / "mine" / name).exists(), name
 

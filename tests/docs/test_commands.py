@@ -23,7 +23,7 @@ NOT_RUN = {
     r"git |\.venv/bin/|python -m build|python scripts/": "for who changes this project or a checkout of Megatron",
     r"(OMP_NUM_THREADS=1 )?(python (-m )?benchmarks|torchrun .* -m benchmarks)": "measures for minutes to hours;"
     " tests/benchmarks holds the code",
-    r"(torchrun .*)?pretrain_gpt.py|torchrun .*on_cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
+    r"(torchrun .*)?pretrain_gpt.py|torchrun .*\.cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
     " cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
     r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
@@ -78,9 +78,9 @@ FOUND = printed({*BLOCKS, "docs/commands.md"})
 
 
 def how(command: str) -> Runs | str:
-    found = [each for table in (NOT_RUN, RUN) for start, each in table.items() if re.match(start, command)]
-    assert found, f"{FOUND[command]} prints {command!r}: say in the tables above how it is run, or why not"
-    return found[0]
+    entries = [entry for table in (NOT_RUN, RUN) for start, entry in table.items() if re.match(start, command)]
+    assert entries, f"{FOUND[command]} prints {command!r}: say in the tables above how it is run, or why not"
+    return entries[0]
 
 
 def test_every_command_is_in_the_tables() -> None:
@@ -100,8 +100,8 @@ def run(commands: dict[str, Runs], folder: Path) -> None:
     (folder / "batches.json").symlink_to("BATCHES.json")
     (folder / "model.yaml").symlink_to("configs/demo_gpt.yaml")
     for command, of in commands.items():
-        for given, instead in of.swaps:
-            command = command.replace(given, instead)
+        for words, instead in of.swaps:
+            command = command.replace(words, instead)
         run_text(command, folder, environment)
 
 

@@ -111,11 +111,11 @@ def slime(monkeypatch: pytest.MonkeyPatch) -> Any:
     stub(monkeypatch, "slime.utils.arguments", parse_args=None)
     stub(monkeypatch, "train", train=None)
     adapter("slime", memory_mb=16)
-    return lambda lengths, vpp_size=1, **given: rollout.build_dp_schedule(
+    return lambda lengths, vpp_size=1, **settings: rollout.build_dp_schedule(
         None,
         {"dp_size": 2, "cp_size": 1, "vpp_size": vpp_size, "microbatch_group_size_per_vp_stage": 2},
         lengths,
-        **given,
+        **settings,
     )
 
 
@@ -140,9 +140,9 @@ def test_slime_has_rollouts_of_several_samples_in_one_step(slime: Any) -> None:
         for partition, index in zip(partitions, indices, strict=True)
     ]
     assert sorted(chain(*first)) == [0, 2] and len(counts) == 6
-    for given in ({"vpp_size": 2, "global_batch_size": 6}, {"global_batch_size": 7}):
+    for settings in ({"vpp_size": 2, "global_batch_size": 6}, {"global_batch_size": 7}):
         with pytest.raises(ValueError, match="rollouts or more, and no virtual stages, got 6"):
-            slime(LENGTHS, rollout_indices=rollouts, **given)
+            slime(LENGTHS, rollout_indices=rollouts, **settings)
 
 
 def select(batch: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
@@ -179,9 +179,9 @@ def test_verl(verl: types.ModuleType) -> None:
     assert again == indices
     for micro_batch, rows in zip(micro_batches, indices, strict=True):
         assert micro_batch["input_ids"].offsets().diff().tolist() == [LENGTHS[row] for row in rows]
-    for given in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}):
+    for settings in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}):
         with pytest.raises(ValueError, match="train without virtual stages"):
-            verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000, **given)
+            verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000, **settings)
 
 
 def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +198,11 @@ def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, mo
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     adapter("verl")
-    found = [verl.rearrange_micro_batches(padded(share), 1000, dp_group="replicas")[1] for share in shares]
-    assert groups == ["replicas"] * 2 and [len(one) for one in found[0]] == [len(one) for one in found[1]]
-    assert all(every_once(indices) for indices in found)
+    planned = [verl.rearrange_micro_batches(padded(share), 1000, dp_group="replicas")[1] for share in shares]
+    assert groups == ["replicas"] * 2 and [len(one) for one in planned[0]] == [len(one) for one in planned[1]]
+    assert all(every_once(indices) for indices in planned)
     _, alone = verl.rearrange_micro_batches(padded(LENGTHS), 1000, same_micro_num_in_dp=False)
-    assert len(groups) == 2 and len(alone) < len(found[0])
+    assert len(groups) == 2 and len(alone) < len(planned[0])
 
 
 def test_verl_has_to_come_before_the_modules_that_take_the_function(
@@ -240,7 +240,7 @@ def step_of(
         save_strategy="no", disable_tqdm=True, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
     )  # fmt: skip
     kind(model=model, args=arguments, train_dataset=rows).train()
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
 def small_model(kind: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> GPT2LMHeadModel:
@@ -255,8 +255,8 @@ def padded_rows(left: Sequence[int] = ()) -> list[dict[str, torch.Tensor]]:
     mask[list(left)] = mask[list(left)].flip(1)
     tokens = torch.randint(0, 100, mask.shape, generator=torch.Generator().manual_seed(0))
     return [
-        {"input_ids": ids, "attention_mask": own, "labels": ids.masked_fill(own == 0, -100)}
-        for ids, own in zip(tokens, mask, strict=True)
+        {"input_ids": ids, "attention_mask": is_token, "labels": ids.masked_fill(is_token == 0, -100)}
+        for ids, is_token in zip(tokens, mask, strict=True)
     ]
 
 
@@ -267,7 +267,7 @@ def test_the_huggingface_trainer_has_the_gradient_of_the_whole_batch(left: tuple
     models = [small_model(), small_model()]
     for model in models:
         model.register_forward_pre_hook(
-            lambda model, _, given: widths.append(given["input_ids"].size(1)), with_kwargs=True
+            lambda model, _, inputs: widths.append(inputs["input_ids"].size(1)), with_kwargs=True
         )
     kinds = adapter("HuggingFace Trainer")["PlannedTrainer"], Trainer
     planned, whole = (step_of(*pair, padded_rows(left), tmp_path) for pair in zip(kinds, models, strict=True))

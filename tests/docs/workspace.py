@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from tests.helpers.commands import ROOT
 from tests.helpers.random_dataset import VOCABULARY, make_dataset
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "megatron-dynapipe"
 MODELS = {"flan-t5-large": "t5-v1.1", "Llama-3.2-1B": "llama"}
 """Folders of `models` and what small models lie there."""
@@ -69,23 +69,16 @@ def make_workspace(folder: Path) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1"}
-    own = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    return {"PATH": f"{programs}:/usr/bin:/bin", "MASTER_PORT": port, "GPUS_PER_NODE": "2", **slurm, **own}
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    return {"PATH": f"{programs}:/usr/bin:/bin", "MASTER_PORT": port, "GPUS_PER_NODE": "2", **slurm, **variables}
 
 
 def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
     """Run it in a shell that stops at the first failure; its stdout."""
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run(
-        [bash, "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
+    words = [bash, "-euo", "pipefail", "-c", text]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -4,7 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import commands
+from tests.helpers.commands import ROOT
 
 
 def run(script: str, *words: str, bin_folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -15,10 +16,7 @@ def run(script: str, *words: str, bin_folder: Path, **environment: str) -> subpr
     for tool in bin_folder.iterdir():
         tool.chmod(0o755)
     environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHON": str(fake), **environment}
-    return subprocess.run(
-        ["bash", str(ROOT / "examples" / script), *words],
-        env=environment, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
-    )  # fmt: skip
+    return commands.run("bash", f"examples/{script}", *words, status=None, **environment)
 
 
 def value(words: list[str], flag: str) -> str:

@@ -8,10 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-A100_COSTS = {
-    "gpt": BENCHMARKS / "data/a100/gpt_6.7b.json.gz",
-    "t5": BENCHMARKS / "data/a100/t5_11b.json.gz",
-}
+A100_COSTS = {"gpt": BENCHMARKS / "data/a100/gpt_6.7b.json.gz", "t5": BENCHMARKS / "data/a100/t5_11b.json.gz"}
 """Cost model files, by kind of model."""
 
 

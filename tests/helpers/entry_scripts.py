@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +59,8 @@ def train(
 
 def losses(family: str, data: Path, flags: str, *, ranks: int, report: Path) -> dict[str, float]:
     """Those of a run by iteration, from its last stage."""
-    found: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
-    return found
+    by_iteration: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
+    return by_iteration
 
 
 def layout_case(family: str, ranks: int, flags: str, when: str) -> Any:
@@ -82,8 +81,8 @@ def script_of(family: str) -> str:
 
 def words(family: str, data: Path, flags: str, *, report: Path) -> list[str]:
     """The command line of a small run."""
-    own = ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(report)]
-    return [*SMALL[family].split(), *COMMON.split(), *own, *flags.split()]
+    ours = ["--dynapipe-data", str(data), "--dynapipe-report-dir", str(report)]
+    return [*SMALL[family].split(), *COMMON.split(), *ours, *flags.split()]
 
 
 def run_script(script: str, argv: Sequence[str]) -> int:
@@ -97,8 +96,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
     sys.argv = [script, *argv]
     try:
         names = runpy.run_path(str(ROOT / script))
-        family = ModelFamily.T5 if "_t5_" in script else ModelFamily.GPT
-        bootstrap.run(names["adapting"](family, names["main"]))
+        bootstrap.run(names["adapting"](names["main"]))
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0

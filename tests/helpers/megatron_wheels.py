@@ -14,10 +14,10 @@ VERSIONS = tuple(
 
 def wheel(version: str) -> Path:
     """The cached wheel; skips the calling test where set-up could not fetch it."""
-    found = sorted((ROOT / ".venv" / ".wheels").glob(f"megatron_core-{version}-*.whl"))
-    if not found:
+    wheels = sorted((ROOT / ".venv" / ".wheels").glob(f"megatron_core-{version}-*.whl"))
+    if not wheels:
         pytest.skip(f"no wheel of megatron-core {version} in .venv/.wheels; scripts/setup.sh fetches it")
-    return found[0]
+    return wheels[0]
 
 
 def unpack(version: str, folder: Path, only: Collection[str] = ()) -> Path:

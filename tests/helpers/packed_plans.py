@@ -4,14 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Instruction,
-    Pass,
-    TensorShape,
-)
+from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Instruction, Pass, TensorShape
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import packed_shape
@@ -57,14 +50,14 @@ def halved(plan: IterationPlan, *, every: int) -> IterationPlan:
     def of(replica: ReplicaPlan, stage: StagePlan) -> StagePlan:
         steps: list[Instruction] = []
         waiting: list[BackwardWeight] = []
-        for each in stage.instructions:
-            mode = replica.micro_batches[each.micro_batch].recompute
-            if isinstance(each, Pass) and len(waiting) > 2:
+        for step in stage.instructions:
+            mode = replica.micro_batches[step.micro_batch].recompute
+            if isinstance(step, Pass) and len(waiting) > 2:
                 steps += [waiting.pop(), waiting.pop(0)]
-            if isinstance(each, Backward) and mode is not Recompute.FULL and each.micro_batch % every == 0:
-                waiting.append(BackwardWeight(each.micro_batch, each.chunk))
-                each = BackwardInput(each.micro_batch, each.chunk)
-            steps.append(each)
+            if isinstance(step, Backward) and mode is not Recompute.FULL and step.micro_batch % every == 0:
+                waiting.append(BackwardWeight(step.micro_batch, step.chunk))
+                step = BackwardInput(step.micro_batch, step.chunk)
+            steps.append(step)
         return msgspec.structs.replace(stage, instructions=(*steps, *waiting), predicted=())
 
     replicas = (

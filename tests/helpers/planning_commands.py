@@ -6,9 +6,9 @@ from typing import Any
 
 
 def arguments(command: str, batches: Path, cost: Path, *more: str, pipeline_parallel: bool = True) -> list[str]:
-    given = ["--batches", str(batches), "--cost-model", str(cost), "--model", "gpt", "--layers", "4"]
-    given += ["--hidden-size", "32", "--device-memory-mb", "200", "--recompute", "none"]
-    return [command, *given, *(["--pipeline-parallel", "2"] if pipeline_parallel else []), *more]
+    words = ["--batches", str(batches), "--cost-model", str(cost), "--model", "gpt", "--layers", "4"]
+    words += ["--hidden-size", "32", "--device-memory-mb", "200", "--recompute", "none"]
+    return [command, *words, *(["--pipeline-parallel", "2"] if pipeline_parallel else []), *more]
 
 
 def report(capsys: Any) -> dict[str, Any]:

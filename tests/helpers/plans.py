@@ -28,28 +28,34 @@ def random_problem(
     seed: int = 0,
     memory_limit_bytes: int = NO_LIMIT,
     peak_covers_backward: bool = False,
+    message_bytes: int = 0,
 ) -> ScheduleProblem:
     """Uneven costs; ten bytes of model state, one to nine stored per micro-batch and stage, two more at the peak.
 
-    At a peak that covers the backward it is none to two more.
+    At a peak that covers the backward it is none to two more. Messages have at most so many bytes.
     """
     random = np.random.default_rng(seed)
     shape = (micro_batches, stages * chunks)
     stored = random.integers(1, 10, shape)
     forward_transfer, backward_transfer = random.integers(0, 4, shape), random.integers(0, 4, shape)
     forward_transfer[:, -1] = backward_transfer[:, 0] = 0
+    weight = random.integers(0, 7, shape)
+    forward_message, backward_message = (random.integers(0, message_bytes + 1, shape) for _ in range(2))
+    forward_message[:, -1] = backward_message[:, 0] = 0
     return ScheduleProblem(
         stages=stages,
         chunks=chunks,
         forward_ns=random.integers(5, 20, shape),
         backward_ns=random.integers(10, 40, shape),
+        forward_message_bytes=forward_message,
+        backward_message_bytes=backward_message,
         stored_bytes=stored,
         peak_bytes=stored + (random.integers(0, 3, shape) if peak_covers_backward else 2),
         forward_transfer_ns=forward_transfer,
         backward_transfer_ns=backward_transfer,
         model_state_bytes=np.full(stages, 10, np.int64),
         memory_limit_bytes=memory_limit_bytes,
-        weight_ns=random.integers(0, 7, shape),
+        weight_ns=weight,
         forward_only=forward_only,
         peak_covers_backward=peak_covers_backward,
     )
@@ -60,11 +66,11 @@ def divided(order: PassOrder, seed: int) -> PassOrder:
     choose, lists = random.Random(seed), []
     for passes in order:
         steps: list[Pass] = list(passes)
-        for each in passes:
-            if isinstance(each, Backward) and choose.random() < 0.5:
-                at = steps.index(each)
-                steps[at] = BackwardInput(each.micro_batch, each.chunk)
-                steps.insert(choose.randint(at + 1, len(steps)), BackwardWeight(each.micro_batch, each.chunk))
+        for step in passes:
+            if isinstance(step, Backward) and choose.random() < 0.5:
+                at = steps.index(step)
+                steps[at] = BackwardInput(step.micro_batch, step.chunk)
+                steps.insert(choose.randint(at + 1, len(steps)), BackwardWeight(step.micro_batch, step.chunk))
         lists.append(tuple(steps))
     return tuple(lists)
 
@@ -87,6 +93,7 @@ def make_plan(
     seed: int = 0,
     layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,),
     halves: bool = False,
+    receive_ahead: int | None = None,
 ) -> IterationPlan:
     """A valid plan; one number of micro-batches per replica. Micro-batch i has two samples of up to 16 + 8 i tokens.
 
@@ -107,6 +114,7 @@ def make_plan(
             chunks=chunks,
             shapes=boundaries.shapes([batch.shape for batch in batches]),
             forward_only=forward_only,
+            receive_ahead=receive_ahead,
         )
         stage_plans = tuple(
             StagePlan(stage=stage, instructions=instructions, predicted=run.timeline[stage])

@@ -40,7 +40,7 @@ def make_dataset(
     draw = np.random.default_rng(5)
     for split in ("train", "valid", "test"):
         ends = (lengths, (1, target))
-        rows = [[draw.integers(3, 40, draw.integers(*each)).tolist() for each in ends] for _ in range(samples)]
+        rows = [[draw.integers(3, 40, draw.integers(*bounds)).tolist() for bounds in ends] for _ in range(samples)]
         write_samples(folder / split, rows, VOCABULARY)
         np.save(folder / f"{split}.tasks.npy", (np.arange(samples) % len(tasks)).astype(np.int16))
     counts = {task: len(range(place, samples, len(tasks))) for place, task in enumerate(tasks)}

@@ -18,16 +18,16 @@ def measured_events(plan: IterationPlan, stage: int, *, start_ns: int = 0) -> tu
     upcoming = list(stage_plan.predicted)
     listed = stage_plan.instructions
     now, events = 0, []
-    for step, each in enumerate(listed):
+    for step, instruction in enumerate(listed):
         begin = now
-        if isinstance(each, Forward | Backward):
+        if isinstance(instruction, Forward | Backward):
             now = upcoming.pop(0).end_ns
         elif upcoming:
             ahead = next(i for i in range(step, len(listed)) if isinstance(listed[i], Forward | Backward))
             waits = [i for i in range(step, ahead) if isinstance(listed[i], RecvWait)]
-            if (isinstance(each, RecvWait) and waits == [step]) or (not waits and step == ahead - 1):
+            if (isinstance(instruction, RecvWait) and waits == [step]) or (not waits and step == ahead - 1):
                 now = max(upcoming[0].start_ns, now)
-        events.append(Event(each, start_ns + begin * MS, start_ns + now * MS))
+        events.append(Event(instruction, start_ns + begin * MS, start_ns + now * MS))
     return tuple(events)
 
 
@@ -53,7 +53,7 @@ def write_run(
         start_ms: what the first iteration takes longer.
     """
     plan = make_plan((micro_batches,), stages, method="1f1b", seed=3)
-    shapes = tuple(each.shape for each in plan.replicas[0].micro_batches)
+    shapes = tuple(micro_batch.shape for micro_batch in plan.replicas[0].micro_batches)
     for stage in range(stages):
         file = RecordFile(folder / f"rank-{stage}.jsonl")
         if stage == 0:

@@ -95,9 +95,9 @@ class Device:
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
     def launch(self, name: str, stream: Hashable, **about: Any) -> Launch:
-        made = Launch(self.rank, f"{self.now} ({name})", stream, **about)
-        self.launches.append(made)
-        return made
+        launched = Launch(self.rank, f"{self.now} ({name})", stream, **about)
+        self.launches.append(launched)
+        return launched
 
     def compute(self, name: str, counted: int | None = None) -> None:
         self.launch(name, COMPUTE, counted=counted)
@@ -178,9 +178,9 @@ class _Queues:
         if launch.meets is not None:
             key, ranks = launch.meets
             together = self.meetings[key]
-            if len(together) == ranks and all(each.started for each in together):
-                for each in together:
-                    each.ended = True
+            if len(together) == ranks and all(launched.started for launched in together):
+                for launched in together:
+                    launched.ended = True
         held = self.held[launch.rank] = self.held[launch.rank] + launch.takes
         if launch.counted is not None:
             self.most = max(self.most, held)

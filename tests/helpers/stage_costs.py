@@ -45,8 +45,8 @@ def _of_stage(costs: IntArray, modules: list[int]) -> IntArray:
     stage = np.zeros((len(costs), Quantity.ENTRY_STORED + kinds, costs.shape[-1]), np.int64)
     if not modules:
         return stage
-    first, held = costs[:, modules[0]], costs[:, modules]
-    stage[:, : Quantity.ENTRY_STORED] = held[:, :, : Quantity.ENTRY_STORED].sum(axis=1)
+    first, of_modules = costs[:, modules[0]], costs[:, modules]
+    stage[:, : Quantity.ENTRY_STORED] = of_modules[:, :, : Quantity.ENTRY_STORED].sum(axis=1)
     before = first[:, Quantity.ENTRY_STORED].copy()
     stage[:, Quantity.PEAK] = first[:, Quantity.ENTRY_PEAK]
     for kind in modules:
@@ -54,7 +54,7 @@ def _of_stage(costs: IntArray, modules: list[int]) -> IntArray:
             stage[:, Quantity.ENTRY_STORED + kind] = before + peak
         before += costs[:, kind, Quantity.STORED]
     stage[:, Quantity.STORED] = before
-    absent = (held == ABSENT).any(axis=(1, 2))[:, None] | (stage > LARGEST_COST).any(axis=1, keepdims=True)
+    absent = (of_modules == ABSENT).any(axis=(1, 2))[:, None] | (stage > LARGEST_COST).any(axis=1, keepdims=True)
     return np.where(absent, ABSENT, stage)
 
 
@@ -96,7 +96,7 @@ def boundary_bytes(
 
 
 def parts_of(
-    rates: Rates, own: Sequence[int], keys: Sequence[int], encoder: Sequence[int] = ()
+    rates: Rates, lengths: Sequence[int], keys: Sequence[int], encoder: Sequence[int] = ()
 ) -> tuple[int, int, int]:
     """What some samples cost in attention's linears, attention's inside and the MLP, in the unit of the rates.
 
@@ -106,5 +106,5 @@ def parts_of(
         keys: of what its attention reads: those of the pieces before it and its own, and the encoder's.
         encoder: positions of the encoder's output of each, for a decoder.
     """
-    positions, pairs = sum(own), sum(n * k for n, k in zip(own, keys, strict=True))
+    positions, pairs = sum(lengths), sum(n * k for n, k in zip(lengths, keys, strict=True))
     return rates.linear * positions + rates.memory * sum(encoder), rates.inner * pairs, rates.mlp * positions

@@ -17,10 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training import get_args, pretrain, training
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_dynapipe import cpu
@@ -46,9 +43,9 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
     iteration = args.iteration
     while True:
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        mine = sampler.batch(iteration).sample_ids[replica::replicas]
-        for start in range(0, len(mine), SIZE):
-            samples = [np.concatenate(reader[sample]).astype(np.int64) for sample in mine[start : start + SIZE]]
+        numbers = sampler.batch(iteration).sample_ids[replica::replicas]
+        for start in range(0, len(numbers), SIZE):
+            samples = [np.concatenate(reader[sample]).astype(np.int64) for sample in numbers[start : start + SIZE]]
             yield torch.from_numpy(np.stack(samples))
         iteration += 1
 

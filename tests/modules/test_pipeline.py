@@ -94,10 +94,11 @@ def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     batch = toy_batch(4, 6, 9)
     found["evaluated"] = [pipeline.evaluate(batch).loss.item()]
     assert part.training and all(p.grad is None for p in part.parameters())
-    loss, overflow, outputs, labels = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
+    result = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
+    (loss, overflow), outputs, labels = result, result.outputs, result.labels
     assert not loss.requires_grad and not overflow
     found["outputs"] = [tuple(output.shape) for output in outputs]
-    assert torch.equal(torch.cat([each["labels"] for each in labels] or [batch["labels"]]), batch["labels"])
+    assert torch.equal(torch.cat([row["labels"] for row in labels] or [batch["labels"]]), batch["labels"])
     found["labels"] = len(labels)
     assert all(not output.requires_grad for output in outputs)
     rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]

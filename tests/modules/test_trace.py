@@ -46,8 +46,7 @@ def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Ten
         sizes = traced.domain.evaluator(traced.sizes)(symbols)
         received = function.run(received, batch, sizes, HOST)
         if stage < division.stages - 1:
-            flat = [size for tensor in received for size in tensor.shape]
-            assert flat == list(division.sizes_at(stage)(symbols))
+            assert [tensor.shape for tensor in received] == [m.shape for m in division.boundary_after(stage)(symbols)]
     return received, division
 
 
@@ -129,7 +128,7 @@ def test_tuples_dicts_and_constants_cross_a_cut():
     assert torch.equal(output["z"], expected["z"]) and torch.equal(output["first"], expected["first"])
     assert output["more"][0] == 1 and torch.equal(output["more"][1], batch["x"])
     # The batch's own tensor crosses no boundary: every stage has the batch.
-    assert [len(each) for each in division.boundaries] == [1, 1, 2]
+    assert [len(tensors) for tensors in division.boundaries] == [1, 1, 2]
 
 
 def _frozen(x: torch.Tensor) -> torch.Tensor:

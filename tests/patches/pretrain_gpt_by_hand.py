@@ -90,8 +90,8 @@ def datasets_provider(samples, vp_stage=None):
 
 
 def write_losses(iteration):
-    found = {"losses": losses, "consumed": get_args().consumed_train_samples}
-    Path(os.environ["LOSSES"]).write_text(json.dumps(found))
+    record = {"losses": losses, "consumed": get_args().consumed_train_samples}
+    Path(os.environ["LOSSES"]).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

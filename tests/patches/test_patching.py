@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe import checkout_hooks, patching
+from megatron_dynapipe import checkout_hooks
+from megatron_dynapipe.checkout import patching
+from megatron_dynapipe.checkout.patching import State, change, load_all, survey
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
-from megatron_dynapipe.patching import State, change, load_all, survey
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +31,9 @@ IN_A_HUNK = ("import build_pretraining_data_loader\n", "import build_pretraining
 FAR_FROM_HUNKS = ('"""Pretrain utilities."""', '"""Ours."""')
 
 
-@pytest.fixture(params=VERSIONS)
-def each(request, tmp_path) -> Path:
-    """What patches touch, and what tells the version, of every wheel."""
+@pytest.fixture(params=[VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:-1]), VERSIONS[-1]])
+def checkout(request, tmp_path) -> Path:
+    """What patches touch, and what tells the version, of a wheel: the oldest and the newest, in the slow suite all."""
     return unpack(request.param, tmp_path / "tree", [*FILES, PACKAGE_INFO])
 
 
@@ -91,7 +92,10 @@ def test_patches_name_the_contents_between_them(series):
         texts = [patch.path.read_text() for patch in series.patches if patch.file == name]
         pairs = [re.search(r"^index ([0-9a-f]+)\.\.([0-9a-f]+)", text, re.MULTILINE).groups() for text in texts]
         assert [before for before, _ in pairs[1:]] == [after for _, after in pairs[:-1]]
-        assert any(each.released.startswith(pairs[0][0]) and each.patched.startswith(pairs[-1][1]) for each in contents)
+        assert any(
+            content.released.startswith(pairs[0][0]) and content.patched.startswith(pairs[-1][1])
+            for content in contents
+        )
 
 
 def test_a_wheel_holds_the_patches(tmp_path):
@@ -119,10 +123,10 @@ def test_a_package_without_patches_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("is_git", [True, False], ids=["git", "plain"])
-def test_the_command_checks_applies_and_reverses(is_git, each, capsys):
+def test_the_command_checks_applies_and_reverses(is_git, checkout, capsys):
     if is_git:
-        with_history(each)
-    before = files(each)
+        with_history(checkout)
+    before = files(checkout)
     rows = [
         ("--check", "none", "as released", "not patched; nothing was changed"),
         ("", "applied", "as released", "applied; to go back: --reverse"),
@@ -131,32 +135,32 @@ def test_the_command_checks_applies_and_reverses(is_git, each, capsys):
         ("--reverse", "reversed", "patched", "reversed: the patches are out"),
         ("--reverse", "none", "as released", "not patched; nothing was changed"),
     ]
-    for flag, action, found, said in rows:
-        code, output, _ = run(capsys, each, "--json", *flag.split())
+    for flag, action, was, said in rows:
+        code, output, _ = run(capsys, checkout, "--json", *flag.split())
         result = json.loads(output)
-        assert (code, result["action"], result["found"], result["error"]) == (0, action, found, None)
+        assert (code, result["action"], result["found"], result["error"]) == (0, action, was, None)
         assert result["format"] == "dynapipe-patch/2" and len(result["patches"]) == 6
         if action == "applied":
-            assert files(each).keys() == before.keys()  # no .orig, no .rej
-            assert {name for name, data in files(each).items() if data != before[name]} == set(FILES)
+            assert files(checkout).keys() == before.keys()  # no .orig, no .rej
+            assert {name for name, data in files(checkout).items() if data != before[name]} == set(FILES)
         if action != "none":  # once more, for the text
-            change(each, reverse=action == "applied")
-        assert run(capsys, each, *flag.split())[1].endswith(f"{said}\n")
-    assert files(each) == before
+            change(checkout, reverse=action == "applied")
+        assert run(capsys, checkout, *flag.split())[1].endswith(f"{said}\n")
+    assert files(checkout) == before
 
 
-def test_git_am_takes_the_series(each):
-    with_history(each)
-    paths = [str(patch.path.resolve()) for patch in survey(each)[0].series.patches]
-    subprocess.run([*GIT, "am", "-q", *paths], cwd=each, check=True)
-    assert state(each) is State.PATCHED
+def test_git_am_takes_the_series(checkout):
+    with_history(checkout)
+    paths = [str(patch.path.resolve()) for patch in survey(checkout)[0].series.patches]
+    subprocess.run([*GIT, "am", "-q", *paths], cwd=checkout, check=True)
+    assert state(checkout) is State.PATCHED
 
 
-def test_what_a_checkout_says_of_itself_does_not_matter(each):
-    series = survey(each)[0].series
-    (each / PACKAGE_INFO).write_text("MAJOR = 7\nMINOR = 1\nPATCH = 0\n")
-    (found,) = survey(each)
-    assert (found.state, found.series) == (State.RELEASED, series)
+def test_what_a_checkout_says_of_itself_does_not_matter(checkout):
+    series = survey(checkout)[0].series
+    (checkout / PACKAGE_INFO).write_text("MAJOR = 7\nMINOR = 1\nPATCH = 0\n")
+    (checked,) = survey(checkout)
+    assert (checked.state, checked.series) == (State.RELEASED, series)
 
 
 def test_settings_of_git_do_not_change_what_is_written(tree, tmp_path, monkeypatch):
@@ -174,26 +178,26 @@ def test_settings_of_git_do_not_change_what_is_written(tree, tmp_path, monkeypat
 # Refusals: nothing is changed.
 
 
-def test_a_modified_file_is_named_with_the_failing_hunk(each, capsys):
-    before = edit(each, "    # Data stuff.\n", "    # Our own data.\n")
-    code, _, said = run(capsys, each)
+def test_a_modified_file_is_named_with_the_failing_hunk(checkout, capsys):
+    before = edit(checkout, "    # Data stuff.\n", "    # Our own data.\n")
+    code, _, said = run(capsys, checkout)
     assert (
         code == 2 and f"found modified: {TRAINING}; 0002-Take-planned-iterations-in-place-of-datasets.patch: " in said
     )
     assert re.search(r"training\.py:\d+", said)
-    assert files(each) == before
+    assert files(checkout) == before
 
 
-def test_check_says_the_state_of_each_file(each, capsys):
-    (each / TRAINING).write_text((each / TRAINING).read_text() + "\n# a line of our own\n")
-    code, _, said = run(capsys, each, "--check")
+def test_check_says_the_state_of_each_file(checkout, capsys):
+    (checkout / TRAINING).write_text((checkout / TRAINING).read_text() + "\n# a line of our own\n")
+    code, _, said = run(capsys, checkout, "--check")
     assert code == 1 and said.endswith("or set these aside (git stash), patch, and put them back\n")
-    (each / UTILS).unlink()
-    code, output, said = run(capsys, each, "--check")
+    (checkout / UTILS).unlink()
+    code, output, said = run(capsys, checkout, "--check")
     assert code == 1 and "hint: check out the whole of Megatron-LM" in said
     assert f"  {UTILS}: missing\n" in output and f"  {TRAINING}: modified\n" in output
     assert re.search(rf"^  {ARGUMENTS}: as released \(0[\d., ]*\)$", output, re.M)
-    code, output, _ = run(capsys, each, "--check", "--json")
+    code, output, _ = run(capsys, checkout, "--check", "--json")
     states = {file["name"]: file["state"] for file in json.loads(output)["files"]}
     assert code == 1 and states == {UTILS: "missing", ARGUMENTS: "as released", TRAINING: "modified"}
 
@@ -312,12 +316,12 @@ def test_a_missing_file_is_not_merged(tree):
         change(tree, merge=True)
 
 
-def test_reversing_keeps_a_line_that_was_added_to_a_patched_file(each):
-    before = files(each)
-    change(each)
-    (each / TRAINING).write_text((each / TRAINING).read_text() + "\n# a line of our own\n")
-    change(each, reverse=True)
-    assert files(each) == before | {TRAINING: before[TRAINING] + b"\n# a line of our own\n"}
+def test_reversing_keeps_a_line_that_was_added_to_a_patched_file(checkout):
+    before = files(checkout)
+    change(checkout)
+    (checkout / TRAINING).write_text((checkout / TRAINING).read_text() + "\n# a line of our own\n")
+    change(checkout, reverse=True)
+    assert files(checkout) == before | {TRAINING: before[TRAINING] + b"\n# a line of our own\n"}
 
 
 # Killed, linked.
@@ -325,7 +329,7 @@ def test_reversing_keeps_a_line_that_was_added_to_a_patched_file(each):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout import patching
 
 def replace(path, data, left=[int(sys.argv[2])], real=patching.replace_bytes):
     if not left[0]:
@@ -343,7 +347,7 @@ def kill(folder: Path, *words: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("written", ["0", "1", "2"])
+@pytest.mark.parametrize("written", [*(pytest.param(n, marks=pytest.mark.slow) for n in "02"), "1"])
 def test_a_merge_that_was_killed_is_repeated_and_reversed(written, tree, capsys):
     """The user's own bytes come back, after a kill at any file and however often it is repeated."""
     before = edit(with_history(tree), *BESIDE_A_HUNK)

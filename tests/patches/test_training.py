@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout import patching
 from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -26,6 +26,7 @@ LAYOUTS = {
     "two tensor ranks": "--tensor-model-parallel-size 2",
     "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
 }
+DAILY = "two stages, slices"
 ITERATIONS = 5
 TASKS = ("a task", "another")
 
@@ -42,11 +43,11 @@ def patched(request, tmp_path_factory) -> Iterator[Path]:
     """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
-    (found,) = patching.survey(folder)
-    assert request.param in found.series.releases and found.state is patching.State.RELEASED
+    (checkout,) = patching.survey(folder)
+    assert request.param in checkout.series.releases and checkout.state is patching.State.RELEASED
     patching.change(folder)
     changed = {name for name, data in contents(folder).items() if before.get(name) != data}
-    assert changed == set(found.series.files)
+    assert changed == set(checkout.series.files)
     yield folder
     patching.change(folder, reverse=True)
     assert {name: data for name, data in contents(folder).items() if "__pycache__" not in name} == before
@@ -61,14 +62,14 @@ def values(log: str) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in re.findall(r"(lm loss[a-z ]*?) value: (\S+)", log)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == DAILY else pytest.mark.slow) for n in LAYOUTS])
 def test_a_patched_checkout_trains_and_evaluates_as_the_plug_in_does(layout, patched, plugged_in, data, tmp_path):
     flags = f"{LAYOUTS[layout]} --train-iters {ITERATIONS} --eval-iters 1 --eval-interval {ITERATIONS}"
     losses, expected, recorded = plugged_in(layout, flags)
-    found, outputs = run(patched, data, flags, tmp_path, ranks=2)
-    assert len(found["losses"]) == ITERATIONS
-    assert found["losses"] == pytest.approx(losses, rel=1e-5)
-    assert found["consumed"] == 16 * ITERATIONS
+    last, outputs = run(patched, data, flags, tmp_path, ranks=2)
+    assert len(last["losses"]) == ITERATIONS
+    assert last["losses"] == pytest.approx(losses, rel=1e-5)
+    assert last["consumed"] == 16 * ITERATIONS
     log = "".join(outputs)
     assert f"iteration        {ITERATIONS}/       {ITERATIONS}" in log
     assert "padding efficiency" in log
@@ -141,18 +142,25 @@ def test_a_staged_t5_trains_in_a_patched_checkout(patched, data, tmp_path):
 
 @pytest.mark.parametrize("patched", VERSIONS[-1:], indirect=True)
 def test_what_keeps_a_patched_run_from_starting_is_one_line(patched, data, tmp_path):
-    """A bad flag; no GPU, since upstream's script does not enable the CPU platform, either."""
     flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
     (said,) = launch(BY_HAND, patched, f"{flags} --dynapipe-lookahead 0", tmp_path, ranks=1, status=2)
     assert said.strip().splitlines()[-1] == "error: expected --dynapipe-lookahead above 0, got 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patched", VERSIONS[-1:], indirect=True)
+def test_a_patched_run_without_a_gpu_is_told_how_to_start(patched, data, tmp_path):
+    """Upstream's script does not enable the CPU platform."""
+    flags = f"{SMALL['gpt']} {COMMON} --train-iters 2 --use-dynapipe --dynapipe-data {data}"
     script = tmp_path / "pretrain.py"
     script.write_text("from megatron.training.arguments import parse_and_validate_args\nparse_and_validate_args()\n")
     (said,) = launch(script, patched, flags, tmp_path, ranks=1, status=2)
     error, hint = said.strip().splitlines()[-2:]
     assert error == "error: expected a CUDA device, found none"
-    assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py" in hint
+    assert "torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py" in hint
 
 
+@pytest.mark.slow
 def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_path):
     """As a merge by hand may leave it: evaluations would run without plans."""
     path = patched / "megatron" / "training" / "training.py"
@@ -169,14 +177,7 @@ def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_
 
 
 def launch(
-    script: Path,
-    checkout: Path,
-    flags: str,
-    folder: Path,
-    *,
-    ranks: int = 2,
-    status: int = 0,
-    deadline_s: float = 180,
+    script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int = 2, status: int = 0, deadline_s: float = 180
 ) -> list[str]:
     """Run a script on ranks whose Megatron is the checkout's; each rank's output."""
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -184,10 +185,10 @@ def launch(
     command = [sys.executable, str(script), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
     started = []
     for rank in range(ranks):
-        own = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}
+        variables = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}
         log = (folder / f"rank-{rank}.log").open("w")
         process = subprocess.Popen(
-            command, cwd=checkout, env=os.environ | common | own, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=checkout, env=os.environ | common | variables, stdout=log, stderr=subprocess.STDOUT
         )
         started.append((process, log))
     try:

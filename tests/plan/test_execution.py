@@ -163,7 +163,7 @@ def run_plans(*, rank: int, world_size: int, seeds: list[int]) -> int:
     return len(seeds)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_verified_plans_run_and_give_the_right_gradients(stages):
     seeds = [1000 * stages + i for i in range(PLANS_PER_PIPELINE)]
     assert run_ranks(run_plans, stages, {"seeds": seeds}, deadline_s=200) == [PLANS_PER_PIPELINE] * stages

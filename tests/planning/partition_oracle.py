@@ -87,6 +87,7 @@ def batch_problems(
         replicas=draw(st.integers(1, 3)),
         links=Network().links(virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=1),
         bytes_per_position=2,
+        held_per_position=2,
         forward_only=draw(st.booleans()),
     )
 
@@ -126,12 +127,26 @@ def candidate(problem: BatchProblem, option: int, first: int, size: int, mode: i
     stage_times = times.reshape(by_stage).sum(axis=0)
     stored = costs.stored_bytes[0].reshape(by_stage)
     above = costs.peak_bytes[0].reshape(by_stage) - stored
-    held = 1 if problem.forward_only else problem.in_flight[option]
+    held = np.ones(by_stage[1], np.int64) if problem.forward_only else problem.in_flight[option]
+    messages = message_bytes(problem, size * int(lengths[0][0]), size * int(lengths[1][0]), np.tile(held, by_stage[0]))
     needed = problem.model_state_bytes + stored.sum(axis=0) * held + above.max(axis=0)
+    needed += messages.reshape(by_stage).max(axis=0)
     if (needed > problem.memory_limit_bytes).any():
         return None
     slowest = int(stage_times.max())
     return Candidate(size, mode, slowest, int(stage_times.sum()) - slowest)
+
+
+def message_bytes(problem: BatchProblem, inputs: int, targets: int, held: IntArray) -> IntArray:
+    """Two inputs, two gradients, and what virtual stages that hold so many micro-batches have sent."""
+    forward, backward = (
+        np.array([0, *(inputs + targets * decoder for decoder in both), 0], np.int64) * problem.held_per_position
+        for both in (problem.layout.decoder_state_forward, problem.layout.decoder_state_backward)
+    )
+    if problem.forward_only:
+        return np.asarray(2 * forward[:-1] + 4 * forward[1:])
+    sent = np.maximum(forward[1:], backward[:-1])
+    return np.asarray(2 * forward[:-1] + 2 * backward[1:] + (held + (held > 1)) * sent)
 
 
 def brute_force(problem: BatchProblem, option: int) -> tuple[list[int], list[int], int, int] | None:

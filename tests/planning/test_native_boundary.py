@@ -47,6 +47,7 @@ def good() -> dict[str, Any]:
         "forward_only": False,
         "peak_covers_backward": False,
         "bytes_per_position": 2048,
+        "held_per_position": 1,
         "decoder_forward": np.array([False]),
         "decoder_backward": np.array([False]),
         "latency_ns": np.array([0.0]),
@@ -70,11 +71,9 @@ def test_good_input() -> None:
     order, partitions = problem.partition(orders=[ints(0, 1, 2)], improve=True)
     assert sorted(order) == [0, 1, 2]
     assert partitions == [([3], [0], 2, 4)]
-    ((replica, _),) = problem.search(**search_arguments())
-    assert sorted(replica[1]) in ([1, 1, 1], [1, 2], [3])
-    assert replica[3] == [False] * len(replica[1])
-    ((again, _),) = problem.search(**search_arguments() | {"evaluations": 0, "partitions": [], "given": [replica]})
-    assert again == replica
+    ((_, sizes, _, packed, _),) = problem.search(**search_arguments())
+    assert sorted(sizes) in ([1, 1, 1], [1, 2], [3])
+    assert packed == [False] * len(sizes)
     rows, covered = problem.costs(
         sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0), labels=ints(0, 0)
     )
@@ -132,6 +131,7 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"model_state": ints(0, -1)}, "model state from 0"),
         ({"memory_limit": -1}, "a memory limit from 0"),
         ({"bytes_per_position": -1}, "bytes per position"),
+        ({"held_per_position": 2**20}, "bytes per position"),
         ({"decoder_forward": np.zeros(2, bool)}, "links between neighbouring stages"),
         ({"latency_ns": np.zeros(2)}, "links between neighbouring stages"),
         ({"gbps": np.zeros(0)}, "links between neighbouring stages"),
@@ -180,15 +180,6 @@ CALLS = {
         ("search", {"partitions": [(ints(1, 2), ints(0, 1))]}, "modes that there are"),
         ("search", {"partitions": [(ints(1, 2), ints(0))]}, "a mode for every micro-batch"),
         ("search", {"evaluations": -2}, "at least 0 evaluations"),
-        ("search", {"given": [([0, 1], [2], [0], [False], [0, -1, 1, 1])]}, "name every sample once"),
-        (
-            "search",
-            {"given": [([0, 1, 2], [2, 2], [0, 0], [False] * 2, [0, -1, 1, 1])]},
-            "samples of every micro-batch",
-        ),
-        ("search", {"given": [([0, 1, 2], [3], [1], [False], [0, -1, 1, 1])]}, "modes that there are"),
-        ("search", {"given": [([0, 1, 2], [3], [0], [False], [0, -1, 1, 0])]}, "a policy of every stage"),
-        ("search", {"given": [([0, 1, 2], [3], [0], [False], [0, -1, 1, 1])] * 2}, "what every replica runs"),
         ("costs", {"sizes": ints(0)}, "sizes from 1"),
         ("costs", {"inputs": ints(-1)}, "lengths from 0"),
         ("costs", {"targets": ints(2**40)}, "lengths from 0"),
@@ -281,6 +272,6 @@ def test_fuzz(data: st.DataObject) -> None:
     assert sorted(order) == list(range(samples))
     found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
     assert all(sizes.sum() == samples for sizes, _ in found)
-    for replica, _ in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
-        assert sum(replica[1]) == len(replica[0])
-        assert len(replica[1]) == len(replica[2]) == len(replica[3])
+    for placed, sizes, modes, packed, _ in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
+        assert sum(sizes) == len(placed)
+        assert len(sizes) == len(modes) == len(packed)

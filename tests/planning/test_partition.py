@@ -139,6 +139,7 @@ def test_a_large_order_is_partitioned_block_by_block() -> None:
         replicas=1,
         links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
         bytes_per_position=1,
+        held_per_position=1,
     )
     (sizes, _, warmup, total), *_ = found(large, [as_given(large)], improve=True)[1]
     assert (warmup, total) == (6, 10_000 * 6 + 5)

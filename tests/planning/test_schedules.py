@@ -105,6 +105,16 @@ problems = st.builds(
     memory_limit_bytes=st.sampled_from([10**9, 60, 35, 21]),  # 21 holds any micro-batch alone
     peak_covers_backward=st.booleans(),
 )
+with_messages = st.builds(
+    random_problem,
+    micro_batches=st.integers(0, 10),
+    stages=st.integers(1, 5),
+    forward_only=st.booleans(),
+    seed=st.integers(0, 10**6),
+    memory_limit_bytes=st.sampled_from([10**9, 80, 50, 35]),
+    peak_covers_backward=st.booleans(),
+    message_bytes=st.sampled_from([1, 4]),
+)
 interleaved_problems = st.builds(
     random_problem,
     micro_batches=st.integers(0, 9),
@@ -117,16 +127,17 @@ interleaved_problems = st.builds(
 )
 
 
-@given(problem=problems | interleaved_problems)
+@given(problem=problems | interleaved_problems | with_messages)
 def test_list_schedules_run_everything_in_sequence_within_memory(problem):
     stages, chunks = problem.stages, problem.chunks
     forwards, backwards = sequences(problem.micro_batches, stages, chunks)
     shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * problem.micro_batches
     topology = Topology(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
+    messages = problem.forward_message_bytes.any() or problem.backward_message_bytes.any()
     for policy in policies(problem)[:6]:
         order = list_schedule(problem, policy)
         if order is None:
-            assert policy.rule is Rule.STRICT or (chunks > 1 and problem.memory_limit_bytes < 10**9)
+            assert policy.rule is Rule.STRICT or (problem.memory_limit_bytes < 10**9 and (chunks > 1 or messages))
             continue
         for rank, passes in enumerate(order):
             assert tuple(step for step in passes if isinstance(step, Forward)) == forwards
@@ -146,7 +157,12 @@ def test_list_scheduling_follows_its_rules(problem, rule, extra):
     assert list_schedule(problem, policy) == list_schedule_by_rules(problem, policy)
 
 
-@given(problem=problems | interleaved_problems, rule=st.sampled_from(Rule), gap=st.integers(-1, 4), choose=st.randoms())
+@given(
+    problem=problems | interleaved_problems | with_messages,
+    rule=st.sampled_from(Rule),
+    gap=st.integers(-1, 4),
+    choose=st.randoms(),
+)
 def test_a_schedule_that_begins_like_another_or_within_a_bound_takes_as_long(problem, rule, gap, choose):
     earlier = list(range(problem.micro_batches))
     if earlier:  # a search moves one, leaves some out and adds others

@@ -11,7 +11,7 @@ from tests.helpers.rehearsal import build, launch
 pytestmark = pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++")
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import copy, io, torch, torch.distributed as dist
 
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and "H100" in torch.cuda.get_device_name()
 linear = torch.nn.Linear(8, 4).to("cuda:1")
@@ -19,6 +19,14 @@ linear(torch.ones(3, 8, device="cuda:1")).relu().sum().backward()
 assert linear.weight.grad.device == torch.device("cuda", 1) and torch.cuda.memory_allocated(1) > 0
 torch.optim.AdamW(linear.parameters(), fused=True).step()
 assert linear.weight.data[1:].t().contiguous().is_cuda and not linear.weight.cpu().is_cuda
+torch.save([linear.weight, linear.weight.detach()[1]], file := io.BytesIO())
+to_device = lambda storage, _: storage.cuda()
+for where, loaded in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0"), (to_device, "cuda:0")):
+    file.seek(0)
+    weight, row = torch.load(file, map_location=where)
+    assert weight.device == row.device == torch.device(loaded) and weight.cpu().equal(linear.weight.cpu())
+    assert row.data_ptr() == weight.data_ptr() + 8 * 4
+assert copy.deepcopy(linear).weight.data_ptr() != linear.weight.data_ptr()
 assert torch.ones(2).pin_memory().is_pinned() and not torch.ones(2).is_pinned()
 
 def refused(call, message):
@@ -46,6 +54,17 @@ assert start.elapsed_time(end) >= 0 and end.query()
 with torch.cuda.stream(side := torch.cuda.Stream()):
     assert torch.cuda.current_stream() == side
 
+from megatron_dynapipe.runtime.memory import pass_memory
+
+scale, inputs = torch.ones(16, device="cuda", requires_grad=True), [torch.ones(4096, device="cuda")]
+
+def forward():
+    inputs[0] = torch.ones(16, device="cuda")  # of the pass before until now
+    return scale * inputs[0]
+
+memory = pass_memory(forward, lambda output: torch.autograd.grad(output.sum(), scale), torch.device("cuda"))
+assert memory.stored_bytes == 64, "the output alone"
+
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(total := torch.ones(3, device="cuda"))
 assert total.equal(torch.ones(3, device="cuda"))
@@ -62,8 +81,8 @@ alone = torch.cat([
     attend(*(row[a:b].transpose(0, 1)[None] for row in rows), is_causal=True)[0].transpose(0, 1)
     for a, b in ((0, 4), (4, 10))
 ])
-given = torch.randn_like(packed)
-ours, theirs = (torch.autograd.grad(each, rows, given, retain_graph=True) for each in (packed, alone))
+gradient = torch.randn_like(packed)
+ours, theirs = (torch.autograd.grad(result, rows, gradient, retain_graph=True) for result in (packed, alone))
 for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 """

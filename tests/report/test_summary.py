@@ -82,19 +82,23 @@ def test_the_first_iterations_of_a_later_start_count_in_no_rate():
     assert summary.plan_wait_share == 5 / 25 and summary.tokens_per_second == pytest.approx(2 * 60 / 0.095)
 
 
+PICTURES = [Path("out/timeline.png"), Path("out/timeline.trace.json")]
+
+
 def test_text():
     packed = msgspec.structs.replace(record(1), packed=1)
     records = [record(0), packed, *(record(i) for i in range(2, 8))]
-    summary = summarise(records, maximum=MAXIMUM, computed_costs=True, pictures=[Path("out/timeline.png")])
+    summary = summarise(records, maximum=MAXIMUM, computed_costs=True, pictures=PICTURES)
     assert format_summary(summary) == (
         "8 iterations, 3,000 tokens per second\n"
         "padding efficiency 75.0% (15.0% with every sample padded to the maximum)\n"
         "micro-batches per iteration 3 / 3 / 3 (min / median / max), 12% of them packed rows\n"
         "shapes: 4 rows, 16 input positions, 8 target positions\n"
-        "time per iteration 20.0 ms measured, 20.0 ms predicted by computed costs, scaled by 2 from the first"
-        " iterations (error 0.0%, of the last half 0.0%; medians)\n"
+        "time per iteration, over all stages, 20.0 ms measured, 20.0 ms predicted by computed costs,"
+        " scaled by 2 from the first iterations (error 0.0%, of the last half 0.0%; medians)\n"
         "waiting for plans 0.00% of the time after iteration 2\n"
-        "picture: out/timeline.png"
+        "picture: out/timeline.png\n"
+        "trace: out/timeline.trace.json (https://ui.perfetto.dev opens it)"
     )
     assert "20.0 ms measured, 10.0 ms predicted (error 50.0%," in format_summary(summarise(records, maximum=MAXIMUM))
 

@@ -17,7 +17,7 @@ from megatron_dynapipe.runtime import (
     ScatterGatherTransport,
     Work,
 )
-from megatron_dynapipe.runtime.messages import ReceiveBuffers
+from megatron_dynapipe.runtime.messages import MessageBuffers
 from megatron_dynapipe.runtime.watchdog import ListWatchdog
 
 pytestmark = pytest.mark.gpu
@@ -126,11 +126,11 @@ def test_the_watchdog_names_the_instruction_at_which_the_device_stands():
 def test_buffers_are_received_into_again_though_a_transfer_was_recorded_on_them():
     """As NCCL does with what it receives; the allocator would keep such memory until the device has passed."""
     device = torch.device("cuda", torch.cuda.current_device())
-    pool, transfers, places = ReceiveBuffers(device), torch.cuda.Stream(device), set()
-    pool.expect({Payload.ACTIVATION: 1 << 20})
+    pool, transfers, places = MessageBuffers(device), torch.cuda.Stream(device), set()
+    pool.begin(1 << 20)
     for value in range(3):
         busy(0.01)
-        buffer = pool.take(Payload.ACTIVATION)
+        buffer = pool.take()
         transfers.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(transfers):
             buffer.fill_(value)

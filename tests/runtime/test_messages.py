@@ -1,14 +1,18 @@
-"""A message's tensors in one stretch of memory, and the buffers that messages are received into."""
+"""A message's tensors in one stretch of memory, and the buffers that messages lie in."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Payload
+from megatron_dynapipe.plan.instructions import Buffer, Forward
+from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.plan.text import parse_instruction
+from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor
 from megatron_dynapipe.runtime.executor import BufferTable
-from megatron_dynapipe.runtime.messages import ReceiveBuffers, in_place, joined, landing, message_bytes, views
-from megatron_dynapipe.runtime.passes import PassContext, pass_handlers
+from megatron_dynapipe.runtime.messages import MessageBuffers, in_place, joined, landing, message_bytes, views
+from megatron_dynapipe.runtime.transfer import JoinedWork
 
 SHAPES = [(3, 5), (7,), (0, 2), (2, 2, 3), ()]
 DTYPES = [torch.bfloat16, torch.int64, torch.float32, torch.bool, torch.float64]
@@ -52,36 +56,42 @@ def test_what_lies_apart_is_copied(tensors):
     assert all(one.equal(other) for one, other in zip(arrived, tensors, strict=True))
 
 
-def test_passes_make_a_message_as_it_is_sent():
-    """Tensors of several that are copied only when they are sent would be held beside their copies."""
-    model = SimpleNamespace(begin_pass=lambda _: None, differentiable=lambda *_: None, scale_loss=None)
-    model.forward = lambda _row, _chunk, received, _data: [2 * received[0], 3 * received[1]]
-    handlers, buffers = pass_handlers(PassContext(model=model, stage=1, stages=3, chunks=1)), BufferTable()
-    buffers.put(Buffer.DATA, 0, 0, None)
-    for kind in (Buffer.INPUT, Buffer.OUTPUT_GRAD):
-        buffers.put(kind, 0, 0, [torch.ones(3), torch.ones(5)])
-    for run, made in ((Forward(0), Buffer.OUTPUT), (Backward(0), Buffer.INPUT_GRAD)):
-        handlers[type(run)](run, buffers)
-        tensors = buffers.tensors(made, 0, 0)
-        assert [tensor.tolist() for tensor in tensors] == [[2] * 3, [3] * 5]
-        assert in_place(tensors) is not None
+def test_a_message_is_sent_from_the_pool_and_what_made_it_is_dropped():
+    """Several tensors lie as one; sends that are known to be complete give their buffer to the next."""
+    sent: list[list[torch.Tensor]] = []
+    transport = SimpleNamespace(start_send=lambda _channel, _stage, tensors: sent.append(tensors) or JoinedWork([]))
+    executor, made = PipelineExecutor(transport, CpuPlatform(), stages=3, dtype=torch.float32), []
+
+    def forward(step: Forward, buffers: BufferTable) -> None:
+        tensors = [torch.full((3,), 2.0 + step.micro_batch), torch.full((5,), 3.0)]
+        made.append(weakref.ref(tensors[0]))
+        buffers.put(Buffer.OUTPUT, step.micro_batch, 0, tensors)
+
+    executor.register_handler(Forward, forward)
+    words = [f"F{row} SEND_F{row}>2[3,5] WAIT_SEND_F{row}>2 FREE_OUTPUT{row}" for row in range(2)]
+    instructions = tuple(parse_instruction(word) for word in " ".join(words).split())
+    executor.execute(StagePlan(stage=1, instructions=instructions, predicted=()))
+    assert [ref() for ref in made] == [None, None]
+    (whole,) = {in_place(tensors).data_ptr() for tensors in sent[:1]}
+    assert in_place(sent[1]).data_ptr() != whole  # the first is still referred to here
+    assert [[tensor.tolist() for tensor in tensors] for tensors in sent] == [
+        [[number] * 3, [3.0] * 5] for number in (2.0, 3.0)
+    ]
 
 
 def test_a_buffer_is_used_again_when_nothing_refers_to_it():
-    pool = ReceiveBuffers(torch.device("cpu"))
-    pool.expect({Payload.ACTIVATION: 64})
-    first = pool.take(Payload.ACTIVATION).view(torch.float32)
-    second = pool.take(Payload.ACTIVATION).view(torch.float32)
+    pool = MessageBuffers(torch.device("cpu"))
+    pool.begin(64)
+    first = pool.take().view(torch.float32)
+    second = pool.take().view(torch.float32)
     places = {first.data_ptr(), second.data_ptr()}
     assert len(places) == 2
     del first
-    assert pool.take(Payload.ACTIVATION).data_ptr() in places - {second.data_ptr()}
+    assert pool.take().data_ptr() in places - {second.data_ptr()}
     kept = (second.detach().requires_grad_() * second.detach()).sum()  # its graph keeps the buffer
     del second
-    again = pool.take(Payload.ACTIVATION), pool.take(Payload.ACTIVATION)
+    again = pool.take(), pool.take()
     assert kept.requires_grad and len({buffer.data_ptr() for buffer in again}) == 1
-    pool.expect({Payload.ACTIVATION: 60})
-    assert pool.take(Payload.ACTIVATION).nbytes == 64
     for size in (8, 80):
-        pool.expect({Payload.ACTIVATION: size})
-        assert pool.take(Payload.ACTIVATION).nbytes == size
+        pool.begin(size)
+        assert pool.take().nbytes == size

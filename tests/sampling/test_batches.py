@@ -16,25 +16,25 @@ def by_hand(
     lengths: list[int], epochs: int, *, samples: int | None, tokens: int | None, last: LastBatch
 ) -> list[list[int]]:
     """Batches of places, sample by sample."""
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     batch: list[int] = []
     size = len(lengths)
     for place in range(size * epochs):
         if place % size == 0 and last is not LastBatch.CONTINUE and batch:
-            found.append(batch)
+            batches.append(batch)
             batch = []
-        held = sum(lengths[each % size] for each in batch)
-        full = len(batch) == samples if tokens is None else held + lengths[place % size] > tokens
+        total = sum(lengths[each % size] for each in batch)
+        full = len(batch) == samples if tokens is None else total + lengths[place % size] > tokens
         if batch and full:
-            found.append(batch)
+            batches.append(batch)
             batch = []
         batch.append(place)
-    found.append(batch)
+    batches.append(batch)
     if last is LastBatch.DROP:
         ends = {size * epoch - 1 for epoch in range(1, epochs + 1)}
-        short = [each for each in found if each[-1] in ends and len(each) != samples]
-        found = [each for each in found if each not in short or (tokens is not None and each[0] % size == 0)]
-    return found
+        short = [each for each in batches if each[-1] in ends and len(each) != samples]
+        batches = [each for each in batches if each not in short or (tokens is not None and each[0] % size == 0)]
+    return batches
 
 
 @settings(deadline=None)
@@ -55,14 +55,14 @@ def test_boundaries(lengths, epochs, samples, tokens, last, at_once):
         with pytest.raises(ConfigError, match="expected an epoch of at least one batch"):
             Batches(size, samples=samples, last=last)
         return
-    made = Batches(
+    planned = Batches(
         size, **given_size, lengths=lambda first, stop: of[np.arange(first, stop) % size], last=last, epochs=epochs
     )  # type: ignore[arg-type]
     expected = by_hand(lengths, epochs, samples=samples if tokens is None else None, tokens=tokens, last=last)
-    assert made.count == len(expected)
-    assert [list(range(*made.bounds(at))) for at in range(len(expected))] == expected
+    assert planned.count == len(expected)
+    assert [list(range(*planned.bounds(at))) for at in range(len(expected))] == expected
     with pytest.raises(ConfigError, match="after which the epochs end"):
-        made.bounds(len(expected))
+        planned.bounds(len(expected))
     batches_module._AT_ONCE = 2**16
 
 

@@ -11,7 +11,7 @@ from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name
+from megatron_dynapipe.store import PlanStore, StoreAddress, StoreServer, new_job_name, open_store
 from megatron_dynapipe.units import ModelFamily
 
 type Settings = Callable[..., ServiceSettings]
@@ -23,12 +23,18 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
+@pytest.fixture
+def store(server: StoreServer) -> Iterator[PlanStore]:
+    with open_store(server.address, retention_s=None) as connected:
+        yield connected
+
+
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     for seed, split in enumerate(("train", "valid")):
         lengths = np.random.default_rng(seed).integers(1, 120, (200, 2)).tolist()
-        write_samples(folder / split, [[[0] * each for each in pair] for pair in lengths], 512)
+        write_samples(folder / split, [[[0] * length for length in pair] for pair in lengths], 512)
     return folder
 
 
@@ -51,7 +57,7 @@ def settings(server: StoreServer, data_folder: Path) -> Settings:
             data_folder=str(data_folder),
             splits=(
                 SplitSettings(name="train", sampler=sampler, iterations=iterations),
-                SplitSettings(name="valid", sampler=sampler, forward_only=True),
+                SplitSettings(name="valid", sampler=sampler, evaluation=3),
             ),
             planner=PlannerSettings(
                 family=ModelFamily.T5,

@@ -1,4 +1,4 @@
-"""The planner's loop on a store in memory: what is planned when, what is deleted, what is said when it fails."""
+"""The planner's loop: what is planned when, what is deleted, what is said when it fails."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from megatron_dynapipe.errors import InfeasibleError, StoreError, StoreFullError
 from megatron_dynapipe.service import ServiceSettings, loop
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
-from tests.helpers.memory_store import MemoryStore
+from megatron_dynapipe.store import PlanStore, StoreAddress
 from tests.helpers.waiting import until
 
 
@@ -27,11 +27,6 @@ class FakeSource:
             raise InfeasibleError("sample 17 needs 99 MB of 10 MB", hint="use a larger device")
         self.planned.append((split, iteration))
         return [(0, stage, bytes(10)) for stage in range(2)]
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def only_train(settings: ServiceSettings, **changes: object) -> ServiceSettings:
 
 
 @contextmanager
-def running(settings: ServiceSettings, source: FakeSource, store: MemoryStore) -> Iterator[None]:
+def running(settings: ServiceSettings, source: FakeSource, store: PlanStore) -> Iterator[None]:
     """A planner whose training stands still from the block's end on."""
 
     def run() -> None:
@@ -65,18 +60,26 @@ def running(settings: ServiceSettings, source: FakeSource, store: MemoryStore) -
     assert not thread.is_alive()
 
 
-def announce(settings: ServiceSettings, store: MemoryStore, split: str, iteration: int) -> None:
+def announce(settings: ServiceSettings, store: PlanStore, split: str, iteration: int) -> None:
     store.announce(settings.keys.progress(split), iteration)
 
 
-def iterations_in(store: MemoryStore, split: str = "train") -> list[int]:
-    return sorted(int(key.split(":")[4]) for key in store._values if f":{split}:" in key and key.endswith(":0:0"))
+def iterations_in(store: PlanStore, settings: ServiceSettings, split: str = "train") -> list[int]:
+    """Of the first ones, those whose plans are there."""
+    keys = [settings.keys.plan(split=split, iteration=i, replica=0, stage=0) for i in range(12)]
+    there = store.read_progress(keys)
+    return [i for i, key in enumerate(keys) if key in there]
+
+
+def failure_in(store: PlanStore, settings: ServiceSettings) -> bool:
+    return bool(store.read_progress([settings.keys.error]))
 
 
 def test_it_ends_when_all_is_planned(settings, source, store) -> None:
-    PlannerLoop(only_train(settings(look_ahead=100), iterations=7), source, store).run()
+    job = only_train(settings(look_ahead=100), iterations=7)
+    PlannerLoop(job, source, store).run()
     assert source.planned == [("train", iteration) for iteration in range(7)]
-    assert iterations_in(store) == list(range(7))
+    assert iterations_in(store, job) == list(range(7))
 
 
 @pytest.mark.parametrize(
@@ -101,44 +104,55 @@ def test_splits_take_turns_and_what_training_has_left_behind_is_deleted(settings
         for iteration in range(1, 5):  # training stands still while it evaluates
             announce(job, store, "valid", iteration)
             until(lambda iteration=iteration: source.planned[-1] == ("valid", iteration + 1))
-    assert iterations_in(store, "valid") == [3, 4, 5] and iterations_in(store) == [0, 1]
+    assert iterations_in(store, job, "valid") == [3, 4, 5] and iterations_in(store, job) == [0, 1]
 
 
-class FullStore(MemoryStore):
+class FullStore(PlanStore):
     """Takes so many keys."""
 
-    limit = 6
+    def __init__(self, address: StoreAddress, limit: int) -> None:
+        super().__init__(address, retention_s=None)
+        self.keys, self.limit = set[str](), limit
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
-        for item in items:
-            if len(self._values) >= self.limit:
+        for key, value in items:
+            if len(self.keys) >= self.limit:
                 raise StoreFullError("the store is full", hint="raise its maxmemory")
-            super().put_all([item])
+            super().put_all([(key, value)])
+            self.keys.add(key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        super().delete(keys)
+        self.keys.difference_update(keys)
 
 
 def test_a_full_store_holds_whole_iterations_and_stops_nothing(settings, source) -> None:
-    store, job = FullStore(), only_train(settings(look_ahead=8, keep_behind=0, idle_timeout_s=1.0))
-    store.limit = 7
+    job = only_train(settings(look_ahead=8, keep_behind=0, idle_timeout_s=1.0))
+    store = FullStore(job.store, limit=7)
     with running(job, source, store):
         for iteration in range(6):
             announce(job, store, "train", iteration)
-            until(lambda iteration=iteration: {iteration, iteration + 2} <= set(iterations_in(store)))
-    assert len(store._values) == 6 and job.keys.error not in store._values
+            until(lambda iteration=iteration: {iteration, iteration + 2} <= set(iterations_in(store, job)))
+    assert len(store.keys) == 6 and not failure_in(store, job)
 
 
 def test_a_store_that_fails_is_asked_again_and_filled_again(settings, source, store, monkeypatch) -> None:
     job = only_train(settings(look_ahead=2, idle_timeout_s=1.0))
-    read = store.read_progress
+    failed = []
+
+    def gone(topics: Sequence[str]) -> None:
+        failed.append(topics)
+        raise StoreError("it is gone")
+
     with running(job, source, store):
         until(lambda: len(source.planned) == 3)
-        monkeypatch.setattr(store, "read_progress", lambda topics: (_ for _ in ()).throw(StoreError("it is gone")))
-        announce(job, store, "train", 0)
-        store._values.clear()
-        until(lambda: True)
-        monkeypatch.setattr(store, "read_progress", read)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(store, "read_progress", gone)
+            until(lambda: failed)
+            store.delete([job.keys.plan(split="train", iteration=i, replica=0, stage=0) for i in range(3)])
         announce(job, store, "train", 1)
         until(lambda: ("train", 3) in source.planned)
-    assert job.keys.error not in store._values
+    assert iterations_in(store, job)[-3:] == [1, 2, 3] and not failure_in(store, job)
 
 
 def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, source, store) -> None:
@@ -146,8 +160,8 @@ def test_its_failure_reaches_the_ranks_after_the_plans_made_before(settings, sou
     source.fails_at = ("train", 3)
     with pytest.raises(InfeasibleError):
         PlannerLoop(job, source, store).run()
-    assert iterations_in(store) == [0, 1, 2]
-    error = decode_failure(store._values[job.keys.error]).to_error()
+    assert iterations_in(store, job) == [0, 1, 2]
+    error = decode_failure(store.wait_any([job.keys.error], timeout_s=5, what="it")[1])
     assert error.message.startswith(
         "planner 0 failed while planning iteration 3 of train: "
         "InfeasibleError: sample 17 needs 99 MB of 10 MB\n--- from its process ---\nTraceback (most recent call last):"
@@ -161,7 +175,7 @@ def test_a_clean_end_deletes_what_was_published_on_a_shared_server(settings, sou
         planner = PlannerLoop(msgspec.structs.replace(job, retention_s=retention_s), source, store)
         planner.run()
         planner.close()
-        assert len(iterations_in(store)) == left
+        assert len(iterations_in(store, job)) == left
 
 
 def test_iterations_that_are_named_as_left_behind_are_not_named_again(settings) -> None:
@@ -171,4 +185,4 @@ def test_iterations_that_are_named_as_left_behind_are_not_named_again(settings) 
     window.progress = 3
     assert (window.left_behind(), window.left_behind()) == ([0, 1], [])
     window.progress = 40
-    assert window.left_behind() == [2, 3] and window.own == [40, 41, 42, 43, 44]
+    assert window.left_behind() == [2, 3] and window.unplanned == [40, 41, 42, 43, 44]

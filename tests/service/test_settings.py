@@ -47,7 +47,7 @@ def test_the_digest_names_what_plans_depend_on(settings) -> None:
     assert {other.digest() for other in same} == {inputs.digest()}
     other = [
         replace(inputs, splits=(replace(train, sampler=replace(train.sampler, seed=2)), valid)),
-        replace(inputs, splits=(train, replace(valid, forward_only=False))),
+        replace(inputs, splits=(train, replace(valid, evaluation=None))),
         replace(inputs, planner=replace(inputs.planner, memory_limit_bytes=1)),
         replace(inputs, costs=replace(inputs.costs, max_size=8)),
     ]

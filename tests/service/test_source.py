@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError, StoreError
+from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
-from megatron_dynapipe.service.failure import PlannerFailure, publish_failure
+from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits
-from tests.helpers.memory_store import MemoryStore
+from megatron_dynapipe.store import PlanStore
 
 PLACES = [(0, 0), (1, 1)]
 
@@ -21,29 +22,42 @@ def job(settings):
 
 
 @pytest.fixture
-def make(job) -> Callable[..., tuple[PlanSource, MemoryStore]]:
-    def of(deadline_s: float = 0.4, **more: object) -> tuple[PlanSource, MemoryStore]:
-        store = MemoryStore()
-        return PlanSource(job.inputs, store, job.keys, who="rank 0", deadline_s=deadline_s, **more), store
+def make(job, store) -> Callable[..., PlanSource]:
+    def of(deadline_s: float = 0.4, **more: object) -> PlanSource:
+        return PlanSource(job.inputs, store, job.keys, who="rank 0", deadline_s=deadline_s, **more)
 
     return of
 
 
-def publish(job, store: MemoryStore, iteration: int, data: bytes) -> None:
+def publish(job, store: PlanStore, iteration: int, data: bytes) -> None:
     keys = [job.keys.plan(split="train", iteration=iteration, replica=r, stage=s) for r, s in PLACES]
     store.put_all([(key, data) for key in keys])
 
 
-def test_what_is_late_is_made_as_planners_make_it(job, make) -> None:
-    plans, _ = make()
+def test_what_is_late_is_made_as_planners_make_it(job, store, make) -> None:
+    plans = make()
     expected = {(r, s): data for r, s, data in PlannedSplits(job.inputs).entries("train", 5)}
     assert plans.fetch("train", 5, PLACES) == expected
     without = PlanSource(job.inputs, None, job.keys, who="rank 0", deadline_s=1e6)
     assert without.fetch("train", 5, PLACES) == expected
 
 
-def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_again(job, make) -> None:
-    plans, store = make(planners=1)
+def test_every_evaluation_is_of_the_same_samples(job) -> None:
+    planned = PlannedSplits(job.inputs)
+    ids = [
+        {
+            sample
+            for *_, data in planned.entries("valid", i)
+            for mb in decode_entry(data).micro_batches
+            for sample in mb.sample_ids
+        }
+        for i in range(7)
+    ]
+    assert ids[:3] == ids[3:6] and ids[6] == ids[0] and len(set.union(*ids)) == 36
+
+
+def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_again(job, store, make) -> None:
+    plans = make(planners=1)
     plans.fetch("train", 0, PLACES)
     assert plans.patience_s < 0.01
     for iteration in (1, 2):
@@ -54,9 +68,9 @@ def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_agai
 
 @pytest.mark.parametrize(("first_s", "patience_s"), [(1.0, 10.0), (26.0, 78.0), (90.0, 150.0)])
 def test_plans_that_take_long_are_waited_for_as_long_three_times(
-    job, make, monkeypatch, first_s: float, patience_s: float
+    job, store, make, monkeypatch, first_s: float, patience_s: float
 ) -> None:
-    plans, store = make(deadline_s=300.0)
+    plans = make(deadline_s=300.0)
     now = [0.0]
     monkeypatch.setattr(source.time, "monotonic", lambda: now[0])
 
@@ -71,12 +85,12 @@ def test_plans_that_take_long_are_waited_for_as_long_three_times(
 
 
 def test_planners_that_have_ended_are_not_waited_for(make) -> None:
-    plans, _ = make(deadline_s=600.0, may_come=lambda: False)
+    plans = make(deadline_s=600.0, may_come=lambda: False)
     assert len(plans.fetch("train", 0, PLACES)) == 4
 
 
-def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, make, monkeypatch, caplog) -> None:
-    plans, store = make()
+def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, store, make, monkeypatch, caplog) -> None:
+    plans = make()
     asked = []
 
     def gone(keys, **_):
@@ -95,10 +109,10 @@ def test_a_store_that_fails_is_asked_again_after_a_while_and_said(job, make, mon
     assert set(plans.fetch("train", 3, PLACES).values()) == {b"theirs"}
 
 
-def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, make) -> None:
-    plans, store = make(deadline_s=60.0)
+def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, store, make) -> None:
+    plans = make(deadline_s=60.0)
     publish(job, store, 0, b"theirs")
-    publish_failure(store, job.keys, PlannerFailure.of(ValueError("sample 3"), who="planner 0", doing="testing"))
+    publish_failure(store, job.keys, describe_failure(ValueError("sample 3"), who="planner 0", doing="testing"))
     assert plans.fetch("train", 0, PLACES), "what was published before"
     with pytest.raises(PlannerFailedError, match=r"planner 0 failed while testing: ValueError: sample 3\n"):
         plans.fetch("train", 1, PLACES)
@@ -108,7 +122,7 @@ def test_a_planner_s_error_is_raised_and_so_is_one_here(job, settings, make) -> 
 
 
 def test_closing_ends_a_wait(make) -> None:
-    plans, _ = make(deadline_s=600.0)
+    plans = make(deadline_s=600.0)
     threading.Timer(0.1, plans.close).start()
     started = time.monotonic()
     with pytest.raises(StoreError, match="the source of plans is closed"):

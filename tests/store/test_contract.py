@@ -1,14 +1,14 @@
-"""What every plan store promises, on each implementation."""
+"""What a plan store promises."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import PlanStore, StoreServer, open_store
-from tests.helpers.memory_store import MemoryStore
 
 type Later = Callable[..., None]
 
@@ -19,13 +19,10 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
-@pytest.fixture(params=["memory", "redis"])
-def store(request: pytest.FixtureRequest) -> Iterator[PlanStore]:
-    opened: PlanStore = (
-        MemoryStore() if request.param == "memory" else open_store(request.getfixturevalue("server").address)
-    )
-    yield opened
-    opened.close()
+@pytest.fixture
+def store(server: StoreServer) -> Iterator[PlanStore]:
+    with open_store(server.address) as connected:
+        yield connected
 
 
 @pytest.fixture
@@ -75,18 +72,12 @@ def test_several_keys_are_published_in_order(store: PlanStore, key: str) -> None
 
 
 def test_every_waiting_reader_gets_the_value(store: PlanStore, key: str) -> None:
-    got: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: got.append(store.wait_any([key], timeout_s=10, what="it")[1])) for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.2)
-    assert got == []
-    store.put_all([(key, b"plan")])
-    for thread in threads:
-        thread.join(10)
-    assert got == [b"plan"] * 6
+    with ThreadPoolExecutor(6) as pool:
+        waits = [pool.submit(store.wait_any, [key], timeout_s=10, what="it") for _ in range(6)]
+        time.sleep(0.2)
+        assert not any(wait.done() for wait in waits)
+        store.put_all([(key, b"plan")])
+        assert [wait.result() for wait in waits] == [(key, b"plan")] * 6
 
 
 def test_of_several_keys_the_first_that_comes_or_is_asked_for_is_returned(

@@ -44,10 +44,7 @@ def test_keys_expire_only_where_they_are_to(address, raw, keys, retention_s, lea
 
 
 def test_a_slow_reply_is_waited_for_as_long_as_the_caller_says(address, raw, keys) -> None:
-    with (
-        open_store(address, reply_timeout_s=10.0) as patient,
-        open_store(address, reply_timeout_s=0.2) as hasty,
-    ):
+    with open_store(address, reply_timeout_s=10.0) as patient, open_store(address, reply_timeout_s=0.2) as hasty:
         raw.execute_command("CLIENT", "PAUSE", "1200", "ALL")
         with pytest.raises(StoreError, match="failed while"):
             hasty.put_all([(f"{a_plan(keys)}", b"plan")])

@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,12 +117,10 @@ OWNER = """
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)", "os._exit(4)", "os.abort()"])
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise SystemExit(3)"], ids=["killed", "left"])
 def test_it_is_gone_when_its_owner_is_gone(then: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", textwrap.dedent(OWNER.format(then=then))], stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         guard, url = owner.stdout.readline().split()
@@ -141,44 +139,18 @@ def test_it_is_gone_when_its_guard_is_killed(server: StoreServer) -> None:
     assert server._guard is not None
     server._guard.kill()
     until(lambda: not is_running(pid))
-    server._guard.wait(10)  # the kernel ends the server a moment before the guard can be reaped
-    with pytest.raises(StoreError, match="ended with exit status -9; its log ends"):
-        server.check()
-
-
-def test_a_server_that_was_killed_is_reported_with_its_log(server: StoreServer) -> None:
-    server.check()
-    os.kill(server_pid(server.address), signal.SIGKILL)
-    assert server._guard is not None
-    server._guard.wait(10)
-    with pytest.raises(StoreError, match=r"(?s)ended with exit status 137; its log ends:\n.*Ready to accept") as caught:
-        server.check()
-    assert caught.value.hint == "it was killed, often for want of memory"
 
 
 def test_readers_learn_at_once_that_the_server_was_killed(server: StoreServer) -> None:
     store = open_store(server.address)
-    errors: list[StoreError] = []
-
-    def read() -> None:
-        try:
-            store.wait_any(["dynapipe:plan"], timeout_s=60, what="the plan of iteration 3")
-        except StoreError as error:
-            errors.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    time.sleep(0.2)
-    os.kill(server_pid(server.address), signal.SIGKILL)
-    started = time.monotonic()
-    for reader in readers:
-        reader.join(10)
-    assert time.monotonic() - started < 9
-    assert len(errors) == 4
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(store.wait_any, ["dynapipe:plan"], timeout_s=60, what="the plan") for _ in range(4)]
+        time.sleep(0.2)
+        os.kill(server_pid(server.address), signal.SIGKILL)
+        errors = [wait.exception(timeout=9) for wait in waits]
     for error in errors:
-        assert not isinstance(error, StoreTimeoutError)
-        assert error.message.startswith(f"plan store {server.address} failed while waiting for the plan of")
+        assert isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError)
+        assert error.message.startswith(f"plan store {server.address} failed while waiting for the plan")
     with pytest.raises(
         StoreError, match=r"failed while publishing dynapipe:k and 0 more: .*Connection (refused|reset)"
     ):

@@ -1,14 +1,20 @@
-"""Servers of other kinds: those that serve plans, and those that are refused by name."""
+"""Servers of other kinds: those that serve plans, and those that are refused by name.
 
+Of other makers and versions: those on the PATH, and those whose programs DYNAPIPE_TEST_SERVERS lists, with colons.
+"""
+
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import StoreError, StoreTimeoutError
+from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name, open_store
-from megatron_dynapipe.store.connection import check_kind, fields_of
+from megatron_dynapipe.store.connection import OLDEST_REDIS, check_kind, fields_of
 from megatron_dynapipe.store.redis_store import COMMANDS
+from tests.helpers.commands import run
 from tests.store.servers import Relay, certificate, free_port, serving
 
 ADDRESS = StoreAddress("redis://:secret@plans:6379/0")
@@ -55,8 +61,8 @@ def test_a_node_of_a_cluster_and_a_sentinel_are_refused(
     tmp_path: Path, settings: str, words: tuple[str, ...], kind: str
 ) -> None:
     port = free_port()
-    given = f"port {port}\n{settings.format(port=port, other=free_port())}"
-    with serving(tmp_path, given, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):
+    lines = f"port {port}\n{settings.format(port=port, other=free_port())}"
+    with serving(tmp_path, lines, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):
         open_store(f"redis://127.0.0.1:{port}")
 
 
@@ -117,3 +123,27 @@ def test_a_server_that_speaks_tls_itself(tmp_path: Path, monkeypatch: pytest.Mon
     with serving(tmp_path, f"{tls}\nuser default off\nuser u on >p ~dynapipe:* {COMMANDS}", port=port):
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         use(f"rediss://u:p@localhost:{port}/0")
+
+
+_NAMED = os.environ.get("DYNAPIPE_TEST_SERVERS", "").split(":")
+_ON_PATH = (shutil.which(name) for name in ("redis-server", "valkey-server"))
+PROGRAMS = [Path(program) for program in (*_NAMED, *_ON_PATH) if program]
+
+
+@pytest.mark.skipif(not PROGRAMS, reason="needs a server on the PATH or in DYNAPIPE_TEST_SERVERS")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_serves_plans_or_is_refused_by_its_version(tmp_path: Path, program: Path) -> None:
+    (version,) = re.findall(r"v=([0-9.]+)", run(program, "--version").stdout)  # Redis server v=7.0.15 sha=…
+    port = free_port()
+    url, admin = f"redis://plans:p@127.0.0.1:{port}/0", StoreAddress(f"redis://127.0.0.1:{port}/0")
+    user = f"user plans on >p ~dynapipe:* {COMMANDS}\nmaxmemory 4mb\nmaxmemory-policy noeviction"
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_REDIS:
+        with serving(tmp_path, f"port {port}", port=port, program=program):
+            with pytest.raises(StoreError, match=re.escape(f"got Redis {version}")) as caught:
+                open_store(admin)
+            assert caught.value.hint == "a run without a store's URL starts a server of its own"
+        return
+    with serving(tmp_path, f"port {port}\n{user}", port=port, program=program):
+        use(url)
+        with open_store(url) as store, pytest.raises(StoreFullError):
+            store.put_all([(f"dynapipe:{number}", bytes(100_000)) for number in range(100)])

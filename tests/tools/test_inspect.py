@@ -9,27 +9,28 @@ import pytest
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
-from megatron_dynapipe.tools.inspect import LengthStatistics, dataset_statistics, statistics_table
+from megatron_dynapipe.tools.inspect import dataset_statistics, length_statistics, statistics_table
 from tests.data.dataset import write_dataset
 from tests.tools.prepare.test_run import text_samples
 
 
 def test_percentiles_are_lengths_that_occur() -> None:
     lengths = np.arange(1, 101, dtype=np.int32)
-    assert LengthStatistics.of(lengths) == LengthStatistics(mean=50.5, p50=50, p90=90, p99=99, max=100)
-    one = LengthStatistics.of(np.array([7], np.int32))
-    assert one == LengthStatistics(mean=7.0, p50=7, p90=7, p99=7, max=7)
+    assert length_statistics(lengths) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    one = length_statistics(np.array([7], np.int32))
+    assert one == {"mean": 7.0, "p50": 7, "p90": 7, "p99": 7, "max": 7}
 
 
 def test_statistics_by_task(tmp_path: Path) -> None:
     statistics = dataset_statistics(write_dataset(tmp_path), "train")
-    even, odd = statistics.tasks
-    assert (even.task, even.samples, even.input.mean, even.input.max, even.target.max) == ("even", 2, 3.5, 4, 3)
-    assert (odd.task, odd.samples, odd.input.mean, odd.input.max, odd.target.max) == ("odd", 2, 1.5, 2, 1)
-    assert (statistics.total.samples, statistics.total.input.mean, statistics.total.target.mean) == (4, 2.5, 1.75)
+    found = [
+        (row["task"], row["samples"], row["tokens"], row["share"], row["input"]["mean"], row["target"]["mean"])
+        for row in (*statistics["tasks"], statistics["total"])
+    ]
+    assert found == [("even", 2, 12, 0.5, 3.5, 2.5), ("odd", 2, 5, 0.5, 1.5, 1.0), ("total", 4, 17, 1.0, 2.5, 1.75)]
+    assert [row["input"]["max"] for row in statistics["tasks"]] == [4, 2]
     table = statistics_table(statistics).splitlines()
     assert [line.split()[0] for line in table[1:]] == ["task", "even", "odd", "total"]
-    assert (even.tokens, even.share, odd.tokens, odd.share) == (12, 0.5, 5, 0.5)
     assert table[-1].split() == ["total", "4", "17", "100.00%", "2.5", "2", "4", "4", "4", "1.8", "1", "3", "3", "3"]
     assert len({len(line) for line in table[1:]}) == 1
 

@@ -8,10 +8,10 @@ import sys
 import torch
 
 from megatron_dynapipe import __version__
+from megatron_dynapipe.checkout.version import find_version
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags.machine import nodes, processor_and_cores, world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.patching import find_version
 from megatron_dynapipe.units import amount
 
 
@@ -46,6 +46,6 @@ def about(run: RunConfig) -> dict[str, str]:
 
 def _command() -> str:
     """As it was given to Python, without its interpreter; run files are written out in `sys.argv`."""
-    given = sys.orig_argv
-    script = next((at for at, word in enumerate(given) if word == sys.argv[0]), 1)
-    return shlex.join(given[script:])
+    words = sys.orig_argv
+    script = next((at for at, word in enumerate(words) if word == sys.argv[0]), 1)
+    return shlex.join(words[script:])

@@ -1,4 +1,4 @@
-"""What happens before Megatron is imported: the device is chosen, and what is read once of the environment is set.
+"""The start before Megatron is imported: the device is chosen, and what is read once of the environment is set.
 
 Imports no Megatron: on a machine without a GPU, the CPU platform must be active before Megatron's modules are imported.
 Asks torch for no device before the environment is set: that may load the driver, which reads some of it.
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.config import EarlyFlags
+from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry.failure import reported
-from megatron_dynapipe.patching import INSTALL_HINT, found_version
 from megatron_dynapipe.processes import end_with_launcher
 
 BLACKWELL = 10
@@ -26,21 +25,16 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
-    """Prepare the device, then call `main`; a `DynaPipeError` ends the process as `reported` says.
-
-    Args:
-        main: the run.
-        device: to run on; that of `--dynapipe-device` if None.
-    """
+    """Prepare `device` (None: that of `--dynapipe-device`), then call `main`; a `DynaPipeError` ends the process."""
     end_with_launcher()
     with reported():
         sys.argv[1:] = config.expand(sys.argv[1:])  # run files are read here, and nowhere else
-        early = config.early_flags(sys.argv[1:], EarlyFlags)
-        wanted = device or early.dynapipe_device
-        prepare_environment(early.tensor_model_parallel_size, wanted)  # before anything asks for a device
-        check_driver(wanted)
+        early = config.early_flags(sys.argv[1:])
+        device = device or early.dynapipe_device
+        prepare_environment(early.tensor_model_parallel_size, device)  # before anything asks for a device
+        check_driver(device)
         cpu.quieten()
-        if cpu.enable(wanted):
+        if cpu.enable(device):
             cpu.silence_prints()
         check_megatron()
         main()
@@ -64,15 +58,9 @@ def check_megatron() -> None:
 
 
 def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a planned run wants set, without what is set already.
-
-    Args:
-        tensor_parallel: ranks that a layer is sharded over.
-        capability: major compute capability of the devices.
-        environ: the environment as given.
-    """
+    """Variables of a planned run that are not set yet."""
     one_queue = tensor_parallel > 1 and capability < BLACKWELL  # Megatron asserts it
-    wanted = {
+    settings = {
         # A kernel that is loaded at its first use may wait for the device, on which a receive waits for a peer.
         "CUDA_MODULE_LOADING": "EAGER",
         # One queue makes launches wait for each other across streams; the default of 8 does from nine streams on.
@@ -81,24 +69,18 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
         ALLOCATOR[1]: "expandable_segments:True",
     }
     if ALLOCATOR[0] in environ:
-        del wanted[ALLOCATOR[1]]
-    return {name: value for name, value in wanted.items() if name not in environ}
+        del settings[ALLOCATOR[1]]
+    return {name: value for name, value in settings.items() if name not in environ}
 
 
 def prepare_environment(
     tensor_parallel: int, device: str, *, capabilities: Callable[[], list[int]] | None = None
 ) -> None:
-    """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none.
-
-    Args:
-        tensor_parallel: ranks that a layer is sharded over.
-        device: of `--dynapipe-device`.
-        capabilities: gives each device's major compute capability; asks the driver's management library if None.
-    """
-    found = [] if device == "cpu" else (capabilities or _capabilities)()
-    if not found:
+    """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none."""
+    majors = [] if device == "cpu" else (capabilities or _capabilities)()
+    if not majors:
         return
-    chosen = environment(tensor_parallel=tensor_parallel, capability=min(found), environ=os.environ)
+    chosen = environment(tensor_parallel=tensor_parallel, capability=min(majors), environ=os.environ)
     os.environ.update(chosen)
     if chosen and os.environ.get("RANK", "0") == "0":
         print(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}", flush=True)

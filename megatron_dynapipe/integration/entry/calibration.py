@@ -38,10 +38,6 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
 
     What keeps it from that is printed. Call it on every rank, inside the check of `start.start_together`.
-
-    Args:
-        run: the run.
-        flags: the run's command line as given.
     """
     if start.ranks_stand_alone():
         if os.environ["RANK"] == "0":
@@ -65,7 +61,7 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
 
 def _identity(run: RunConfig) -> str:
     """A digest of all that the costs depend on."""
-    held = {
+    causes = {
         **run.layer_costs,
         "family": run.family.value,
         "recompute": ",".join(run.planner.recompute),
@@ -75,8 +71,8 @@ def _identity(run: RunConfig) -> str:
         "seconds": str(run.calibrate_s),
         "file": json.dumps(msgspec.json.schema(CostFile)),  # what is measured
     }
-    held |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
-    return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=12).hexdigest()
+    causes |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
+    return hashlib.blake2b(json.dumps(causes, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def _processes(run: RunConfig) -> int:
@@ -142,7 +138,7 @@ def _share(path: Path, timeout_s: float) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Of a file that can be read as costs.
+    """The digest of a file of costs.
 
     Raises:
         CostModelError: it cannot; names the file.

@@ -1,7 +1,9 @@
 """A planned run inside a patched Megatron-LM checkout: its flags, its checks, its start and its end.
 
-`megatron_dynapipe.checkout_hooks` is the module that patches import; this project's entry scripts do the same for
-themselves (`runs`). Nothing of Megatron is imported before it is needed: its own modules import this one.
+Patches import this module as `megatron_dynapipe.checkout_hooks` and call the functions of `__all__`, whose names stay,
+so that a checkout patched today works with later versions. Each does nothing, or answers as Megatron would, unless
+`--use-dynapipe` is given; this project's entry scripts do the same for themselves (`runs`). Nothing of Megatron is
+imported before it is needed: its own modules import this one.
 """
 
 import argparse
@@ -26,6 +28,11 @@ from megatron_dynapipe.units import ModelFamily
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.session import Session
 
+__all__ = [
+    *("add_arguments", "check_arguments", "count_samples", "dataset_provider", "finish", "log_line"),
+    *("micro_batch_shape", "schedule"),
+]
+
 _session: "Session | None" = None
 """The run that this module started; an entry script's run is closed by its own `with`."""
 _known: Sequence[argparse.Action] = ()
@@ -44,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sys.argv[1:] = config.expand(sys.argv[1:])
         if "--use-dynapipe" in sys.argv[1:]:
             fork.check(sys.argv[1:], os.environ)
-            early = config.early_flags(sys.argv[1:], config.EarlyFlags)
+            early = config.early_flags(sys.argv[1:])
             prepare_environment(early.tensor_model_parallel_size, "cpu" if cpu.is_enabled() else "auto")
             command_line.add_arguments(parser)
             parser.error = reported()(parser.error)  # type: ignore[method-assign]
@@ -75,13 +82,13 @@ def _check_device() -> None:
         raise ConfigError(
             "expected a CUDA device, found none",
             hint="to try a patched checkout on the CPU, launch its script by this project's module:"
-            " torchrun --nproc-per-node 2 -m megatron_dynapipe.on_cpu pretrain_gpt.py YOUR FLAGS",
+            " torchrun --nproc-per-node 2 -m megatron_dynapipe.cpu pretrain_gpt.py YOUR FLAGS",
         )
 
 
 def _check_model_flags() -> None:
     """Refuse flags of this project's models: a patched checkout builds its own."""
-    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     for flag, instead in (
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
@@ -89,7 +96,7 @@ def _check_model_flags() -> None:
         ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
         ("--dynapipe-elastic", "use this project's entry scripts"),
     ):
-        if flag in given:
+        if flag in flags:
             raise ConfigError(
                 f"{flag} is not supported in a patched checkout, which builds its own model", hint=instead
             )
@@ -108,7 +115,7 @@ def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
 
 
 def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """What `pretrain` asks for datasets: a planned run's iterators, else the entry script's own provider."""
+    """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
     from megatron.training import get_args
 
     global _session

@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dynapipe.config import EarlyFlags, early_flags
+from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.errors import (
     ConfigError,
     CostModelError,
@@ -26,12 +27,14 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
+from megatron_dynapipe.integration.entry.resume_record import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
 
 FIRST_FAILURE = "dynapipe/first_failure"
 """Key of the process groups' store: the first failure of the job, in one line."""
+_INTERRUPTED = 128 + signal.SIGINT
 SAVING = {"save_checkpoint", "maybe_finalize_async_save"}
 """Megatron's functions that write a checkpoint."""
 
@@ -41,7 +44,7 @@ def reported() -> Iterator[None]:
     """A `DynaPipeError` of the block ends the process with a message and no traceback. Also a decorator.
 
     Exit status 2 means that the run could not start as it was asked to, 1 that it failed later. What keeps a run from
-    starting is the same on all ranks, or agreed on by them: one rank prints it.
+    starting is the same on all ranks, or agreed on by them: one rank prints it. After Ctrl-C it is 130.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -56,6 +59,18 @@ def reported() -> Iterator[None]:
         _print_report(error, f"[rank {rank}] ")
         start.write_error_file(str(error))
         sys.exit(1)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print(f"interrupted; {_last_checkpoint()}", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
+
+
+def _last_checkpoint() -> str:
+    saved = early_flags(sys.argv[1:]).save
+    last = last_iteration(Path(saved)) if saved else None
+    if last is None:
+        return "no checkpoint was saved: --save FOLDER and --save-interval N save some"
+    return f"the last checkpoint is of iteration {last}: --load {saved} goes on from it"
 
 
 def _print_report(error: DynaPipeError, prefix: str) -> None:
@@ -120,11 +135,11 @@ def _explained(error: BaseException) -> BaseException:
 
 def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
     if isinstance(error, AssertionError) and "OptimizerParamScheduler: class input value" in str(error):
-        found = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
-        mine, saved, name = found.groups() if found else ("another", "its own", "a value")
+        match = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
+        value, saved, name = match.groups() if match else ("another", "its own", "a value")
         name = name.replace("iterations", "samples")  # which its numbers are
         return ConfigError(
-            f"expected the checkpoint's {name}, {saved}, got {mine}",
+            f"expected the checkpoint's {name}, {saved}, got {value}",
             hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
             " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
         )
@@ -147,7 +162,7 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
     frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
     if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):
-        return unwritten(Path(early_flags(sys.argv[1:], EarlyFlags).save or "."), error)
+        return unwritten(Path(early_flags(sys.argv[1:]).save or "."), error)
     return None
 
 
@@ -172,10 +187,10 @@ def _name_first_failure(error: BaseException) -> None:
     """Write down this failure for the peers, or add to it the one that came before."""
     if not dist.is_initialized():
         return
-    mine = f"rank {_rank()} failed first: {_line(error)}"
+    failure = f"rank {_rank()} failed first: {_line(error)}"
     with contextlib.suppress(Exception):  # the store may be gone with the rank that hosts it
-        first = dist.distributed_c10d._get_default_store().compare_set(FIRST_FAILURE, "", mine).decode()
-        if first != mine and not isinstance(error, DynaPipeError):
+        first = dist.distributed_c10d._get_default_store().compare_set(FIRST_FAILURE, "", failure).decode()
+        if first != failure and not isinstance(error, DynaPipeError):
             error.add_note(first)
 
 

@@ -13,32 +13,24 @@ loop plans ahead instead, in a process of its own (`session`).
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.data.collate import Collator, RequiredFields, SpecialTokens
+from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration
-from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.integration.execution.iterations import IterationRunner
+from megatron_dynapipe.integration.execution.step_functions import batch_maker, gpt_step, required_fields, t5_step
 from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.execution.warm_up import warm_up
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
-from megatron_dynapipe.integration.models.providers import t5_required_fields
 from megatron_dynapipe.integration.models.specs import packing_obstacle
-from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace
@@ -121,19 +113,22 @@ class MegatronPipeline:
         self._device = next(models[0].parameters()).device
         self.planner = planner
         self._config = get_model_config(models[0])
-        self._dtype = self._config.pipeline_dtype or self._config.params_dtype
         self._check()
         optimizer_patches.apply()
         fused_kernels.fuse_adam(optimizer)
+        self._configure()
+        self._step_function = gpt_step if self._family is ModelFamily.GPT else t5_step
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._runner = open_runner(
-            self._control, planner.settings, device=self._device, dtype=self._dtype, timeout_s=timeout_s, adds_up=True
+        self._required, self._tokens, self._loss_on = required_fields(models), tokens, loss_on
+        dtype = self._config.pipeline_dtype or self._config.params_dtype
+        steps = open_runner(
+            self._control, planner.settings, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=True
+        )
+        self._runner = IterationRunner(
+            steps, planner.settings, required=self._required, make_batch=batch_maker(models), seed=seed
         )
         self._replica = parallel_state.get_data_parallel_rank()
-        self._state = MicroBatchContext(models, seed=seed)
-        self._required, self._tokens, self._loss_on = required_fields_of(models), tokens, loss_on
         self.iteration = first_iteration
-        self._configure()
 
     def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
         """The next step's plan for a global batch; raises as `step`."""
@@ -189,26 +184,19 @@ class MegatronPipeline:
             forward_only: no backward passes.
             force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         """
-        plan = self._agreed(batch, plan, forward_only=forward_only)
-        replica = plan.replicas[self._replica]
-        collate = Collator(required=self._required, reader=_Reader(batch), special=self._tokens, loss_on=self._loss_on)
-
-        def prepare(index: int) -> None:
-            planned = replica.micro_batches[index]
-            self._state.begin(plan.iteration, index, planned.recompute, planned)
-
-        result, _, _ = run_iteration(
-            self._runner,
-            replica.stages[self._runner.stage],
+        plan, plan_digest = self._agreed(batch, plan, forward_only=forward_only)
+        entry = StageEntry.of(plan, self._replica, self._runner.steps.stage, plan_digest=plan_digest)
+        reader = reader_of(batch) if self._required.text else None
+        collate = Collator(required=self._required, reader=reader, special=self._tokens, loss_on=self._loss_on)
+        self._runner.settings = self.planner.settings
+        result, _, _ = self._runner.run(
+            entry,
+            lambda index: collate(index, entry.micro_batches[index], entry.family),
             self._models,
             self._step_function,
-            lambda index: self._make_batch(collate(index, replica.micro_batches[index], self._family), self._device),
-            prepare=prepare,
-            warm_up=lambda: self.warm_up(plan),
+            longest=_longest(plan),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
-            has_idle_replica=not all(replica.micro_batches for replica in plan.replicas),
-            divides_apart=self.planner.settings.divides_apart,
         )
         if not forward_only:
             self.iteration += 1
@@ -221,39 +209,19 @@ class MegatronPipeline:
             trace=result.trace,
         )
 
-    def _agreed(self, batch: Sequence[Sample], plan: IterationPlan | None, *, forward_only: bool) -> IterationPlan:
-        """The plan to run, the same on all ranks; raises on all of them where one has none."""
+    def _agreed(
+        self, batch: Sequence[Sample], plan: IterationPlan | None, *, forward_only: bool
+    ) -> tuple[IterationPlan, str]:
+        """The plan to run and its digest, the same on all ranks; raises on all of them where one has none."""
         error: Exception | None = None
         try:
             plan = plan or self.plan(batch, forward_only=forward_only)
         except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must raise too)
             error = raised
-        identity = "" if plan is None else digest(plan)
-        self._control.start_agreement(error, plan=identity, what=f"iteration {self.iteration}").settle()
+        plan_digest = "" if plan is None else digest(plan)
+        self._control.start_agreement(error, plan=plan_digest, what=f"iteration {self.iteration}").settle()
         assert plan is not None, "without a plan the agreement raises"
-        return plan
-
-    def warm_up(self, plan: IterationPlan) -> None:
-        """Run a small micro-batch under each mode of recomputation, so that no list meets a kernel not yet loaded.
-
-        The first training step on a GPU does it. Gradients are zero afterwards.
-
-        Args:
-            plan: whose longest samples the models take.
-        """
-        shapes = [micro_batch.shape for replica in plan.replicas for micro_batch in replica.micro_batches]
-        warm_up(
-            self._models,
-            self.planner.settings,
-            forward_step=self._step_function,
-            make_batch=lambda host: self._make_batch(host, self._device),
-            prepare=lambda mode: self._state.begin(plan.iteration, 0, mode),
-            required=self._required,
-            stage=self._runner.stage,
-            longest=Shape(1, max(s.input_length for s in shapes), max(s.target_length for s in shapes)),
-            dtype=self._dtype,
-        )
-        self._runner.is_warm = True
+        return plan, plan_digest
 
     @property
     def _family(self) -> ModelFamily:
@@ -270,17 +238,17 @@ class MegatronPipeline:
 
     def _check(self) -> None:
         settings = self.planner.settings
-        wanted = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
-        there = (
+        expected = (settings.data_parallel, settings.tensor_parallel, settings.pipeline_parallel, settings.chunks)
+        actual = (
             parallel_state.get_data_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             len(self._models),
         )
-        if wanted != there:
+        if expected != actual:
             raise ConfigError(
                 "expected models in the planner's layout of data × tensor × pipeline parallel ranks × chunks "
-                f"{' × '.join(map(str, wanted))}, got {' × '.join(map(str, there))}"
+                f"{' × '.join(map(str, expected))}, got {' × '.join(map(str, actual))}"
             )
         if not self._config.calculate_per_token_loss:
             raise ConfigError(
@@ -300,12 +268,8 @@ class MegatronPipeline:
             )
 
     def _configure(self) -> None:
-        """What Megatron's training loop sets in the model's configuration."""
+        """Set in the model's configuration what Megatron's training loop sets there."""
         config, models = self._config, self._models
-        gpt = self._family is ModelFamily.GPT
-        made = partial(gpt_batch, explicit_mask=takes_mask(models)) if gpt else t5_batch
-        self._make_batch = partial(made, row_format=RowFormat.of(models))
-        self._step_function = gpt_step if gpt else t5_step
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:
             config.grad_scale_func = self._optimizer.scale_loss
@@ -313,23 +277,16 @@ class MegatronPipeline:
             config.no_sync_func = [getattr(model, "no_sync") for model in models]  # noqa: B009  (likewise)
 
 
-class _Reader:
+def reader_of(batch: Sequence[Sample]) -> SampleReader:
     """A global batch as the collator reads a dataset."""
-
-    def __init__(self, batch: Sequence[Sample]) -> None:
-        self._batch = batch
-
-    def __getitem__(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        given, wanted = self._batch[sample]
-        return np.asarray(given, np.int64), np.asarray(wanted, np.int64)
+    return [(np.asarray(tokens, np.int64), np.asarray(target, np.int64)) for tokens, target in batch]
 
 
 def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -> GlobalBatch:
     """The lengths that a planner looks at; raises DataError for a batch without samples."""
     if not batch:
         raise DataError("expected a batch of at least one sample, got none")
-    inputs = np.array([len(given) for given, _ in batch], np.int32)
-    targets = np.array([len(wanted) for _, wanted in batch], np.int32)
+    inputs, targets = (np.array([len(tokens) for tokens in side], np.int32) for side in zip(*batch, strict=True))
     if family is ModelFamily.GPT:
         inputs, targets = inputs + targets, np.zeros_like(targets)
     return GlobalBatch(
@@ -337,19 +294,7 @@ def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -
     )
 
 
-def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether a GPT's attention needs a causal mask: only Megatron's unfused one does."""
-    return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
-
-
-def required_fields_of(models: Sequence[torch.nn.Module]) -> RequiredFields:
-    """Which of a micro-batch's tensors these model chunks read."""
-    chunks = unwrap_model(list(models))
-    stages = [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]
-    if stages:
-        return t5_required_fields(stages)
-    return RequiredFields(
-        tokens=any(chunk.pre_process for chunk in chunks),
-        labels=any(chunk.post_process for chunk in chunks),
-        rows_alone=True,
-    )
+def _longest(plan: IterationPlan) -> Shape:
+    """The shape of a plan's longest samples."""
+    shapes = [micro_batch.shape for replica in plan.replicas for micro_batch in replica.micro_batches]
+    return Shape(1, max(shape.input_length for shape in shapes), max(shape.target_length for shape in shapes))

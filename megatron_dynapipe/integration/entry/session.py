@@ -23,25 +23,23 @@ from megatron.core.utils import get_model_config
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
+from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration
-from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, PrepareMicroBatch
-from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
-from megatron_dynapipe.integration.execution.step_functions import check_losses
+from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
+from megatron_dynapipe.integration.execution.iterations import IterationRunner
+from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
+from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.integration.flags.resume_record import CheckpointRecords, LocalRecords, checkpoint_records
-from megatron_dynapipe.integration.flags.run_config import Progress, RunConfig, resumed_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder
+from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -51,21 +49,18 @@ from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_po
 
 logger = logging.getLogger(__name__)
 
-MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
-
 
 class Session:
     """A run on this rank.
 
     Args:
         run: what was asked for.
-        progress: Megatron's counters; called once Megatron knows where training resumes.
-        required_fields: which tensors this rank's stage reads; called once the pipeline exists.
-        make_batch: host tensors to what the step function takes.
+        resumed: the inputs of plans from where training goes on; called once Megatron knows where that is.
+        required: which tensors this rank's stage reads, once the pipeline exists; by default those that the models do.
+        make_batch: host tensors to what the step function takes; by default what the models take.
         wrap_step: makes of Megatron's step function the one that is called.
 
     Attributes:
-        shape: of the micro-batch whose pass is running.
         timeout_s: deadline of every wait in an iteration.
     """
 
@@ -73,20 +68,20 @@ class Session:
         self,
         run: RunConfig,
         *,
-        progress: Callable[[], Progress],
-        required_fields: Callable[[], RequiredFields],
-        make_batch: MakeBatch,
+        resumed: Callable[[], PlanInputs],
+        required: Callable[[], RequiredFields] | None = None,
+        make_batch: MakeBatch | None = None,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
         self._run, self.timeout_s = run, run.timeout_s
-        self._progress = progress
-        self._required_fields = required_fields
+        self._resumed = resumed
+        self._required = required
         self._make_batch = make_batch
         self._wrap_step = wrap_step
         self._device = run.device
-        self._records: Sequence[CheckpointRecords | LocalRecords] = ()
+        self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
-        self._context: MicroBatchContext | None = None
+        self._runner: IterationRunner | None = None
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
         self._trained: PlannedIteration | None = None
@@ -94,7 +89,6 @@ class Session:
         self._labels: torch.Tensor | None = None
         self._move_bar: Callable[[], object] = lambda: None
         self._tasks: Sequence[str] = ()
-        self.shape: Shape | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -145,18 +139,15 @@ class Session:
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         item: PlannedIteration = next(iterator)
         self._record_checkpoint()
-        result, losses, labels = run_iteration(
-            self._runner,
-            item.entry.stage_plan,
+        assert self._runner is not None, "Megatron has asked for its datasets"
+        result, losses, labels = self._runner.run(
+            item.entry,
+            item.micro_batches.__getitem__,
             models,
             self._wrap_step(forward_step_func),
-            lambda index: self._make_batch(item.micro_batches[index], self._device),
-            prepare=self._prepare(models, item),
-            warm_up=lambda: self._warm_up(models, forward_step_func, item),
+            longest=self._longest,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
-            has_idle_replica=0 in item.entry.totals.micro_batches,
-            divides_apart=self._planner.divides_apart,
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)
@@ -176,41 +167,23 @@ class Session:
         group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         named = named_losses(losses, self._tasks, group=group, replicas=replicas)
-        own = getattr(iterator, "iterable", iterator)  # Megatron wraps what it is given, to run it again
-        split = next(name for name, each in self._iterators.items() if each is own)
-        self._recorder.add_evaluation(split, named)
+        self._recorder.add_evaluation(self._split_of(iterator), named)
         return named
 
-    def _warm_up(self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, item: PlannedIteration) -> None:
-        """Before the first list, while nothing is pending on the device; gradients are zero after it."""
-        self._prepare(models, item)  # makes the context
-        context = self._context
-        assert context is not None, "just made"
-        self.shape = Shape(1, LENGTH, 0)
-        warm_up(
-            models,
-            self._planner,
-            forward_step=self._wrap_step(forward_step),
-            make_batch=lambda host: self._make_batch(host, self._device),
-            prepare=lambda mode: context.begin(item.entry.iteration, 0, mode),
-            required=self._required,
-            stage=self._stage,
-            longest=self._longest,
-            dtype=self._run.model.state_dtype,
-        )
+    def _split_of(self, iterator: Any) -> str:
+        """The split of an iterator that Megatron may have wrapped, to run an item again."""
+        inner = getattr(iterator, "iterable", iterator)
+        return next(name for name, planned in self._iterators.items() if planned is inner)
 
-    def _prepare(self, models: Sequence[torch.nn.Module], item: PlannedIteration) -> PrepareMicroBatch:
-        """Sets the model chunks for each micro-batch of an iteration."""
-        if self._context is None:
-            self._context = MicroBatchContext(models, seed=self._run.sampler.seed)
-        state, entry = self._context, item.entry
+    def evaluation(self, data_iterator: Any) -> int:
+        """Batches of an evaluation on the split of an iterator, or of a list of one for each chunk."""
+        name = self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+        return next(split.evaluation or 0 for split in self._run.inputs.splits if split.name == name)
 
-        def prepare(index: int) -> None:
-            micro_batch = entry.micro_batches[index]
-            self.shape = micro_batch.shape
-            state.begin(entry.iteration, index, micro_batch.recompute, micro_batch)
-
-        return prepare
+    @property
+    def shape(self) -> Shape | None:
+        """Shape of the micro-batch whose pass is running; None before the first."""
+        return None if self._runner is None else self._runner.shape
 
     @property
     def samples(self) -> int:
@@ -220,7 +193,7 @@ class Session:
 
     @property
     def tokens(self) -> int | None:
-        """Of the latest training iteration, where a batch's size is given in tokens."""
+        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
         in_tokens = self._run.sampler.tokens_per_iteration is not None
         return self._trained.entry.totals.real_tokens if in_tokens and self._trained is not None else None
 
@@ -232,7 +205,8 @@ class Session:
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 
-        Times are from this stage's first pass to its last. Megatron has waited for the loss, so they are known.
+        Times are from the first pass of this stage, the last, to its last one; those of the summary and pictures are
+        of all stages. Megatron has waited for the loss, so they are known.
         """
         if self._trained is None or self._trace is None:
             return ""
@@ -241,13 +215,13 @@ class Session:
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
-            f" predicted (ms): {self._predicted()} |"
-            f" measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
+            f" last stage predicted (ms): {self._predicted()} |"
+            f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
         )
 
     def _predicted(self) -> str:
-        """What this stage's passes were to take; of computed costs, no prediction of this machine, says so instead."""
+        """The predicted time of this stage's passes, or that computed costs do not predict this machine."""
         assert self._trained is not None
         if self._is_computed:
             return "not calibrated"
@@ -263,22 +237,29 @@ class Session:
     def _start(self) -> None:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
-        inputs = self._with_model_state(resumed_inputs(run.inputs, self._progress()))
+        inputs = self._with_model_state(self._resumed())
         check_same_run(self._control, run, inputs)
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
             for records in self._records:
-                if isinstance(records, CheckpointRecords):
-                    self._resources.callback(records.finish)
+                self._resources.callback(records.finish)
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
+        required = self._required() if self._required else required_fields(self._modules)
         dtype = run.model.state_dtype
-        self._runner = open_runner(
+        steps = open_runner(
             self._control, inputs.planner, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=False
         )
-        self._resources.callback(self._runner.close)
-        self._stage, self._stages = self._runner.stage, self._runner.stages
+        self._runner = IterationRunner(
+            steps,
+            inputs.planner,
+            required=required,
+            make_batch=self._make_batch or batch_maker(self._modules),
+            seed=run.sampler.seed,
+        )
+        self._resources.callback(steps.close)
+        self._stage, self._stages = steps.stage, steps.stages
         replica = parallel_state.get_data_parallel_rank()
         supply = self._resources.enter_context(
             PlanSupply(run, self._control, inputs, device=self._device, replica=replica, stage=self._stage)
@@ -287,7 +268,6 @@ class Session:
         self._tasks = names if len(names) > 1 else ()
         self._planner, self._longest = inputs.planner, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
-        required = self._required = self._required_fields()
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
         if self._control.rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
@@ -298,16 +278,10 @@ class Session:
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:
-        """What keeps this rank's records."""
+        """The recorder of this rank."""
         run, rank = self._run, self._control.rank
         return Recorder(
             run.report_folder,
-            Place(
-                rank=rank,
-                replica=parallel_state.get_data_parallel_rank(),
-                stage=self._stage,
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            ),
             RunRecord(
                 world_size=torch.distributed.get_world_size(),
                 stages=self._stages,
@@ -316,9 +290,12 @@ class Session:
                 maximum=self._longest,
                 first_iteration=self._first_iteration,
                 computed_costs=self._is_computed,
+                samples=read_meta(run.data).samples,
                 about=about(run),
             ),
             self._control.collect,
+            rank=rank,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
@@ -337,16 +314,16 @@ class Session:
 
     def _with_model_state(self, inputs: PlanInputs) -> PlanInputs:
         """The inputs with the model state that was counted on every pipeline rank: the most of any replica's."""
-        mine = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
-        held = [0] * inputs.planner.pipeline_parallel
-        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(mine))):
-            held[stage] = max(held[stage], size)
-        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(held))
+        counted = [parallel_state.get_pipeline_model_parallel_rank(), self._run.state.total(self._modules)]
+        most = [0] * inputs.planner.pipeline_parallel
+        for stage, size in (values.tolist() for values in self._control.gather(torch.tensor(counted))):
+            most[stage] = max(most[stage], size)
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(most))
         return msgspec.structs.replace(inputs, planner=planner)
 
 
 def _maximum(inputs: PlanInputs) -> Shape:
-    """What a run without planning would pad every sample to."""
+    """The shape that a run without planning would pad every sample to."""
     family, sampler = inputs.planner.family, inputs.splits[0].sampler
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
@@ -357,11 +334,7 @@ def _maximum(inputs: PlanInputs) -> Shape:
 def progress_bar(*, first: int, iterations: int) -> Iterator[Callable[[], object]]:
     """A bar of training iterations on stdout, where that is a terminal; the call that moves it on.
 
-    What is printed while it is there goes above it.
-
-    Args:
-        first: iterations that were trained before, by the run that is resumed.
-        iterations: those of this run.
+    Lines that are printed meanwhile go above it. `first` iterations were trained before, by the run that is resumed.
     """
     if not sys.stdout.isatty():
         yield lambda: None

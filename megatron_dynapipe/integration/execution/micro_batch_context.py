@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
-from megatron_dynapipe.integration.models.experts import begin_micro_batch, routers_of
+from megatron_dynapipe.integration.models.experts import begin_micro_batch, begin_pass, gatherers_of, routers_of
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import Recompute
@@ -43,7 +43,7 @@ class MicroBatchContext:
         rotate_by_sample(models)
         add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
-        self._routers = routers_of(models)
+        self._routers, self._gatherers = routers_of(models), gatherers_of(models)
         self._randomness: LayerRandomness | None = None
         config = get_model_config(models[0])
         if config.attention_dropout or config.hidden_dropout:
@@ -53,6 +53,7 @@ class MicroBatchContext:
         """Set the modules for a forward or backward pass of this micro-batch; of no plan's, where they warm up."""
         self._recompute.set(mode)
         begin_micro_batch(self._routers, planned)
+        begin_pass(self._gatherers)
         if self._randomness is not None:
             self._randomness.begin(iteration, micro_batch)
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import unwrap_model
 
-from megatron_dynapipe.data.collate import HostMicroBatch
+from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import gathered
 from megatron_dynapipe.data.segments import RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
@@ -20,8 +22,40 @@ from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
+from megatron_dynapipe.integration.models.t5_stage import T5Stage
 
+MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
+"""From host tensors to what a step function takes."""
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
+    """Which of a micro-batch's tensors a rank's model chunks read."""
+    chunks = unwrap_model(list(models))
+    if stages := [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]:
+        return RequiredFields(
+            tokens=any(stage.starts_encoder for stage in stages),
+            decoder_tokens=any(stage.starts_decoder for stage in stages),
+            labels=any(stage.ends_decoder for stage in stages),
+        )
+    return RequiredFields(
+        tokens=any(chunk.pre_process for chunk in chunks),
+        labels=any(chunk.post_process for chunk in chunks),
+        rows_alone=True,
+    )
+
+
+def batch_maker(models: Sequence[torch.nn.Module]) -> MakeBatch:
+    """The function that makes batches for a rank's model chunks."""
+    row_format = RowFormat.of(models)
+    if any(isinstance(chunk, T5Stage) for chunk in unwrap_model(list(models))):
+        return partial(t5_batch, row_format=row_format)
+    return partial(gpt_batch, explicit_mask=takes_mask(models), row_format=row_format)
+
+
+def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether a GPT's attention needs a causal mask: only Megatron's unfused one does."""
+    return any(isinstance(module, DotProductAttention) for model in models for module in model.modules())
 
 
 def check_losses(losses: Sequence[dict[str, torch.Tensor]]) -> None:

@@ -10,6 +10,8 @@ from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
 BY_TASK = "by task"
 """In a micro-batch's report: float32[tasks seen so far, 2], sum and number of the losses of each task."""
+_SOME = 1e-30
+"""In place of no token: nothing beside one."""
 
 
 def sums_by_task(losses: torch.Tensor, mask: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
@@ -64,7 +66,7 @@ def named_losses(
     """The reports of an evaluation's micro-batches as one, with a loss for every task of its samples, by its name.
 
     Ranks name the same tasks, whichever of them they have evaluated: Megatron reduces name after name. One that none of
-    them has is left out: Megatron would log its loss as not a number.
+    them has is left out, and the whole loss is 0 where no token counts: Megatron would log either as not a number.
 
     Args:
         reports: of each micro-batch; (sum, number) by name, which add up, or means, of which the mean is taken.
@@ -90,4 +92,7 @@ def named_losses(
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     stacked = torch.stack([value.reshape(-1) for value in values])
-    return stacked.sum(0) if stacked.shape[1] == 2 else stacked.mean(0)
+    if stacked.shape[1] != 2:
+        return stacked.mean(0)
+    total = stacked.sum(0)
+    return torch.stack([total[0], total[1].clamp(min=_SOME)])

@@ -94,19 +94,12 @@ def connect(
 ) -> PipelineGroups:
     """Find the pipelines of the job, make the groups of all of them, and warm up this rank's.
 
-    Every rank calls it, at the same point.
-
-    Args:
-        control: by which ranks tell each other their pipelines.
-        chunks: virtual stages per rank.
-        device: where transfers take place.
-        timeout_s: deadline of every operation.
-        staged: messages go through the host, whatever the device.
+    Every rank calls it, at the same point. If `staged`, messages go through the host, whatever the device.
     """
     if staged:
         device = torch.device("cpu")
-    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    pipeline = torch.tensor(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    pipelines = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(pipeline)})
     groups = make_groups(pipelines, chunks=chunks, backend=backend_of(device), timeout_s=timeout_s)
     assert groups is not None, "every rank is in a pipeline"
     warm_up(groups, device)
@@ -117,14 +110,9 @@ def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: floa
     """The tensor-parallel ranks of this one's stage, as a group that carries nothing but gathers; warmed up.
 
     Every rank calls it, at the same point: all of them make all the groups, in one order.
-
-    Args:
-        control: by which ranks tell each other who they are parallel with.
-        device: where gathers take place.
-        timeout_s: deadline of every gather.
     """
-    mine = torch.tensor(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
-    stages = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(mine)})
+    stage = torch.tensor(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    stages = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(stage)})
     group = group_of_each(stages, backend=backend_of(device), timeout_s=timeout_s)
     assert group is not None, "messages are divided over several ranks"
     gathered = torch.zeros(group.size(), device=device)
@@ -136,8 +124,8 @@ def share_a_device(control: ControlGroup, device: torch.device) -> bool:
     """Whether any two ranks of the job are on one CUDA device."""
     if device.type != "cuda":
         return False
-    mine = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
-    identities = control.gather(torch.tensor(list(mine.bytes), dtype=torch.uint8))
+    identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
+    identities = control.gather(torch.tensor(list(identity.bytes), dtype=torch.uint8))
     return len({tuple(identity.tolist()) for identity in identities}) < len(identities)
 
 

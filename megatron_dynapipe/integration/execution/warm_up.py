@@ -53,18 +53,8 @@ def warm_up(
 ) -> None:
     """Run every chunk of this rank's stage under every mode that plans may choose; gradients are zero after it.
 
-    All ranks of a stage call it; stages do not talk to each other.
-
-    Args:
-        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
-        settings: those that plans are made with.
-        forward_step: Megatron's step function.
-        make_batch: host tensors to what it takes.
-        prepare: sets the modules to a mode.
-        required: which tensors the stage reads.
-        stage: of this rank.
-        longest: the longest samples' shape.
-        dtype: of the states between stages.
+    All ranks of a stage call it; stages do not talk to each other. `make_batch`, `required` and `longest` are those of
+    `IterationRunner`; `prepare` sets the modules to a mode; `dtype` is that of the states between stages.
     """
     _prepare_compiler()
     device = next(models[0].parameters()).device

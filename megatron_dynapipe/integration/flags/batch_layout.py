@@ -8,7 +8,6 @@ padded               padded                padded                padded
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,49 +20,42 @@ from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_S
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 
-FLAG, SLICES_FLAG = "--dynapipe-layout", "--dynapipe-slices"
-SPLIT_BACKWARD_FLAG = "--dynapipe-split-backward"
+FLAG = "--dynapipe-layout"
 
 Slices = int | Literal["auto", "off"]
 """Whether long samples are cut, as `PlannerSettings.slices`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layouts:
-    """What micro-batches may be, and why not packed where that was left open."""
+type Layouts = tuple[tuple[BatchLayout, ...], str]
+"""The layouts that micro-batches may have, and why not packed where that was left open."""
 
-    allowed: tuple[BatchLayout, ...]
-    reason: str = ""
 
-    def __str__(self) -> str:
-        if self.reason:
-            return f"padded ({self.reason})"
-        return " or ".join(self.allowed) + (", whichever a plan finds faster" if len(self.allowed) > 1 else "")
+def describe(layouts: Layouts) -> str:
+    """The layouts, for a run's log."""
+    allowed, reason = layouts
+    if reason:
+        return f"padded ({reason})"
+    return " or ".join(allowed) + (", whichever a plan finds faster" if len(allowed) > 1 else "")
 
 
 def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Layouts:
     """The layouts that a run's flags ask for and its model takes.
 
-    Args:
-        args: Megatron's arguments, with DynaPipe's.
-        family: kind of model.
-        on_cpu: whether the run has no CUDA device.
-
     Raises:
         ConfigError: packed rows are asked for, and a part of the model cannot take them.
     """
     if args.dynapipe_layout == BatchLayout.PADDED:
-        return Layouts(allowed=(BatchLayout.PADDED,))
+        return (BatchLayout.PADDED,), ""
     impossible = first_reason(_cannot_pack(args, on_cpu=on_cpu))
     if args.dynapipe_layout == BatchLayout.PACKED:
         if impossible:
             raise ConfigError(f"{FLAG} packed cannot be honoured: {impossible}", hint=f"pass {FLAG} auto or padded")
-        return Layouts(allowed=(BatchLayout.PACKED,))
+        return (BatchLayout.PACKED,), ""
     if reason := impossible or first_reason(_packs_slowly(args, family, on_cpu=on_cpu)):
-        return Layouts(allowed=(BatchLayout.PADDED,), reason=reason)
-    return Layouts(allowed=(BatchLayout.PADDED, BatchLayout.PACKED))
+        return (BatchLayout.PADDED,), reason
+    return (BatchLayout.PADDED, BatchLayout.PACKED), ""
 
 
 def core_attention(args: argparse.Namespace) -> CoreAttention:
@@ -89,19 +81,10 @@ def _engine_attention(args: argparse.Namespace) -> bool:
 def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> Slices:
     """Whether plans may cut long samples: "auto", "off", or the most positions of a piece.
 
-    Args:
-        args: Megatron's arguments, with DynaPipe's.
-        family: kind of model.
-        layouts: that micro-batches may have.
-
     Raises:
-        ConfigError: pieces are asked for, and the model cannot take them; or the value is none of these.
+        ConfigError: pieces are asked for, and the model cannot take them.
     """
-    given = args.dynapipe_slices
-    if given == "off":
-        return "off"
-    if given != "auto" and not (given.isdecimal() and int(given) >= LENGTH_MULTIPLE):
-        raise ConfigError(f"expected {SLICES_FLAG} auto, off or at least {LENGTH_MULTIPLE} positions, got {given}")
+    asked: Slices = args.dynapipe_slices
     reason = first_reason(
         (
             (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
@@ -110,26 +93,26 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
             ),
-            (_has_dense_layers_too(args), "costs of pieces are known where all layers have experts, or none"),
+            (
+                bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != (),
+                "costs of pieces are known where all layers have experts, or none",
+            ),
             (
                 args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
                 "Megatron's local attention keeps no keys of earlier pieces",
             ),
             (
-                BatchLayout.PACKED not in layouts.allowed,
-                f"pieces run in packed rows: {layouts.reason or FLAG + ' padded'}",
+                BatchLayout.PACKED not in layouts[0],
+                f"pieces run in packed rows: {layouts[1] or FLAG + ' padded'}",
             ),
         )
     )
-    if given == "auto":
-        return "off" if reason else "auto"
-    if reason:
-        raise ConfigError(f"{SLICES_FLAG} {given} cannot be honoured: {reason}", hint=f"pass {SLICES_FLAG} auto or off")
-    return int(given)
-
-
-def _has_dense_layers_too(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != ()
+    if not reason or asked == "off":
+        return asked
+    if asked == "auto":
+        return "off"
+    flag = "--dynapipe-slices"
+    raise ConfigError(f"{flag} {asked} cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
 
 
 def undivided_because(args: argparse.Namespace) -> str:
@@ -157,13 +140,12 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
     Raises:
         ConfigError: they are to, and the model's layers cannot.
     """
-    given: SplitBackward = args.dynapipe_split_backward
+    asked: SplitBackward = args.dynapipe_split_backward
     reason = undivided_because(args)
-    if given == "on" and reason:
-        raise ConfigError(
-            f"{SPLIT_BACKWARD_FLAG} on cannot be honoured: {reason}", hint=f"pass {SPLIT_BACKWARD_FLAG} auto or off"
-        )
-    return "off" if reason else given
+    if asked == "on" and reason:
+        flag = "--dynapipe-split-backward"
+        raise ConfigError(f"{flag} on cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
+    return "off" if reason else asked
 
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
@@ -191,7 +173,7 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
 
 
 def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
-    """What packed rows can do, but not in one kernel: each length for itself, or waiting for the device."""
+    """Models that packed rows can compute, but not in one kernel: each length for itself, or waiting for the device."""
     engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine

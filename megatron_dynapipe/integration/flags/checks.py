@@ -1,4 +1,4 @@
-"""What a run's flags are refused for that no value follows from: parsed, not yet changed by Megatron's own checks.
+"""Refusals of a run's flags from which no value follows: parsed, not yet changed by Megatron's own checks.
 
 `check` says all of it for a run, in one line and with exit status 2; `check_model` the part that says what a model is,
 also for a profile or a conversion. Rules that have a value refuse where it is made (`from_megatron`); what depends on
@@ -6,23 +6,22 @@ data, costs or checkpoints is `preflight`'s.
 """
 
 import argparse
-import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.batch_layout import first_reason
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
+from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
-_ABOVE_ZERO = ("lookahead", "planners", "timeout_s", "device_memory_limit", "softmax_scale")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
@@ -31,23 +30,32 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
     Raises:
         ConfigError: names the flag, the reason and what to do.
     """
-    if args.dynapipe_data is None:
-        raise ConfigError(
-            "expected a dataset folder, got none",
-            hint="pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
-        )
-    _check_ranges(args)
+    _refuse(
+        args.dynapipe_data is None,
+        "expected a dataset folder, got none",
+        "pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
+    )
     check_model(args, family)
-    _check_parallel_sizes(args)
-    _check_batch(args)
-    _check_scatter_gather(args)
+    for row in _size_refusals(args):
+        _refuse(*row)
     without_effect = megatron_flags.check(args, family, known)
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
-    _check_length_of_training(args)
-    _check_warm_up(args)
+    for row in _training_refusals(args):
+        _refuse(*row)
     check_trackers(args)
-    _check_pretrained(args)
+    pretrained = args.pretrained_checkpoint
+    folders = [Path(folder) for folder in (args.load, pretrained) if folder is not None]
+    _refuse(
+        pretrained is not None and not any((folder / TRACKER).is_file() for folder in folders),
+        f"expected Megatron's checkpoints in --pretrained-checkpoint {pretrained}, found no {TRACKER} there",
+        "name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
+    )
+
+
+def _refuse(wrong: bool, message: str, hint: str) -> None:
+    if wrong:
+        raise ConfigError(message, hint=hint)
 
 
 def check_model(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -118,11 +126,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
 
 
 def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple[bool, str, str]]:
-    """What mixtures of experts are refused for, as `_model_refusals`."""
+    """Refusals of mixtures of experts, as `_model_refusals`."""
     if not args.num_experts:
         return
-    given = args.moe_router_load_balancing_type
-    balancing = set(given.split() if isinstance(given, str) else given) - {"none", "aux_loss", "seq_aux_loss"}
+    kinds = args.moe_router_load_balancing_type
+    balancing = set(kinds.split() if isinstance(kinds, str) else kinds) - {"none", "aux_loss", "seq_aux_loss"}
     yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
     yield bool(args.use_dynapipe), "--num-experts", "in a patched checkout layers are its own"
     yield (
@@ -155,18 +163,8 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     )
 
 
-def _check_ranges(args: argparse.Namespace) -> None:
-    for name in (*_ABOVE_ZERO, "calibrate"):
-        value = getattr(args, f"dynapipe_{name}")
-        if value is None:
-            continue
-        if not 0 <= value < math.inf or (value == 0 and name in _ABOVE_ZERO):
-            flag, least = name.replace("_", "-"), "above 0" if name in _ABOVE_ZERO else "of at least 0"
-            raise ConfigError(f"expected --dynapipe-{flag} {least}, got {value}")
-
-
-def _check_parallel_sizes(args: argparse.Namespace) -> None:
-    """Sizes that do not divide, before Megatron asserts on them."""
+def _size_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Sizes that do not divide, before Megatron asserts on them, and batches that plans do not make."""
     ranks, pipeline, tensor = machine.world_size(), args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     model_size = tensor * pipeline * args.context_parallel_size
     of_experts = args.expert_model_parallel_size * pipeline * (args.expert_tensor_parallel_size or tensor)
@@ -174,119 +172,83 @@ def _check_parallel_sizes(args: argparse.Namespace) -> None:
         ("tensor × pipeline × context", model_size),
         ("expert × expert tensor × pipeline", of_experts),
     ):
-        if ranks % size:
-            raise ConfigError(
-                f"expected a number of ranks that {names} parallel sizes divide ({size}), got {ranks}",
-                hint="change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
-            )
-    replicas = ranks // model_size
-    if args.global_batch_size is None:
-        raise ConfigError(
-            f"expected --global-batch-size, a multiple of the {replicas} data-parallel replicas, got none",
-            hint="with --tokens-per-global-batch, too: Megatron's learning rates count by it",
+        yield (
+            ranks % size > 0,
+            f"expected a number of ranks that {names} parallel sizes divide ({size}), got {ranks}",
+            "change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
         )
-    if args.global_batch_size % replicas:
-        raise ConfigError(
-            f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, "
-            f"got {args.global_batch_size}",
-            hint=f"for example {replicas * max(args.global_batch_size // replicas, 1)}",
-        )
-
-
-def _check_batch(args: argparse.Namespace) -> None:
-    if not args.calculate_per_token_loss:
-        raise ConfigError(
-            "DynaPipe needs --calculate-per-token-loss: micro-batches hold different numbers of tokens, and only a sum "
-            "over tokens divided once by their number has the same gradient however they are cut",
-            hint="add --calculate-per-token-loss",
-        )
-    if args.dataloader_type != "external" or args.micro_batch_size != 1:
-        raise ConfigError(
-            "expected --dataloader-type external and --micro-batch-size 1 (the plan decides both), got "
-            f"{args.dataloader_type} and {args.micro_batch_size}",
-            hint="remove these flags",
-        )
-
-
-def _check_scatter_gather(args: argparse.Namespace) -> None:
-    if args.dynapipe_scatter_gather != ScatterGather.ON:
-        return
-    reason = first_reason(
-        (
-            (args.tensor_model_parallel_size == 1, "there are no tensor-parallel ranks to divide messages over"),
-            (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
-            (args.pipeline_model_parallel_size == 1, "one stage sends no messages"),
-        )
+    replicas, batch = ranks // model_size, args.global_batch_size
+    yield (
+        batch is None,
+        f"expected --global-batch-size, a multiple of the {replicas} data-parallel replicas, got none",
+        "with --tokens-per-global-batch, too: Megatron's learning rates count by it",
     )
-    if reason:
+    yield (
+        batch % replicas > 0,
+        f"expected --global-batch-size to be a multiple of the {replicas} data-parallel replicas, got {batch}",
+        f"for example {replicas * max(batch // replicas, 1)}",
+    )
+    yield (
+        not args.calculate_per_token_loss,
+        "DynaPipe needs --calculate-per-token-loss: micro-batches hold different numbers of tokens, and only a sum over"
+        " tokens divided once by their number has the same gradient however they are cut",
+        "add --calculate-per-token-loss",
+    )
+    yield (
+        args.dataloader_type != "external" or args.micro_batch_size != 1,
+        "expected --dataloader-type external and --micro-batch-size 1 (the plan decides both), got"
+        f" {args.dataloader_type} and {args.micro_batch_size}",
+        "remove these flags",
+    )
+    for useless, reason in (
+        (tensor == 1, "there are no tensor-parallel ranks to divide messages over"),
+        (args.sequence_parallel, "under sequence parallelism every rank sends its own part already"),
+        (pipeline == 1, "one stage sends no messages"),
+    ):
         flag = "--dynapipe-scatter-gather on"
-        raise ConfigError(f"{flag} cannot be used with DynaPipe: {reason}", hint=f"remove {flag}")
+        is_on = args.dynapipe_scatter_gather == ScatterGather.ON
+        yield is_on and useless, f"{flag} cannot be used with DynaPipe: {reason}", f"remove {flag}"
 
 
-def _check_length_of_training(args: argparse.Namespace) -> None:
-    """One end of training, and Megatron's intervals: it divides by them, or ends in a TypeError without one."""
-    ends = [flag for flag in ("--train-iters", "--train-samples", "--train-epochs") if _value(args, flag) is not None]
-    if len(ends) > 1:
-        raise ConfigError(
-            f"expected one of {', '.join(ends)}, got {'both' if len(ends) == 2 else 'all'}",
-            hint=f"--dynapipe-unset {ends[0].lstrip('-')} ignores that of a run file",
-        )
-    if not ends:
-        raise ConfigError("expected the length of training, got none", hint="pass --train-iters N or --train-epochs N")
-    if ends == ["--train-samples"] and args.tokens_per_global_batch is not None:
-        raise ConfigError(
-            "--train-samples cannot be used with --tokens-per-global-batch, whose iterations have different numbers of"
-            " samples",
-            hint="pass --train-iters N or --train-epochs N",
-        )
-    if args.eval_interval is None:
-        raise ConfigError(
-            "expected --eval-interval N, got none",
-            hint="for example --eval-interval 1000, also with --eval-iters 0: Megatron divides by it",
-        )
-
-
-def _value(args: argparse.Namespace, flag: str) -> object:
-    return getattr(args, flag.lstrip("-").replace("-", "_"), None)
-
-
-def _check_warm_up(args: argparse.Namespace) -> None:
-    """Of this Megatron says no more than an assertion, once the model is built."""
+def _training_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Not one end of training; intervals by which Megatron divides; a warm-up on which it asserts late."""
+    flags = ("--train-iters", "--train-samples", "--train-epochs")
+    ends = [flag for flag in flags if getattr(args, flag.lstrip("-").replace("-", "_"), None) is not None]
+    length = "pass --train-iters N or --train-epochs N"
+    yield not ends, "expected the length of training, got none", length
+    yield (
+        len(ends) > 1,
+        f"expected one of {', '.join(ends)}, got {'both' if len(ends) == 2 else 'all'}",
+        f"--dynapipe-unset {ends[0].lstrip('-')} ignores that of a run file",
+    )
+    yield (
+        ends == ["--train-samples"] and args.tokens_per_global_batch is not None,
+        "--train-samples cannot be used with --tokens-per-global-batch, whose iterations have different numbers of"
+        " samples",
+        length,
+    )
+    yield (
+        args.eval_interval is None,
+        "expected --eval-interval N, got none",
+        "for example --eval-interval 1000, also with --eval-iters 0: Megatron divides by it",
+    )
     last = args.lr_decay_iters or args.train_iters
-    if args.lr_warmup_fraction is not None or last is None or args.lr_warmup_iters < last:
-        return
-    raise ConfigError(
-        f"expected a warm-up shorter than the {last} iterations of --lr-decay-iters (--train-iters without it), got "
-        f"--lr-warmup-iters {args.lr_warmup_iters}",
-        hint=f"for example --lr-warmup-iters {last // 10}",
-    )
-
-
-def _check_pretrained(args: argparse.Namespace) -> None:
-    given = args.pretrained_checkpoint
-    if given is None or any(folder is not None and (Path(folder) / TRACKER).is_file() for folder in (args.load, given)):
-        return
-    raise ConfigError(
-        f"expected Megatron's checkpoints in --pretrained-checkpoint {given}, found no {TRACKER} there",
-        hint="name the folder that `megatron-dynapipe convert from-hf` wrote, or that a run's --save named",
-    )
+    if last is not None and args.lr_warmup_fraction is None:
+        yield (
+            args.lr_warmup_iters >= last,
+            f"expected a warm-up shorter than the {last} iterations of --lr-decay-iters (--train-iters without it), got"
+            f" --lr-warmup-iters {args.lr_warmup_iters}",
+            f"for example --lr-warmup-iters {last // 10}",
+        )
 
 
 def recompute_modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
-    """The modes of recomputation that plans choose among.
-
-    Raises:
-        ConfigError: an unknown mode, one twice, or none.
-    """
-    given = args.dynapipe_limit_rc_type
-    if given is None:
-        asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
-        return tuple(Recompute) if asked is None else (Recompute(asked),)
-    names = [name.strip() for name in given.split(",")]
-    known = [mode.value for mode in Recompute]
-    if not set(names) <= set(known) or len(set(names)) != len(names):
-        raise ConfigError(f"expected --dynapipe-limit-rc-type to name some of {','.join(known)}, got {given!r}")
-    return tuple(mode for mode in Recompute if mode.value in names)
+    """The modes of recomputation that plans choose among."""
+    if args.dynapipe_limit_rc_type is not None:
+        modes: tuple[Recompute, ...] = args.dynapipe_limit_rc_type
+        return modes
+    asked = "selective" if getattr(args, "recompute_activations", False) else args.recompute_granularity
+    return tuple(Recompute) if asked is None else (Recompute(asked),)
 
 
 def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int, int]:
@@ -304,3 +266,34 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     if family is ModelFamily.GPT:
         return args.seq_length + 1, 0  # n tokens train n - 1 positions
     return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
+
+
+def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:
+    """Switch the fused rotary kernel off where Transformer Engine is missing, and say so on rank 0.
+
+    Megatron's flags can switch it off, not on: it is on by default, and its configuration raises then.
+
+    Raises:
+        ConfigError: layers have parts that are compiled, and the machine has no compiler for them.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    is_rope = args.position_embedding_type == "rope"
+    if args.apply_rope_fusion and is_rope and rope_utils.fused_apply_rotary_pos_emb is None:
+        args.apply_rope_fusion = False
+        if os.environ.get("RANK", "0") == "0":
+            print("rotary positions: unfused, as Transformer Engine is not installed", file=sys.stderr, flush=True)
+    if not on_cpu and (flags := _compiled(args)) and (missing := missing_for_kernels()):
+        raise ConfigError(
+            f"expected what PyTorch compiles fused layers with, found no {missing}",
+            hint=f"{HINT}, or pass {' '.join(flags)}",
+        )
+
+
+def _compiled(args: argparse.Namespace) -> list[str]:
+    """The flags that switch off what Megatron compiles of its layers, of those that are on."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return []
+    activation = "swiglu" if args.swiglu else "gelu"
+    parts = (f"bias_{activation}_fusion", "bias_dropout_fusion")
+    return [f"--no-{part.replace('_', '-')}" for part in parts if getattr(args, part)]

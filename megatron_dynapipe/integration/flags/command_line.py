@@ -8,25 +8,31 @@ Nothing of Megatron is imported before it is needed: in a patched checkout its o
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.config import CONFIG_FLAG, UNSET_FLAG, EarlyFlags
-from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.cost.experts import IMBALANCE
-from megatron_dynapipe.data.meta import tokenizer_folder
+from megatron_dynapipe.config import CONFIG_FLAG, EARLY_FLAGS, UNSET_FLAG
+from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.batch_layout import SLICES_FLAG, SPLIT_BACKWARD_FLAG
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
+from megatron_dynapipe.integration.flags.planning_flags import (
+    MOST_REAL,
+    TRAINING,
+    above_zero,
+    add_planning_flags,
+    number,
+    positive,
+)
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import ModelFamily, round_up
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -37,6 +43,9 @@ ARGS_DEFAULTS: dict[str, Any] = {
     "tokenizer_type": "HuggingFaceTokenizer",
 }
 """Defaults of Megatron's arguments, by destination, for every planned run."""
+
+type Fit = Callable[[argparse.Namespace, ModelFamily, Sequence[argparse.Action]], None]
+"""Changes parsed flags before they are checked, of a family of models, beside Megatron's own arguments."""
 
 REPORT_FOLDER = Path("dynapipe-report")
 """Where records and pictures go if no other folder is given."""
@@ -67,12 +76,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dynapipe-device",
         choices=("auto", "cpu", "cuda"),
-        default=EarlyFlags.dynapipe_device,
+        default=EARLY_FLAGS["dynapipe_device"],
         help="auto: CUDA where there is a device (default)",
     )
     _add_data_flags(add)
     _add_cost_flags(add)
-    _add_plan_flags(add)
+    add_planning_flags(group, TRAINING)
     _add_model_flags(add)
     _add_run_flags(add)
 
@@ -90,7 +99,7 @@ def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
 
 
 def _add_data_flags(add: Callable[..., Any]) -> None:
-    """What an iteration holds: samples or tokens, epochs, what of a sample counts."""
+    """Flags of an iteration's samples: samples or tokens, epochs, what of a sample counts."""
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
     add(
         "--tokens-per-global-batch",
@@ -136,7 +145,7 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: measured, see --dynapipe-calibrate)")
     add(
         "--dynapipe-calibrate",
-        type=float,
+        type=number(float, 0.0, MOST_REAL),
         default=20.0,
         metavar="S",
         help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
@@ -149,7 +158,6 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         help="file of a device's memory and of links, for what no flag gives and no cost model has measured: "
         "the one of configs/clusters/ for this GPU (auto), none, or a file",
     )
-    add("--dynapipe-device-memory-limit", type=float, metavar="MB", help="memory of a device that plans may use")
     add(
         "--dynapipe-reserve-all-memory",
         action="store_true",
@@ -157,62 +165,8 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
     )
 
 
-def _add_plan_flags(add: Callable[..., Any]) -> None:
-    """What plans choose among."""
-    add(
-        "--dynapipe-limit-rc-type",
-        metavar="MODES",
-        help="of none,selective,full those that plans may choose among for a micro-batch "
-        "(default: what --recompute-granularity says, else all three)",
-    )
-    add(
-        "--dynapipe-layout",
-        choices=("auto", *_values(BatchLayout)),
-        default="auto",
-        help="micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
-        " whichever plans find faster (default, where a kernel serves)",
-    )
-    add(
-        SLICES_FLAG,
-        default="auto",
-        metavar="auto|off|N",
-        help="cut a GPT's long samples along their sequence into pieces that stages run one after another: where plans"
-        " are faster by it (default), never, or into pieces of at most N positions",
-    )
-    add(
-        SPLIT_BACKWARD_FLAG,
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="run backward passes in two halves, the gradients of weights where a stage would wait: where plans are"
-        " faster by it (default), wherever it can be done, or never",
-    )
-    add(
-        "--dynapipe-layers-per-stage",
-        metavar="N,N,…|auto|equal",
-        help="layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a stage"
-        " that ends at .5 has the attention of its last layer, and the next begins with its MLP; auto: planned from"
-        " costs and lengths, virtual stages too, unless other flags split the layers (default: equal, as Megatron's"
-        " checkpoints of one layout need it)",
-    )
-    add(
-        "--dynapipe-scatter-gather",
-        choices=_values(ScatterGather),
-        default=ScatterGather.AUTO.value,
-        help="divide messages between stages over tensor-parallel ranks, which gather them: where the links' speeds "
-        "make that faster (default), always, or never",
-    )
-    add(
-        "--dynapipe-expert-imbalance",
-        type=float,
-        default=IMBALANCE,
-        metavar="N",
-        help="tokens of the busiest of the ranks that share experts, over their mean: plans leave room for so many, and"
-        " take their experts' time so many times (default %(default)s)",
-    )
-
-
 def _add_model_flags(add: Callable[..., Any]) -> None:
-    """What Megatron has no flag for in a model."""
+    """Flags of a model that Megatron lacks."""
     add(
         "--dynapipe-attention",
         choices=("auto", "megatron", "sdpa"),
@@ -229,7 +183,7 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
     )
     add(
         "--dynapipe-softmax-scale",
-        type=float,
+        type=above_zero,
         metavar="X",
         help="factor of attention's scores, 1 for a T5 of HuggingFace's (default: 1 / √(head size))",
     )
@@ -237,10 +191,10 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
 
 def _add_run_flags(add: Callable[..., Any]) -> None:
     """Plans on their way to ranks, waits, records."""
-    add("--dynapipe-lookahead", type=int, default=8, metavar="N", help="iterations planned ahead of training")
-    add("--dynapipe-planners", type=int, metavar="N", help="planner processes on each node (default: one in all)")
+    add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
+    add("--dynapipe-planners", type=positive, metavar="N", help="planner processes on each node (default: one in all)")
     deadline = "deadline of every wait (default %(default).0f)"
-    add("--dynapipe-timeout-s", type=float, default=EarlyFlags.dynapipe_timeout_s, metavar="S", help=deadline)
+    add("--dynapipe-timeout-s", type=above_zero, default=EARLY_FLAGS["dynapipe_timeout_s"], metavar="S", help=deadline)
     add(
         "--dynapipe-store-url-file",
         type=Path,
@@ -269,19 +223,10 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     return written
 
 
-def without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """A command line without some flags and their values."""
-    kept, dropping = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            dropping = argument.partition("=")[0] in flags
-        if not dropping:
-            kept.append(argument)
-    return kept
-
-
-def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":
-    """Megatron's namespace, and the run's configuration made of it.
+def parse(
+    family: ModelFamily, arguments: Sequence[str], fit: Fit | None = None
+) -> "tuple[argparse.Namespace, RunConfig]":
+    """Megatron's namespace, changed by `fit` before it is checked, and the run's configuration made of it.
 
     `sys.argv` is `arguments` afterwards, with run files written out.
 
@@ -290,36 +235,42 @@ def parse(family: ModelFamily, arguments: Sequence[str]) -> "tuple[argparse.Name
         CostModelError: the cost model's file cannot be read.
         DataError: there is no dataset where `--dynapipe-data` says.
     """
+    written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
+
+    def settled(args: argparse.Namespace, known: Sequence[argparse.Action]) -> None:
+        if fit is not None:
+            fit(args, family, known)
+        settle(args, family, known)
+
+    args = megatron_arguments(written, settled)
+    return args, configured(args, family)
+
+
+def configured(args: argparse.Namespace, family: ModelFamily) -> "RunConfig":
+    """The configuration of a run by Megatron's checked namespace, which takes this rank's device; raises as `parse`."""
     import torch
 
     from megatron_dynapipe.integration.flags import from_megatron, layer_split, machine
 
-    written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
-    args = megatron_arguments(written, lambda args, known: settle(args, family, known))
     if not cpu.is_enabled():
         args.local_rank = machine.device_index(
             args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
         )
     if family is ModelFamily.T5:
         layer_split.take_t5_layout(args)
-    return args, from_megatron.run_config(args, family)
+    return from_megatron.run_config(args, family)
 
 
 def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags.
-
-    Args:
-        args: parsed, not yet changed by Megatron's own checks.
-        family: of the model.
-        known: Megatron's own arguments, as `megatron_flags.own_actions` has them.
-    """
-    from megatron_dynapipe.integration.flags import checks, from_megatron, kernels, layer_split
+    """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
+    from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
 
     checks.check(args, family, known)
-    kernels.settle(args, on_cpu=cpu.is_enabled())
+    checks.settle_kernels(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
         args.train_iters = from_megatron.iterations_of_epochs(args, family)
     if args.tokenizer_model is None:
+        read_meta(args.dynapipe_data)  # or Megatron would look for its tokenizer on a hub
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)
@@ -332,8 +283,7 @@ def megatron_arguments(
 
     `settle` is also given Megatron's own arguments, without anybody's additions and changes of defaults.
 
-    `sys.argv` is this command line afterwards. Relative positions are kept from Megatron's checks, which know of no
-    local attention that has them.
+    `sys.argv` is this command line afterwards.
 
     Raises:
         ConfigError: an argument is wrong, by the parser, by `settle` or by Megatron.
@@ -341,7 +291,7 @@ def megatron_arguments(
     from megatron.training.arguments import parse_and_validate_args
 
     sys.argv[1:] = arguments
-    relative = False
+    positions = ""
 
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         known = own_actions(parser)
@@ -349,31 +299,61 @@ def megatron_arguments(
         _prepare_help(parser)
         parse_args = parser.parse_args
 
-        def parse_and_settle(*given: Any, **keywords: Any) -> argparse.Namespace:
-            nonlocal relative
-            args: argparse.Namespace = parse_args(*given, **keywords)
+        def parse_and_settle(*words: Any, **keywords: Any) -> argparse.Namespace:
+            nonlocal positions
+            args: argparse.Namespace = parse_args(*words, **keywords)
             settle(args, known)
-            relative = args.position_embedding_type == "relative" and args.transformer_impl == "local"
-            if relative:
-                args.position_embedding_type = "none"
+            positions = _hide_relative(args)
             return args
 
         parser.parse_args = parse_and_settle  # type: ignore[method-assign,assignment]
         return parser
 
-    try:
+    with _refusals():
         args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(_refusal(error), hint="--help lists all flags") from error
-    if relative:
-        args.position_embedding_type = "relative"
+    args.position_embedding_type = positions
     return args
 
 
-def _refusal(error: Exception) -> str:
-    """What Megatron's check of its arguments says, which may be no more than the line that fails."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"Megatron refuses these arguments: {str(error) or place.line} ({Path(place.filename).name}:{place.lineno})"
+def check_by_megatron(args: argparse.Namespace) -> None:
+    """Megatron's own checks alone, as for one rank, of arguments that `settle` has seen."""
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size = 0, 1  # these three are set by Megatron once it has parsed
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    positions = _hide_relative(args)
+    with _refusals():
+        validate_args(args)
+    args.position_embedding_type = positions
+    pad_vocabulary(args, read_meta(args.dynapipe_data).vocabulary_size)
+
+
+def pad_vocabulary(args: argparse.Namespace, tokens: int) -> None:
+    """Pad a vocabulary as Megatron does, unless it is padded already."""
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = round_up(tokens, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
+
+
+def _hide_relative(args: argparse.Namespace) -> str:
+    """Keep relative positions from Megatron's checks, which know of no local attention that has them; the kind."""
+    positions: str = args.position_embedding_type
+    if positions == "relative" and args.transformer_impl == "local":
+        args.position_embedding_type = "none"
+    return positions
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """A refusal of Megatron's in the block becomes a ConfigError; it may say no more than the line that fails."""
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"Megatron refuses these arguments: {str(error) or place.line}"
+            f" ({Path(place.filename).name}:{place.lineno})",
+            hint="--help lists all flags",
+        ) from error
 
 
 def _prepare_help(parser: argparse.ArgumentParser) -> None:

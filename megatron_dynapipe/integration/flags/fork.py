@@ -119,10 +119,6 @@ OTHER_VARIABLES = "DYNAPIPE_DEBUG_"
 def check(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     """Refuse the fork's flags and variables.
 
-    Args:
-        arguments: the command line, run files included.
-        environ: the environment; a variable that is empty is not given.
-
     Raises:
         ConfigError: names the first one, and what to give in its place.
     """

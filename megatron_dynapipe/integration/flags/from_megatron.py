@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.config import Cluster
-from megatron_dynapipe.cost import Experts, ModelShape, Network, ScatterGather
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
+from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -21,6 +22,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     Layouts,
     batch_layouts,
     core_attention,
+    describe,
     slices,
     split_backward,
     undivided_because,
@@ -28,9 +30,8 @@ from megatron_dynapipe.integration.flags.batch_layout import (
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
-from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
-from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_costs import computed_costs, measured_costs
+from megatron_dynapipe.integration.flags.planning_flags import AUTO
+from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
@@ -49,16 +50,13 @@ _LAYER_COSTS = (
     *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
     *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
 )
-"""Those that layers' costs depend on."""
+"""Arguments that layers' costs depend on."""
+_MOST_BY_TOKENS = 4096
+"""Samples of a micro-batch at most, where an iteration has any number of them."""
 
 
 def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
     """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron.
-
-    Args:
-        args: the namespace; it is not changed.
-        family: of the model.
-        device: of this rank; None takes the one that its number says.
 
     Raises:
         ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
@@ -89,7 +87,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         device=device,
         truncate=TruncationSide(args.dynapipe_truncate),
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
-        store=find_address(None, args.dynapipe_store_url_file, os.environ),
+        store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
@@ -97,7 +95,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
-        plans_layer_split=args.dynapipe_layers_per_stage == layer_split.AUTO,
+        plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         metrics_interval=args.tensorboard_log_interval,
@@ -106,25 +104,30 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
 
 
 def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
-    """What the log says of the settings at the run's start."""
+    """Lines of the log on the settings, for the run's start."""
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
-    notes.append(f"layout of micro-batches: {layouts}")
+    notes.append(f"layout of micro-batches: {describe(layouts)}")
     if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
         notes.append(f"backward passes: whole ({reason})")
     return tuple(notes)
 
 
 def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -> MeasuredCosts | AnalyticCosts:
-    shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=device.type == "cpu")
+    """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
+    on_cpu = device.type == "cpu"
+    shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
-        return measured_costs(args.dynapipe_cost_model, shape, tensor_parallel=args.tensor_model_parallel_size)
-    return computed_costs(
-        shape,
-        device,
-        element_bytes=model.dtype.itemsize,
-        longest=model.longest,
-        most_samples=max(args.global_batch_size, args.eval_global_batch_size),
-        by_tokens=args.tokens_per_global_batch is not None,
+        costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
+        fields, tensor_parallel = msgspec.structs.asdict(shape), args.tensor_model_parallel_size
+        check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
+        return costs
+    rates = CPU_RATES if on_cpu else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    by_tokens = args.tokens_per_global_batch is not None
+    return AnalyticCosts(
+        shape=shape,
+        rates=msgspec.structs.replace(rates, element_bytes=model.dtype.itemsize),
+        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
+        max_length=model.longest,
     )
 
 
@@ -153,7 +156,7 @@ def _planner(
         recompute=recompute_modes(args),
         network=network,
         scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
-        micro_batch_layouts=layouts.allowed,
+        micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
         expert_layers=model.experts.layers if model.experts else (),
         expert_parallel=in_step,
@@ -203,7 +206,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
         experts=Experts.of_megatron(vars(args)),
-        megatron=partial(core_transformer_config_from_args, args),
+        megatron=partial(layer_split.megatron_config, args),
     )
 
 
@@ -237,15 +240,24 @@ def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSetting
     train = SplitSettings(
         name="train", sampler=training_sampler(args, family), iterations=args.train_iters or in_samples
     )
-    if not args.eval_iters:
+    if not (args.eval_iters or args.full_validation):
         return (train,)
-    evaluation = _sampler(args, family, args.eval_global_batch_size)
-    valid = SplitSettings(name="valid", sampler=evaluation, forward_only=True)
-    return train, valid, SplitSettings(name="test", sampler=evaluation, iterations=args.eval_iters, forward_only=True)
+    sampler = _sampler(args, family, args.eval_global_batch_size)
+    once = msgspec.structs.replace(sampler, last_batch=LastBatch.KEEP, epochs=1)
+    valid, test = (SplitSettings(name=name, sampler=once, evaluation=1) for name in ("valid", "test"))
+    counts = [split_sampler(args.dynapipe_data, split).batches.count or 1 for split in (valid, test)]
+    most = max(counts) if args.full_validation else args.eval_iters
+    whole = [max(counts)] * 2 if args.use_dynapipe else counts  # Megatron's own loop runs equally many of both
+    of_valid, of_test = (min(count, most) for count in whole)
+    return (
+        train,
+        msgspec.structs.replace(valid, evaluation=of_valid),
+        msgspec.structs.replace(test, evaluation=of_test, iterations=of_test),
+    )
 
 
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:
-    """What decides the samples of training iterations: the flags, and the dataset's mixture."""
+    """The sampler's settings for training iterations: the flags, and the dataset's mixture."""
     changes: dict[str, Any] = {
         "task_rates": read_meta(args.dynapipe_data).task_rates,
         "tokens_per_iteration": args.tokens_per_global_batch,

@@ -8,10 +8,12 @@ import msgspec
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.cost import PipelineLayout, Split, even_split, in_halves, parse_split
+from megatron_dynapipe.cost import PipelineLayout, Split, even_split, in_halves
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
 from megatron_dynapipe.sampling import LastBatch
@@ -19,8 +21,14 @@ from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
-AUTO, EQUAL = "auto", "equal"
-"""Splits of layers that are not numbers. `auto` gives way to flags that say more."""
+
+def megatron_config(args: argparse.Namespace) -> TransformerConfig:
+    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
+    try:
+        return core_transformer_config_from_args(args)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines() or ["it does not say why"]
+        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
 
 
 def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | None:
@@ -28,10 +36,10 @@ def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | N
 
     A split that is yet to be planned begins even.
     """
-    given = args.dynapipe_layers_per_stage
-    if (split := layer_numbers(given)) is not None:
-        return split
-    if given == AUTO:
+    asked: Split | str = args.dynapipe_layers_per_stage
+    if not isinstance(asked, str):
+        return asked
+    if asked == AUTO:
         layers = sum(_t5_layers(args)) if family is ModelFamily.T5 else args.num_layers
         stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
         return even_split(layers, stages, halves=not args.use_dynapipe)
@@ -76,21 +84,6 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves)
 
 
-def layer_numbers(given: str | None) -> Split | None:
-    """Layers of each virtual stage in `--dynapipe-layers-per-stage`; None for an equal or a planned split.
-
-    Raises:
-        ConfigError: not numbers of layers.
-    """
-    if given in (None, AUTO, EQUAL):
-        return None
-    expected = "--dynapipe-layers-per-stage as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"
-    split = parse_split(given, expected=expected)
-    if min(split) == 0:
-        raise ConfigError(f"expected {expected}, got {given!r}")
-    return split
-
-
 def megatron_layout(split: Split) -> str:
     """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL".
 
@@ -108,17 +101,18 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     begins even, and one that other flags keep from being planned is equal for all that ours says.
 
     Raises:
-        ConfigError: another flag splits the layers too, or there are no numbers of layers.
+        ConfigError: another flag splits the layers too.
     """
-    given, other = args.dynapipe_layers_per_stage, other_split(args)
-    if given == AUTO and other is not None:
+    asked, other = args.dynapipe_layers_per_stage, other_split(args)
+    if asked == AUTO and other is not None:
         if os.environ.get("RANK", "0") == "0":
             print(f"layers per stage: not planned (auto), since there is {other}", flush=True)
-        given = args.dynapipe_layers_per_stage = EQUAL
-    split, stages = layer_numbers(given), args.pipeline_model_parallel_size
+        asked = args.dynapipe_layers_per_stage = EQUAL
+    split: Split | None = None if isinstance(asked, str) else asked
+    stages = args.pipeline_model_parallel_size
     if split is not None:
         _check(split, args)
-    elif given == AUTO and family is ModelFamily.GPT:
+    elif asked == AUTO and family is ModelFamily.GPT:
         stages *= args.num_virtual_stages_per_pipeline_rank or 1
         split = even_split(args.num_layers, stages, halves=not args.use_dynapipe)
     if split is None:
@@ -132,22 +126,22 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
 
 def _check(split: Split, args: argparse.Namespace) -> None:
     """Hold numbers of layers against the other flags."""
-    given, other = args.dynapipe_layers_per_stage, other_split(args)
+    asked, other = ",".join(map(str, split)), other_split(args)
     if other is not None:
         raise ConfigError(
-            f"expected --dynapipe-layers-per-stage {given} or {other}, got both", hint="remove one of them"
+            f"expected --dynapipe-layers-per-stage {asked} or {other}, got both", hint="remove one of them"
         )
     stages, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    each, rest = divmod(len(split), stages)
-    if rest or each != (chunks or (each if stages > 1 else 1)):
+    per_rank, rest = divmod(len(split), stages)
+    if rest or per_rank != (chunks or (per_rank if stages > 1 else 1)):
         raise ConfigError(
             f"expected layers of {stages} pipeline stages{f' with {chunks} virtual stages each' if chunks else ''} in"
-            f" --dynapipe-layers-per-stage, got {len(split)} numbers: {given}",
+            f" --dynapipe-layers-per-stage, got {len(split)} numbers: {asked}",
             hint="pass a number for every virtual stage, in the order of the model",
         )
     if args.use_dynapipe and any(layers % 1 for layers in split):
         raise ConfigError(
-            f"expected whole layers on every stage of a model that a patched checkout builds, got {given}",
+            f"expected whole layers on every stage of a model that a patched checkout builds, got {asked}",
             hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
         )
 
@@ -169,7 +163,7 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
     `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
-    config = core_transformer_config_from_args(args)
+    config = megatron_config(args)
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
 
@@ -199,7 +193,7 @@ def take_t5_layout(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"expected --pipeline-model-parallel-layout of a T5 as E, layers and L, as Ett|ttL, got {layout!r}"
             )
-        args.dynapipe_layers_per_stage = ",".join(str(stage.count(LayerType.decoder)) for stage in stages)
+        args.dynapipe_layers_per_stage = tuple(stage.count(LayerType.decoder) for stage in stages)
         args.pipeline_model_parallel_layout = None
     for name in (
         "decoder_first_pipeline_num_layers",

@@ -1,4 +1,4 @@
-"""What a run runs on: its ranks, nodes and devices, their memory, and the cluster file that describes them.
+"""The machine of a run: its ranks, nodes and devices, their memory, and the cluster file that describes them.
 
 limit or links of a flag or measured by the cost model's file   >   cluster file   >   what the device says, or defaults
 """
@@ -62,11 +62,6 @@ def ranks_per_device(devices: int) -> int:
 def device_index(local_rank: int, *, devices: int, backend: str) -> int:
     """The GPU of a rank of this node: its own, or over gloo a shared one, round robin.
 
-    Args:
-        local_rank: of the node's ranks.
-        devices: GPUs of the node.
-        backend: of the process groups, which must be able to connect ranks on one GPU.
-
     Raises:
         ConfigError: ranks would share a GPU over NCCL.
     """
@@ -79,37 +74,33 @@ def device_index(local_rank: int, *, devices: int, backend: str) -> int:
     return local_rank % devices
 
 
-def cluster_of(given: str, *, device: torch.device) -> Cluster | None:
-    """The cluster that a run is on; None where no file is named and none is known for its device.
-
-    Args:
-        given: "auto", "none" or a file.
-        device: of this rank; it need not be current.
+def cluster_of(named: str, *, device: torch.device) -> Cluster | None:
+    """The cluster of `--dynapipe-cluster`; None where no file is named and none is known for a device.
 
     Raises:
         ConfigError: the file cannot be read, or does not give all of memory and links.
     """
-    if given == NONE or (given == AUTO and device.type == "cpu"):
+    if named == NONE or (named == AUTO and device.type == "cpu"):
         return None
-    if given != AUTO:
-        return read_cluster(Path(given))
+    if named != AUTO:
+        return read_cluster(Path(named))
     name = torch.cuda.get_device_name(device.index)
-    found = cluster_file(name)
-    return None if found is None else read_cluster(CLUSTERS / f"{found}.yaml", name)
+    file = cluster_file(name)
+    return None if file is None else read_cluster(CLUSTERS / f"{file}.yaml", name)
 
 
 def describe(cluster: Cluster) -> str:
     """Which file is used and why, for a run's log."""
-    found = f"found by the device's name, {cluster.device}; --dynapipe-cluster names another"
-    why = found if cluster.device else "as named"
+    by_name = f"found by the device's name, {cluster.device}; --dynapipe-cluster names another"
+    why = by_name if cluster.device else "as named"
     return f"memory and links of {cluster.path.name} ({why}), where nothing else gives them"
 
 
 def network(measured: Mapping[str, Link], cluster: Cluster | None) -> Network:
     """Links as the cost model has measured them, else as the cluster's file says, else `Network`'s."""
     known = {} if cluster is None else cluster.links
-    given = None if cluster is None else cluster.devices_per_node
-    return Network.over({**known, **measured}, devices_per_node=given or local_world_size())
+    devices = None if cluster is None else cluster.devices_per_node
+    return Network.over({**known, **measured}, devices_per_node=devices or local_world_size())
 
 
 def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:

@@ -1,4 +1,4 @@
-"""What a planned run does with each of Megatron's flags: takes it, refuses it, or says that it has no effect.
+"""Each of Megatron's flags in a planned run: it is taken, refused, or said to have no effect.
 
 The refused ones stand here with their reasons, the others in `megatron_flags.txt`. A flag that neither names has not
 been decided on: a test holds both against the installed Megatron, so that a new flag is noticed before a user gives it.
@@ -41,7 +41,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
             "--iterations-to-skip"
         ),
         "the plan decides the samples of a micro-batch": "--eval-micro-batch-size",
-        "evaluation runs --eval-iters planned iterations": "--full-validation",
         "there is one validation split": "--multiple-validation-sets",
         "its dataset packs sequences; plans do not": "--sft",
         "plans pack samples themselves: --dynapipe-layout auto or packed takes its place": (
@@ -185,22 +184,17 @@ def given(args: argparse.Namespace, known: Sequence[argparse.Action]) -> list[st
     of_attribute: dict[str, list[argparse.Action]] = {}
     for action in known:
         of_attribute.setdefault(action.dest, []).append(action)
-    found = []
+    flags = []
     for name, setters in of_attribute.items():
         default = setters[0].default  # argparse takes the first one's
         value = getattr(args, name, default)
         if value != default:
-            found.append(flag_of(next((action for action in setters if action.const == value), setters[0])))
-    return found
+            flags.append(flag_of(next((action for action in setters if action.const == value), setters[0])))
+    return flags
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> list[str]:
     """Refuse what a planned run would not do as the flag says.
-
-    Args:
-        args: parsed, not yet changed by Megatron's own checks.
-        family: of the model.
-        known: Megatron's arguments.
 
     Returns:
         For each argument without effect that was given, the flag and why: "--split (samples come from …)".

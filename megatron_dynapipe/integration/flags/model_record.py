@@ -1,4 +1,4 @@
-"""What a model computes, field by field as text: a checkpoint keeps it, so that no other model goes on from it.
+"""A model's computation, field by field as text: a checkpoint keeps it, so that no other model goes on from it.
 
 Every field of Megatron's configuration is compared unless a table below says why not, so that one which a new Megatron
 brings is compared, too. Fields at their defaults are left out: versions with more fields compare equal.
@@ -91,7 +91,7 @@ HARMLESS = {field: reason for reason, fields in _HARMLESS.items() for field in f
 
 
 def model_fields(config: "TransformerConfig", args: argparse.Namespace) -> dict[str, str]:
-    """What makes it this model: all that has another value than Megatron's default and is not excepted above."""
+    """The fields that make it this model: values other than Megatron's defaults, less those of the tables above."""
     fields = {name: value for name, value in _changed(config) if name not in {*HARMLESS, *TRAINING}}
     names = [*ARGUMENTS, *(["max_position_embeddings"] if args.position_embedding_type == "learned_absolute" else [])]
     values = {name: getattr(args, name, None) for name in names}

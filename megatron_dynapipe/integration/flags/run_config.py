@@ -9,13 +9,52 @@ import torch
 
 from megatron_dynapipe.cost import PipelineLayout, Split
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.flags.resume_record import CheckpointConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import ModelFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
+
+    Attributes:
+        save, load: Megatron's folders.
+        step: the iteration to load; None for the last.
+        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
+        non_persistent_folder: where; None for a folder inside `save`.
+        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
+        one_layout: whether what Megatron saves loads only in the layout that saved it.
+        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
+        allows_other_data: whether the data may be other than the checkpoint's.
+        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
+        model: what makes it this model, as `model_record` says.
+        training: how it is trained, as far as its configuration says so.
+        tokenizer: the vocabulary's file or folder.
+    """
+
+    save: Path | None
+    load: Path | None
+    step: int | None
+    non_persistent: bool
+    non_persistent_folder: Path | None
+    local_folder: Path | None
+    one_layout: bool
+    pretrained: Path | None
+    allows_other_data: bool
+    finetunes: bool
+    model: Mapping[str, str]
+    training: Mapping[str, str]
+    tokenizer: Path
+
+    def emergency_folder(self, checkpoints: Path) -> Path | None:
+        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
+        if not self.non_persistent:
+            return None
+        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +132,7 @@ class RunConfig:
 
     @property
     def sampler(self) -> SamplerSettings:
-        """What decides the samples of training iterations."""
+        """Settings of the sampler of training iterations."""
         return self.inputs.splits[0].sampler
 
     def with_layers_per_stage(self, split: Split) -> "RunConfig":
@@ -103,24 +142,13 @@ class RunConfig:
 
     @property
     def divided_layout(self) -> PipelineLayout | None:
-        """Of a GPT's layers over the stages, where a layer is divided."""
+        """The layout of a GPT's layers, where one of them is divided."""
         return self.planner.layout if self.planner.layout.has_halves else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Megatron's counters as training begins, which a checkpoint sets."""
-
-    iteration: int = 0
-    valid_samples: int = 0
-
-
-def resumed_inputs(inputs: PlanInputs, progress: Progress) -> PlanInputs:
-    """What plans are made from where training and its evaluations go on from Megatron's counters."""
+def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
+    """What plans are made from where training goes on from an iteration, which a checkpoint sets."""
     train, *others = inputs.splits
-    left = max((train.iterations or 0) - progress.iteration, 0)
-    splits = [msgspec.structs.replace(train, first_iteration=progress.iteration, iterations=left)]
-    for split in others:
-        done = progress.valid_samples // split.sampler.samples_per_iteration if split.name == "valid" else 0
-        splits.append(msgspec.structs.replace(split, first_iteration=done))
-    return msgspec.structs.replace(inputs, splits=tuple(splits))
+    left = max((train.iterations or 0) - iteration, 0)
+    train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
+    return msgspec.structs.replace(inputs, splits=(train, *others))

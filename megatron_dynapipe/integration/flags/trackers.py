@@ -18,22 +18,30 @@ def check_trackers(args: argparse.Namespace) -> None:
     """Refuse folders of checkpoints whose tracker does not say which is the last; no file changes.
 
     Raises:
-        ConfigError: a tracker is damaged, or missing beside complete checkpoints.
+        ConfigError: a tracker is damaged, or missing beside complete checkpoints, or where
+            `--exit-on-missing-checkpoint` asks for one.
     """
     emergency = getattr(args, "non_persistent_global_ckpt_dir", None)
-    given = [args.load, args.save, args.pretrained_checkpoint, emergency]
-    folders = [Path(folder) for folder in dict.fromkeys(given) if folder is not None]
+    named = [args.load, args.save, args.pretrained_checkpoint, emergency]
+    folders = [Path(folder) for folder in dict.fromkeys(named) if folder is not None]
     for folder in [*folders, *(folder / "non_persistent" for folder in folders)]:
         tracker = folder / TRACKER
         if os.path.lexists(tracker):
             _check_readable(tracker)
-        elif (there := _complete(folder)) and not (getattr(args, "ckpt_step", None) and str(folder) == args.load):
-            last = there[-1].removeprefix("iter_").lstrip("0") or "0"
+        elif (complete := _complete(folder)) and not (getattr(args, "ckpt_step", None) and str(folder) == args.load):
+            last = complete[-1].removeprefix("iter_").lstrip("0") or "0"
             raise ConfigError(
-                f"expected {TRACKER} beside the checkpoints {', '.join(there[-3:])} in {folder}, found none: the run"
+                f"expected {TRACKER} beside the checkpoints {', '.join(complete[-3:])} in {folder}, found none: the run"
                 " would begin anew and write over them",
                 hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
             )
+    has_step = getattr(args, "ckpt_step", None)
+    is_tracked = any(os.path.lexists(folder / TRACKER) for folder in folders)
+    if args.exit_on_missing_checkpoint and not has_step and not is_tracked:
+        raise ConfigError(
+            f"expected a checkpoint to load, found no {TRACKER} in {', '.join(map(str, folders)) or '--load'}",
+            hint="--exit-on-missing-checkpoint asks for one; leave it out to begin anew",
+        )
 
 
 def _check_readable(tracker: Path) -> None:
@@ -50,5 +58,5 @@ def _check_readable(tracker: Path) -> None:
 
 def _complete(folder: Path) -> list[str]:
     """Names of the checkpoints in a folder that were written to their end, the last one last."""
-    found = [*folder.glob(RELEASE), *sorted(folder.glob("iter_" + "[0-9]" * 7))]
-    return [path.name for path in found if any((path / name).is_file() for name in _WRITTEN_LAST)]
+    folders = [*folder.glob(RELEASE), *sorted(folder.glob("iter_" + "[0-9]" * 7))]
+    return [path.name for path in folders if any((path / name).is_file() for name in _WRITTEN_LAST)]

@@ -16,15 +16,14 @@ from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):
-    """What Megatron's training loop needs of a run.
+    """A run, as Megatron's training loop needs it."""
 
-    Attributes:
-        shape: of the micro-batch that is running; None before the first.
-        timeout_s: deadline of every wait in an iteration.
-    """
-
-    shape: Shape | None
     timeout_s: float
+    """Deadline of every wait in an iteration."""
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of the micro-batch that is running; None before the first."""
 
     @property
     def samples(self) -> int:
@@ -41,6 +40,9 @@ class PlannedRun(Protocol):
     @property
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
+
+    def evaluation(self, data_iterator: Any) -> int:
+        """Batches of an evaluation on the split of an iterator."""
 
     def log_text(self) -> str:
         """The latest training iteration's plan, for Megatron's log line."""
@@ -91,6 +93,11 @@ def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
     if _run is not None:
         args.consumed_train_samples += _run.samples - args.global_batch_size
+
+
+def evaluation(data_iterator: Any, batches: int | None) -> int | None:
+    """Batches of an evaluation: the active run's, else as given."""
+    return batches if _run is None else _run.evaluation(data_iterator)
 
 
 def bounded_waits(args: argparse.Namespace) -> AbstractContextManager[None]:

@@ -12,79 +12,66 @@ import importlib.util
 import inspect
 import os
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from megatron_dynapipe.checkout.patching import UNKNOWN, survey
+from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
-from megatron_dynapipe.patching import INSTALL_HINT, UNKNOWN, found_version, megatron_folders, survey
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A function, or a class's method, and those of its parameters that are passed."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of `callee` in the body of a function."""
-
-    module: str
-    function: str
-    callee: str
-
+type Name = tuple[str, str, tuple[str, ...]]
+"""A module, a function in it or a class's method, and those of its parameters that are passed."""
+type Call = tuple[str, str, str]
+"""A module, a function in it, and what is called in its body."""
 
 _SCHEDULE_PARAMETERS = (
     *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"),
     *("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
 )
 NAMES: tuple[Name, ...] = (
-    *(Name(row.owner, row.name, row.parameters) for row in replacements.TABLE),
+    *((row.owner, row.name, row.parameters) for row in replacements.TABLE),
     *(
-        Name(optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
+        (optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
         for patch in optimizer_patches.PATCHES
     ),
-    Name(gloo_reductions.MODULE, gloo_reductions.NAME, ("group", "device", "async_ops")),
-    Name(SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
-    Name(SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
-    Name(SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
-    Name("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
-    Name("megatron.training.argument_utils", "pretrain_cfg_container_from_args"),
-    Name("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
-    Name(
-        TRAINING,
-        "pretrain",
+    (gloo_reductions.MODULE, gloo_reductions.NAME, ("group", "device", "async_ops")),
+    (SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
+    (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
+    (SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
+    ("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
+    ("megatron.training.argument_utils", "pretrain_cfg_container_from_args", ()),
+    ("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
+    ("megatron.training.arguments", "validate_args", ("args",)),
+    (
+        *(TRAINING, "pretrain"),
         ("train_valid_test_dataset_provider", "model_type", "forward_step_func", "get_embedding_ranks"),
     ),
 )
 """Functions that a run replaces, or calls."""
 
 CALLS: tuple[Call, ...] = (
-    Call(TRAINING, "train", "get_forward_backward_func"),
-    Call(TRAINING, "train", "train_step"),
-    Call(TRAINING, "evaluate", "get_forward_backward_func"),
-    Call(TRAINING, "training_log", "print_rank_last"),
+    (TRAINING, "train", "get_forward_backward_func"),
+    (TRAINING, "train", "train_step"),
+    (TRAINING, "evaluate", "get_forward_backward_func"),
+    (TRAINING, "training_log", "print_rank_last"),
 )
 """How Megatron's loop comes to what is replaced."""
 
 PATCHES: tuple[Call, ...] = (
-    Call("megatron.training.arguments", "parse_args", "add_arguments"),
-    Call("megatron.training.arguments", "parse_args", "check_arguments"),
-    Call(TRAINING, "pretrain", "dataset_provider"),
-    Call(TRAINING, "pretrain", "finish"),
-    Call(TRAINING, "train", "schedule"),
-    Call(TRAINING, "train", "count_samples"),
-    Call(TRAINING, "evaluate", "schedule"),
-    Call(TRAINING, "training_log", "log_line"),
-    Call("megatron.core.utils", "get_batch_on_this_tp_rank", "micro_batch_shape"),
+    ("megatron.training.arguments", "parse_args", "add_arguments"),
+    ("megatron.training.arguments", "parse_args", "check_arguments"),
+    (TRAINING, "pretrain", "dataset_provider"),
+    (TRAINING, "pretrain", "finish"),
+    (TRAINING, "train", "schedule"),
+    (TRAINING, "train", "count_samples"),
+    (TRAINING, "evaluate", "schedule"),
+    (TRAINING, "training_log", "log_line"),
+    ("megatron.core.utils", "get_batch_on_this_tp_rank", "micro_batch_shape"),
 )
 """Calls of `checkout_hooks` in a patched checkout."""
 
@@ -125,26 +112,27 @@ def check_patches() -> None:
 
 
 def missing_name(row: Name) -> str:
-    """What of a name is not there; empty if all is."""
+    """The part of a name that is not there, in words; empty if all is."""
+    module, name, parameters = row
     try:
-        found = _resolve(row.module, row.name)
+        function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
-        return f"no {row.name} in {row.module}"
-    accepted = inspect.signature(found).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    absent = [name for name in row.parameters if name not in accepted]
-    return f"{row.name} of {row.module} takes no {', '.join(absent)}" if absent and not takes_any else ""
+        return f"no {name} in {module}"
+    accepted = inspect.signature(function).parameters  # type: ignore[arg-type]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    absent = [parameter for parameter in parameters if parameter not in accepted]
+    return f"{name} of {module} takes no {', '.join(absent)}" if absent and not takes_any else ""
 
 
 def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]:
     """The calls that are not there; those of a patch go `through` the module's name."""
-    return [f"{row.function}() of {row.module} calls no {row.callee}" for row in rows if not _is_called(row, through)]
-
-
-def _is_called(row: Call, through: str | None) -> bool:
-    code = _functions(row.module).get(row.function)
-    names = (*code.co_names, *code.co_varnames) if code else ()  # one function imports the hooks itself
-    return row.callee in names and (through is None or through in names)
+    missing = []
+    for module, function, callee in rows:
+        code = _functions(module).get(function)
+        names = (*code.co_names, *code.co_varnames) if code else ()  # one function imports the hooks itself
+        if callee not in names or not (through is None or through in names):
+            missing.append(f"{function}() of {module} calls no {callee}")
+    return missing
 
 
 @functools.cache
@@ -153,11 +141,8 @@ def _functions(module: str) -> dict[str, types.CodeType]:
     spec = importlib.util.find_spec(module)
     loader: Any = spec and spec.loader
     code = loader.get_code(module) if loader else None
-    return {each.co_name: each for each in (code.co_consts if code else ()) if isinstance(each, types.CodeType)}
-
-
-def _resolve(module: str, path: str) -> Callable[..., Any]:
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))  # type: ignore[return-value]
+    constants = code.co_consts if code else ()
+    return {constant.co_name: constant for constant in constants if isinstance(constant, types.CodeType)}
 
 
 def _place() -> str:

@@ -35,7 +35,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if known is None:
                 maximum, total, predicted = None, None, None
             else:
-                maximum, total, predicted = (each[chunk] for each in known)
+                maximum, total, predicted = (reduced[chunk] for reduced in known)
                 losses[chunk] = total.log() - predicted
                 if gradient is None:
                     continue

@@ -1,4 +1,4 @@
-"""What PyTorch has fused, where Megatron would take the fused kernels of Transformer Engine or apex and finds neither.
+"""Kernels that PyTorch has fused, where Megatron would take those of Transformer Engine or apex and finds neither.
 
     PyTorch's Adam    one kernel for all parameters of a kind (`fused=True`), where Megatron asks for none
     weight gradient   of linear layers, added to the gradient buffer by the product itself
@@ -65,8 +65,8 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
 
 def fuse_adam(optimizer: Any) -> None:
     """Let PyTorch's Adam inside one of Megatron's optimizers, or several, run as one kernel; leave others alone."""
-    for each in getattr(optimizer, "chained_optimizers", (optimizer,)):
-        inner = getattr(each, "optimizer", None)
+    for part in getattr(optimizer, "chained_optimizers", (optimizer,)):
+        inner = getattr(part, "optimizer", None)
         if not isinstance(inner, torch.optim.Adam) or inner.defaults["differentiable"]:
             continue
         for group in (inner.defaults, *inner.param_groups):
@@ -76,16 +76,8 @@ def fuse_adam(optimizer: Any) -> None:
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
-_originals = Originals()
-
-
-def apply() -> None:
-    """Fuse the Adam of optimizers that Megatron makes from now on, and provide weight gradients if nobody does.
-
-    A second call changes nothing.
-    """
-    if _originals:
-        return
+def install(originals: Originals) -> None:
+    """Fuse the Adam of optimizers that Megatron makes from now on, and provide weight gradients if nobody does."""
     module = importlib.import_module(OPTIMIZER)
     original = getattr(module, FACTORY)
 
@@ -96,13 +88,13 @@ def apply() -> None:
         return optimizer
 
     for owner in holders(FACTORY, original):
-        _originals.replace(owner, FACTORY, fused)
+        originals.replace(owner, FACTORY, fused)
     parallel: Any = importlib.import_module(PARALLEL)
-    _originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
+    originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
     layers = importlib.import_module(LINEAR)
     if not getattr(layers, AVAILABLE):
-        _originals.replace(layers, EXTENSION, WeightGradients)
-        _originals.replace(layers, AVAILABLE, True)
+        originals.replace(layers, EXTENSION, WeightGradients)
+        originals.replace(layers, AVAILABLE, True)
 
 
 def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -113,8 +105,3 @@ def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return chunked_cross_entropy(logits, target, tp_group or get_tensor_model_parallel_group())
 
     return cross_entropy
-
-
-def revert() -> None:
-    """Put Megatron's own names back; does nothing if none was replaced."""
-    _originals.revert()

@@ -16,37 +16,34 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 
 MODULE, NAME = "megatron.core.distributed.param_and_grad_buffer", "_coalescing_manager"
 
-_originals = Originals()
-
 
 @contextlib.contextmanager
 def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
-    """What PyTorch's manager does, with one operation for each that the block asks for."""
+    """PyTorch's manager, but with one operation for each that the block asks for."""
     state = dist.distributed_c10d._world.pg_coalesce_state
     works, asked = _CoalescingManager(), state.setdefault(group, [])
     try:
         yield works
     finally:
         state.pop(group, None)  # from here on operations of the group are done, not written down
-    for each in asked:
-        if each.op is dist.all_reduce:
-            works.append(dist.all_reduce(each.tensor, op=each.redop, group=group, async_op=True))
-        elif each.op is dist.reduce_scatter_tensor:
+    for operation in asked:
+        if operation.op is dist.all_reduce:
+            works.append(dist.all_reduce(operation.tensor, op=operation.redop, group=group, async_op=True))
+        elif operation.op is dist.reduce_scatter_tensor:
             scattered = dist.reduce_scatter_tensor(
-                each.dst_tensor, each.tensor, op=each.redop, group=group, async_op=True
+                operation.dst_tensor, operation.tensor, op=operation.redop, group=group, async_op=True
             )
             works.append(scattered)
         else:
-            assert each.op is dist.all_gather_into_tensor, each.op
-            works.append(dist.all_gather_into_tensor(each.dst_tensor, each.tensor, group=group, async_op=True))
+            assert operation.op is dist.all_gather_into_tensor, operation.op
+            gathered = dist.all_gather_into_tensor(operation.dst_tensor, operation.tensor, group=group, async_op=True)
+            works.append(gathered)
     if not async_ops:
         works.wait()
 
 
-def apply() -> None:
-    """Replace the manager in Megatron's DDP for groups over gloo; a second call changes nothing."""
-    if _originals:
-        return
+def install(originals: Originals) -> None:
+    """Replace the manager in Megatron's DDP for groups over gloo."""
     module = importlib.import_module(MODULE)
     original = getattr(module, NAME)
 
@@ -55,9 +52,4 @@ def apply() -> None:
             return one_by_one(group, async_ops)
         return original(group, device, async_ops)
 
-    _originals.replace(module, NAME, manager)
-
-
-def revert() -> None:
-    """Put Megatron's own import back; does nothing if it is there."""
-    _originals.revert()
+    originals.replace(module, NAME, manager)

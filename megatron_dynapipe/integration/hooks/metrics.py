@@ -19,13 +19,7 @@ PREFIX = "dynapipe/"
 
 
 def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_bytes: int | None) -> dict[str, float]:
-    """What happened in an iteration, by name.
-
-    Args:
-        item: the iteration, as it was run.
-        events: when this rank's instructions ran.
-        peak_bytes: high-water mark of the device's memory, where it counts.
-    """
+    """Numbers of an iteration, by name."""
     totals = item.entry.totals
     measured_ns = events[-1].end_ns - events[0].start_ns if events else 0
     busy_ns = sum(e.end_ns - e.start_ns for e in events if isinstance(e.instruction, Pass))
@@ -43,12 +37,7 @@ def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_byte
 
 
 class MetricsWriter:
-    """Gives every `interval`-th iteration's numbers to Megatron's writers, on the rank that has them.
-
-    Args:
-        platform: whose memory is reported.
-        interval: Megatron's `--tensorboard-log-interval`.
-    """
+    """Gives every `interval`-th iteration's numbers to Megatron's writers, on the rank that has them."""
 
     def __init__(self, platform: DevicePlatform, *, interval: int) -> None:
         self._platform = platform

@@ -140,12 +140,10 @@ def apply() -> None:
     if _originals:
         return
     _originals.install(PATCHES)
-    gloo_reductions.apply()
-    fused_kernels.apply()
+    gloo_reductions.install(_originals)
+    fused_kernels.install(_originals)
 
 
 def revert() -> None:
     """Restore Megatron's own methods; does nothing if none is patched."""
-    fused_kernels.revert()
-    gloo_reductions.revert()
     _originals.revert()

@@ -31,7 +31,7 @@ class Replacement:
 
 
 class Originals:
-    """What stood at the names that were replaced; empty while none is."""
+    """Names that are replaced, with what stood there; empty while none is."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, str, Any]] = []
@@ -45,8 +45,8 @@ class Originals:
             owner = resolve(row.owner)
             original = getattr(owner, row.name)
             replacement = row.make(original)
-            for each in holders(row.name, original) if row.everywhere else [owner]:
-                self.replace(each, row.name, replacement)
+            for holder in holders(row.name, original) if row.everywhere else [owner]:
+                self.replace(holder, row.name, replacement)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace a name of a module or class, which need not be there yet."""

@@ -1,4 +1,4 @@
-"""What is replaced in Megatron's modules at run time: one table of names, on request, reversibly.
+"""Replacements in Megatron's modules at run time: one table of names, on request, reversibly.
 
 Each replacement calls the function of `active_run` that a patched checkout calls at the same place (`patches/`).
 """
@@ -13,7 +13,7 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
-from megatron_dynapipe.integration.hooks import active_run, evaluation_line, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 from megatron_dynapipe.processes import set_parent_death_signal
@@ -41,11 +41,26 @@ def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(evaluate)
+    def planned_evaluation(forward_step_func: Any, data_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args, training
+
+        batches = active_run.evaluation(data_iterator, keywords.get("eval_iters"))
+        with active_run.bounded_waits(get_args()):
+            result = evaluate(forward_step_func, data_iterator, *arguments, **keywords | {"eval_iters": batches})
+        if result[0] and not result[0].get(active_run.LOSS_NAME, 1.0):
+            training.print_rank_last("no token of the following evaluation counts")
+        return result
+
+    return planned_evaluation
+
+
 def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
         is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
-        print_rank_last(active_run.log_line(message) if is_of_iteration else evaluation_line.shortened(message))
+        print_rank_last(active_run.log_line(message) if is_of_iteration else message)
 
     return print_line
 
@@ -89,10 +104,17 @@ TABLE: tuple[Replacement, ...] = (
     ),
     Replacement(
         owner="megatron.training.training",
+        name="evaluate",
+        make=_evaluating,
+        parameters=("forward_step_func", "data_iterator", "eval_iters"),
+        why="runs as many batches of every split; ours evaluate on all of a split that has fewer",
+    ),
+    Replacement(
+        owner="megatron.training.training",
         name="print_rank_last",
         make=_logging,
         parameters=("message",),
-        why="prints the lines of iterations and evaluations",
+        why="prints the lines of iterations",
     ),
     Replacement(
         owner="megatron.core.datasets.utils",
@@ -112,32 +134,21 @@ TABLE: tuple[Replacement, ...] = (
 )
 """Everything that is replaced in Megatron while a planned run trains."""
 
-_originals = Originals()
 
-
-def install(run: PlannedRun) -> None:
-    """Make a run the active one: Megatron's training loop takes its schedule, and logs and counts what it did.
+@contextlib.contextmanager
+def installed(run: PlannedRun) -> Iterator[None]:
+    """For the length of a block Megatron's training loop takes a run's schedule, and logs and counts what it did.
 
     Raises:
         ConfigError: a run is active already.
     """
     active_run.activate(run)
     optimizer_patches.apply()
-    _originals.install(TABLE)
-
-
-def uninstall() -> None:
-    """Put Megatron's own names back; nothing happens if none was replaced."""
-    _originals.revert()
-    optimizer_patches.revert()
-    active_run.deactivate()
-
-
-@contextlib.contextmanager
-def installed(run: PlannedRun) -> Iterator[None]:
-    """`install` for the length of a block."""
-    install(run)
+    originals = Originals()
+    originals.install(TABLE)
     try:
         yield
     finally:
-        uninstall()
+        originals.revert()
+        optimizer_patches.revert()
+        active_run.deactivate()

@@ -10,9 +10,8 @@ from torch.nn.functional import gelu
 
 from megatron_dynapipe.cost import Experts
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
-from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
-from megatron_dynapipe.integration.models.t5_stage import T5Options
 from megatron_dynapipe.units import ModelFamily
 
 GELU_TANH = "gelu_tanh"
@@ -84,9 +83,19 @@ class ModelConfig:
         return self.transformer_impl != "local"
 
     @property
+    def engine_attention(self) -> bool:
+        """Whether attention is Transformer Engine's."""
+        return self.transformer_engine and self.attention is CoreAttention.MEGATRON
+
+    @property
+    def biases_hide(self) -> bool:
+        """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
+        return self.positions.kind == RELATIVE and not self.engine_attention
+
+    @property
     def row_format(self) -> RowFormat:
         """The form in which layers take packed rows."""
-        return RowFormat.TRANSFORMER_ENGINE if self.t5.engine_attention else RowFormat.LOCAL
+        return RowFormat.TRANSFORMER_ENGINE if self.engine_attention else RowFormat.LOCAL
 
     @property
     def takes_mask(self) -> bool:
@@ -102,16 +111,6 @@ class ModelConfig:
     def state_dtype(self) -> torch.dtype:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype
-
-    @property
-    def t5(self) -> T5Options:
-        """What a staged T5 takes of it."""
-        return T5Options(
-            transformer_engine=self.transformer_engine,
-            attention=self.attention,
-            positions=self.positions,
-            tied=self.tied,
-        )
 
     def transformer_config(self, made: TransformerConfig | None = None) -> TransformerConfig:
         """Megatron's configuration, with the activation and the scale of scores that the run names.

@@ -6,7 +6,7 @@ where shapes change. Padded rows are of too many shapes for that and stay with P
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, override
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -18,10 +18,11 @@ from megatron_dynapipe.integration.models.packed_rows import PackedRow
 class EngineCoreAttention(SdpaCoreAttention):
     """`SdpaCoreAttention` with Transformer Engine's kernels for packed rows without biases or dropout."""
 
+    @override
     def attend_in_kernel(
         self, query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, *, causal: bool
     ) -> Tensor:
-        """As of the base class. A piece's queries are the last of its keys: causal from the bottom right."""
+        # A piece's queries are the last of its keys: causal from the bottom right.
         has_prefix = isinstance(row, PackedRow) and row.has_prefix
         causality = "_causal" * causal + "_bottom_right" * has_prefix
         attended: Tensor = _attention(query.size(1), key.size(1), query.size(2), self.softmax_scale)(

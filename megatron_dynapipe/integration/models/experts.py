@@ -218,15 +218,24 @@ def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection
 class UnevenAllGather(MoEAllGatherTokenDispatcher):
     """Megatron's dispatcher of all positions to all ranks, where ranks have different numbers of them.
 
-    All pad theirs to the most of any rank, with positions that no expert gets.
+    All pad theirs to the most of any rank, with positions that no expert gets. Ranks ask each other, for which the host
+    waits for the device: a plan's entries hold one replica's shapes.
+
+    Attributes:
+        asked: what the first layer of the pass that runs was told, which the others share; None lets each ask.
     """
+
+    asked: list[int] | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """As Megatron's, and padded."""
         hidden_states, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        most = torch.tensor(len(hidden_states), device=hidden_states.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.tp_ep_group)
-        self._own, missing = len(hidden_states), int(most) - len(hidden_states)
+        asked: list[int] = [] if self.asked is None else self.asked
+        if not asked:
+            most = torch.tensor(len(hidden_states), device=hidden_states.device)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.tp_ep_group)
+            asked.append(int(most))
+        self._own, missing = len(hidden_states), asked[0] - len(hidden_states)
         self.routing_map: Tensor = nn.functional.pad(routing_map, (0, 0, 0, missing))
         return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
 
@@ -244,6 +253,19 @@ class PlannedMoELayer(MoELayer):
         given = self.token_dispatcher
         if isinstance(given, MoEAllGatherTokenDispatcher) and given.tp_size * given.ep_size > 1:
             given.__class__ = UnevenAllGather
+
+
+def gatherers_of(models: Sequence[nn.Module]) -> list[UnevenAllGather]:
+    """The dispatchers of model chunks whose ranks ask for the most positions."""
+    dispatchers = (getattr(module, "token_dispatcher", None) for model in models for module in model.modules())
+    return [dispatcher for dispatcher in dispatchers if isinstance(dispatcher, UnevenAllGather)]
+
+
+def begin_pass(gatherers: Sequence[UnevenAllGather]) -> None:
+    """Let the first layer of the pass that runs next ask for all."""
+    asked: list[int] = []
+    for gatherer in gatherers:
+        gatherer.asked = asked
 
 
 def with_planned_experts(layer: ModuleSpec) -> ModuleSpec:

@@ -4,7 +4,7 @@ A provider is called once per chunk as `provider(pre_process=â€¦, post_process=â
 and returns the plain module; Megatron wraps it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -20,11 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megatron_dynapipe.cost import PipelineLayout, StageLayers
-from megatron_dynapipe.data.collate import RequiredFields
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
@@ -32,17 +30,8 @@ from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 ModelProvider = Callable[..., Any]
 
 
-def t5_required_fields(chunks: Sequence[StageLayers]) -> RequiredFields:
-    """Which of a micro-batch's tensors the chunks of a pipeline rank read."""
-    return RequiredFields(
-        tokens=any(layers.starts_encoder for layers in chunks),
-        decoder_tokens=any(layers.starts_decoder for layers in chunks),
-        labels=any(layers.ends_decoder for layers in chunks),
-    )
-
-
-def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
-    """A provider of T5 stages; pass `split.embedding_ranks` to `pretrain` too, for words and positions."""
+def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
+    """A provider of T5 stages; pass `t5_stage.embedding_ranks` to `pretrain` too, for words and positions."""
     built: list[T5Stage] = []
 
     def provide(
@@ -58,15 +47,13 @@ def t5_provider(model: ModelConfig, split: T5Split) -> ModelProvider:
             built.clear()
         stage = T5Stage(
             model.transformer_config(config),
-            split=split,
-            stage=groups.pp.rank() + chunk * split.ranks,
-            vocab_size=model.vocabulary,
-            max_sequence_length=model.max_positions,
-            options=model.t5,
+            model=model,
+            layout=layout,
+            stage=groups.pp.rank() + chunk * layout.stages,
             pg_collection=groups,
         )
         built.append(stage)
-        if split.chunks > 1 and len(built) == split.chunks:
+        if layout.chunks > 1 and len(built) == layout.chunks:
             share_weights(built)
         return stage
 

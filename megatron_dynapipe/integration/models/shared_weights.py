@@ -2,7 +2,7 @@
 
 Megatron shares one weight of the first and last stage (and one of the encoder's and decoder's first) as part of
 `finalize_model_grads`; here any weight and any stages, by `runtime.shared_weights` after that function's data-parallel
-reduction, and Megatron is told of no copies (`T5Split.embedding_ranks`).
+reduction, and Megatron is told of no copies (`t5_stage.embedding_ranks`).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -8,7 +8,6 @@ hand the encoder's output on unchanged.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.positions import (
     LEARNED,
     RELATIVE,
     ROTARY,
-    Positions,
     StackInputs,
     StackPositions,
 )
@@ -38,58 +37,6 @@ from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.integration.models.t5_stack import T5Stack
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class T5Options:
-    """What a staged T5 is made of besides its layers' configuration.
-
-    Attributes:
-        transformer_engine: layers of Transformer Engine, instead of Megatron's local ones.
-        attention: the core attention of the layers.
-        positions: how layers come to know positions.
-        tied: whether the head's weight is the word embeddings'.
-    """
-
-    transformer_engine: bool = False
-    attention: CoreAttention = CoreAttention.SDPA
-    positions: Positions = field(default_factory=Positions)
-    tied: bool = True
-
-    @property
-    def biases_hide(self) -> bool:
-        """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
-        return self.positions.kind == RELATIVE and not self.engine_attention
-
-    @property
-    def engine_attention(self) -> bool:
-        """Whether attention is Transformer Engine's."""
-        return self.transformer_engine and self.attention is CoreAttention.MEGATRON
-
-    def mask(self, forbidden: Tensor, dtype: torch.dtype, *, causal: bool = False) -> Tensor | None:
-        """What padded rows give to the layers' attention, made once for all of a stack's layers.
-
-        Megatron's local attention takes the mask as it is. Ours adds 0 or -inf [b, 1, 1, keys], which serves all
-        queries: a boolean mask would be turned into it, and kept, by every layer. A causal kernel needs none, since
-        padding stands at the end.
-
-        Args:
-            forbidden: bool[b, 1, queries, keys], of `data.segments`.
-            dtype: of attention scores.
-            causal: whether later keys are forbidden too.
-
-        Raises:
-            ConfigError: the attention is Transformer Engine's, which takes rows.
-        """
-        if self.engine_attention:
-            raise ConfigError(
-                "expected rows for the layers of Transformer Engine, got masks",
-                hint="give T5StageInputs its encoder_row and decoder_row",
-            )
-        if self.attention is CoreAttention.MEGATRON:
-            return forbidden
-        padding = forbidden[:, :, :1]
-        return None if causal else torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -math.inf)
 
 
 class T5Stage(LanguageModule):
@@ -102,11 +49,9 @@ class T5Stage(LanguageModule):
 
     Args:
         config: Megatron's configuration, for the whole model.
-        split: how the model is cut.
-        stage: which of the virtual stages this is.
-        vocab_size: padded vocabulary.
-        max_sequence_length: positions that can be embedded, of inputs and of targets.
-        options: what else the model is made of.
+        model: what the model is made of besides.
+        layout: how its layers lie over the virtual stages.
+        stage: which of these this is.
         pg_collection: this rank's process groups; Megatron's global ones if None.
 
     Raises:
@@ -117,31 +62,28 @@ class T5Stage(LanguageModule):
         self,
         config: TransformerConfig,
         *,
-        split: T5Split,
+        model: ModelConfig,
+        layout: PipelineLayout,
         stage: int,
-        vocab_size: int,
-        max_sequence_length: int,
-        options: T5Options | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        options = options or T5Options()
         self.model_type = ModelType.encoder_or_decoder
-        self.split, self.stage, self.options = split, stage, options
-        self.layers = split.stages[stage]
-        self.vp_stage = stage // split.ranks if split.chunks > 1 else None
+        self.model, self.layout, self.stage = model, layout, stage
+        self.layers = layout.virtual_stage_layers[stage]
+        self.vp_stage = stage // layout.stages if layout.chunks > 1 else None
         self.pre_process = self.layers.embeds
         self.post_process = self.layers.ends_decoder
-        self.share_embeddings_and_output_weights = options.tied
+        self.share_embeddings_and_output_weights = model.tied
         self.shared_weights: SharedWeights | None = None
         self._inputs: Sequence[Tensor] = ()
-        _check(options, self.pg_collection)
+        _check(model, self.pg_collection)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
-                vocab_size=vocab_size,
-                max_sequence_length=max_sequence_length,
-                position_embedding_type="learned_absolute" if options.positions.kind == LEARNED else "none",
+                vocab_size=model.vocabulary,
+                max_sequence_length=model.max_positions,
+                position_embedding_type="learned_absolute" if model.positions.kind == LEARNED else "none",
                 tp_group=self.tp_group,
             )
         self._build_positions()
@@ -150,46 +92,32 @@ class T5Stage(LanguageModule):
         if self.post_process:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
-                vocab_size,
+                model.vocabulary,
                 config=config,
                 init_method=config.init_method,
-                bias=options.tied,
+                bias=model.tied,
                 gather_output=False,
-                skip_weight_param_allocation=self.pre_process and options.tied,
+                skip_weight_param_allocation=self.pre_process and model.tied,
                 tp_group=self.tp_group,
             )
         self._mark_weights()
-        if split.chunks == 1:
+        if layout.chunks == 1:
             share_weights([self])
 
     @property
     def position_embeddings(self) -> torch.nn.Embedding | None:
         """The learned positions, where there are any."""
-        if not self.pre_process or self.options.positions.kind != LEARNED:
+        if not self.pre_process or self.model.positions.kind != LEARNED:
             return None
         positions: torch.nn.Embedding = self.embedding.position_embeddings
         return positions
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
         """The stage's copy of the word embeddings, if it has one."""
-        if not (self.pre_process or (self.post_process and self.options.tied)):
+        if not (self.pre_process or (self.post_process and self.model.tied)):
             return None
         weight: torch.nn.Parameter = (self.embedding.word_embeddings if self.pre_process else self.output_layer).weight
         return weight
-
-    def sharings(self) -> tuple[SharedWeight, ...]:
-        """Every weight of the whole model that several stages may hold."""
-        split, kind = self.split, self.options.positions.kind
-        words = split.word_embedding_stages if self.options.tied else split.embedding_stages
-        sharings = [SharedWeight(name=_WORDS, stages=words, name_in=_name_of_words)]
-        if kind == LEARNED:
-            name = "embedding.position_embeddings.weight"
-            sharings.append(SharedWeight(name=name, stages=split.embedding_stages))
-        if kind == RELATIVE:
-            for stack, stages in (("encoder", split.encoder_stages), ("decoder", split.decoder_stages)):
-                name = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
-                sharings.append(SharedWeight(name=name, stages=stages))
-        return tuple(sharings)
 
     def set_input_tensor(self, input_tensor: Sequence[Tensor | None]) -> None:
         """Take the boundary tensors for the next `forward`: [encoder state], or [encoder output, decoder state].
@@ -221,11 +149,11 @@ class T5Stage(LanguageModule):
             decoded = self._embed(batch.decoder_tokens, batch.decoder_row)
         row = batch.decoder_row
         given = self._stack_inputs(self._decoder_positions, _given(decoded), batch.decoder_mask, row, causal=True)
-        cross = None if row is not None else self.options.mask(_given(batch.cross_mask), self.config.params_dtype)
+        cross = None if row is not None else self._mask(_given(batch.cross_mask))
         decoded = self.decoder.run(given, _given(encoded), cross)
         if not self.post_process:
             return _given(encoded), decoded
-        weight = self.shared_embedding_or_output_weight() if self.options.tied and self.pre_process else None
+        weight = self.shared_embedding_or_output_weight() if self.model.tied and self.pre_process else None
         logits, _ = self.output_layer(decoded, weight=weight)
         if batch.labels is None:
             return torch.as_tensor(logits.transpose(0, 1).contiguous())
@@ -243,21 +171,41 @@ class T5Stage(LanguageModule):
         if row is not None:
             return positions.of(state, None, row.max_seqlen_q, row)
         forbidden = _given(forbidden)
-        mask = self.options.mask(forbidden, self.config.params_dtype, causal=causal)
+        mask = self._mask(forbidden, causal=causal)
         return positions.of(state, mask, forbidden.size(-1))
+
+    def _mask(self, forbidden: Tensor, *, causal: bool = False) -> Tensor | None:
+        """The mask of padded rows for the layers' attention, made once for all of a stack's layers.
+
+        Megatron's local attention takes `forbidden` (bool[b, 1, queries, keys], of `data.segments`) as it is. Ours adds
+        0 or -inf [b, 1, 1, keys], which serves all queries: a boolean mask would be turned into it, and kept, by every
+        layer. A `causal` kernel, which forbids later keys too, needs none, since padding stands at the end.
+
+        Raises:
+            ConfigError: the attention is Transformer Engine's, which takes rows.
+        """
+        if self.model.engine_attention:
+            raise ConfigError(
+                "expected rows for the layers of Transformer Engine, got masks",
+                hint="give T5StageInputs its encoder_row and decoder_row",
+            )
+        if self.model.attention is CoreAttention.MEGATRON:
+            return forbidden
+        padding, dtype = forbidden[:, :, :1], self.config.params_dtype
+        return None if causal else torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -math.inf)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Checkpoint entries that any split of the same model can load; shared weights are saved by the first stage."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for weight in self.sharings():
+        for weight in sharings(self.model, self.layout):
             weight.save_once(self, self.stage, entries, prefix)
         return entries
 
     def _build_positions(self) -> None:
         """Rotations, and this stage's copies of the tables of relative biases."""
-        positions, config, rotary = self.options.positions, self.config, None
+        positions, config, rotary = self.model.positions, self.config, None
         if positions.kind == ROTARY:
             rotary = RotaryEmbedding(
                 kv_channels=config.kv_channels,
@@ -275,7 +223,7 @@ class T5Stage(LanguageModule):
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
             self.decoder_relative_pos_emb = decoder
-        hide = self.options.biases_hide
+        hide = self.model.biases_hide
         self._encoder_positions = StackPositions(rotary, encoder, self.tp_group, causal=False, biases_hide=hide)
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
@@ -286,9 +234,9 @@ class T5Stage(LanguageModule):
             layers, parts, depth = held.decoder, held.decoder_parts, held.decoder_layers
         if not layers:
             return None
-        options, hide = self.options, decoder and self.options.biases_hide
+        model, hide = self.model, decoder and self.model.biases_hide
         layer, norm = t5_layer(
-            self.config, options.attention, decoder=decoder, engine=options.transformer_engine, biases_hide=hide
+            self.config, model.attention, decoder=decoder, engine=model.transformer_engine, biases_hide=hide
         )
         return T5Stack(
             self.config,
@@ -310,23 +258,40 @@ class T5Stage(LanguageModule):
         return embedded
 
     def _mark_weights(self) -> None:
-        for weight in self.sharings():
+        for weight in sharings(self.model, self.layout):
             weight.mark(self, self.stage)
         word: Any = self.shared_embedding_or_output_weight()
         if word is not None:
             word.is_embedding_or_output_parameter = True
-            if self.pre_process and self.post_process and self.options.tied:
+            if self.pre_process and self.post_process and self.model.tied:
                 word.zero_out_wgrad = True  # two uses on one stage: a fused gradient must not return garbage
-        if self.post_process and not self.options.tied:
+        if self.post_process and not self.model.tied:
             head: Any = self.output_layer.weight
             head.is_embedding_or_output_parameter = True
+
+
+def sharings(model: ModelConfig, layout: PipelineLayout) -> tuple[SharedWeight, ...]:
+    """Every weight of the whole model that several virtual stages may hold."""
+    kind, stages = model.positions.kind, list(enumerate(layout.virtual_stage_layers))
+    embedding = tuple(stage for stage, layers in stages if layers.embeds)
+    words = tuple(stage for stage, layers in stages if layers.embeds or layers.ends_decoder)
+    weights = [SharedWeight(name=_WORDS, stages=words if model.tied else embedding, name_in=_name_of_words)]
+    if kind == LEARNED:
+        weights.append(SharedWeight(name="embedding.position_embeddings.weight", stages=embedding))
+    if kind == RELATIVE:
+        for stack in ("encoder", "decoder"):
+            attending = tuple(stage for stage, layers in stages if getattr(layers, f"{stack}_parts").attends)
+            name = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
+            weights.append(SharedWeight(name=name, stages=attending))
+    return tuple(weights)
 
 
 def share_weights(chunks: Sequence[T5Stage]) -> None:
     """Once all chunks of this rank are built, on every rank: make copies of shared weights equal, and keep them so."""
     pipeline = chunks[0].pp_group
     if pipeline.size() > 1 and not chunks[0].config.init_model_with_meta_device:
-        shared = connect_copies(chunks[0].sharings(), {chunk.stage: chunk for chunk in chunks}, pipeline)
+        weights = sharings(chunks[0].model, chunks[0].layout)
+        shared = connect_copies(weights, {chunk.stage: chunk for chunk in chunks}, pipeline)
         for chunk in chunks:
             chunk.shared_weights = shared
 
@@ -338,9 +303,17 @@ def _name_of_words(chunk: T5Stage) -> str:
     return _WORDS if chunk.pre_process else "output_layer.weight"
 
 
-def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
-    biased = options.transformer_engine or options.attention is not CoreAttention.MEGATRON
-    if options.positions.kind == RELATIVE and not biased:
+def embedding_ranks(pipeline_ranks: Sequence[int]) -> list[int]:
+    """Megatron's `get_embedding_ranks` and `get_position_embedding_ranks`: the first rank alone.
+
+    So that Megatron's finalisation has no copies to look after: `shared_weights` does.
+    """
+    return [pipeline_ranks[0]]
+
+
+def _check(model: ModelConfig, groups: ProcessGroupCollection) -> None:
+    biased = model.transformer_engine or model.attention is not CoreAttention.MEGATRON
+    if model.positions.kind == RELATIVE and not biased:
         raise ConfigError(
             "expected relative positions with an attention that adds biases, got Megatron's local one",
             hint="use --dynapipe-attention sdpa",
@@ -350,7 +323,7 @@ def _check(options: T5Options, groups: ProcessGroupCollection) -> None:
             raise ConfigError(
                 f"expected embedding groups of one rank, got one of {group.size()}: Megatron would reduce the gradients"
                 " of a T5's embeddings a second time",
-                hint="give pretrain the split's embedding_ranks for words and for positions",
+                hint="give pretrain t5_stage.embedding_ranks for words and for positions",
             )
 
 

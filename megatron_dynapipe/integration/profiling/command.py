@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from megatron_dynapipe.cost.format import encode_file, is_cost_file
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.profiling.division import DivisionProfiler
+from megatron_dynapipe.integration.profiling import division
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
-from megatron_dynapipe.integration.profiling.packed import PackedProfiler
+from megatron_dynapipe.integration.profiling.packed import measure_rows, row_tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, verdict
 from megatron_dynapipe.integration.profiling.setup import prepared
@@ -64,14 +64,13 @@ def profile(
             shared=tensor_parallel > 1,
             hurried=budget_s < HURRIED_BUDGET_S,
         )
-        profiler = Profiler(scope=scope)
+        profiler = Profiler(scope)
         links = measure_links(setup.device)
         sustain(setup.device)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
-        divider, packer = DivisionProfiler(scope=scope), PackedProfiler(scope=scope)
-        halves, prefixes = divider.padded(), divider.prefixes() if setup.packs else {}
-        rows = packer.run(left * SHARE_OF_PACKED) if setup.packs else {}
-        halves_of_rows = divider.packed(rows, halves)
+        halves, prefixes = division.padded_halves(scope), division.prefixes(scope) if setup.packs else {}
+        rows = measure_rows(scope, left * SHARE_OF_PACKED) if setup.packs else {}
+        halves_of_rows = division.packed_halves(scope, rows, halves)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         _measure(profiler, left, show=is_first)
         if not is_first:
@@ -82,14 +81,14 @@ def profile(
             profiler.measurements,
             modes=modes,
             within=scope.within,
-            packed={mode: packer.tables(rows, mode) for mode in modes} if rows else {},
+            packed={mode: row_tables(scope, rows, mode) for mode in modes} if rows else {},
             halves=halves,
             halves_of_rows=halves_of_rows,
             prefixes=prefixes,
             links=links,
             provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
         )
-        write_file(output, encode_file(file), mine=is_cost_file)
+        write_file(output, encode_file(file), is_ours=is_cost_file)
         print(verdict(file, output), file=sys.stderr, flush=True)
         return output
 
@@ -116,10 +115,10 @@ def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
         delay=delay_s,
     )
     with bar:
-        for count, measurement in enumerate(profiler.run(budget_s), start=1):
+        for count, (part, mode) in enumerate(profiler.run(budget_s), start=1):
             elapsed = min(time.monotonic() - started, budget_s)
             bar.update(elapsed - shown)
             shown = elapsed
-            bar.set_postfix_str(f"{count} points, {measurement.part} {measurement.recompute}", refresh=False)
+            bar.set_postfix_str(f"{count} points, {part} {mode}", refresh=False)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -11,10 +11,9 @@ A half is measured in the layer itself, without the modules of the other half, a
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import batched, count
-from typing import NamedTuple
+from itertools import batched
 
 import msgspec
 import numpy as np
@@ -47,140 +46,130 @@ Prefix = npt.NDArray[np.float64]
 """[forward, backward, stored, peak; once, times m, times m · n] in ns and bytes."""
 
 
-class Halves(NamedTuple):
-    """A kind of layer under a mode: how its costs are divided, and `[4, 4]`, its MLP's `Values` by each of `_terms`."""
-
-    division: Division
-    mlp: Floats
-
-
+Halves = tuple[Division, Floats]
+"""How the costs of a kind of layer are divided, and `[4, 4]`, its MLP's `Values` by each of `_terms`."""
 HalvesByMode = Mapping[tuple[LayerKind, Recompute], Halves]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivisionProfiler:
-    """Measures how layers' costs are divided, and what prefixes add.
+def padded_halves(scope: Scope) -> HalvesByMode:
+    """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
+    kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
+    by_kind = [_halves_of_kind(scope, kind) for kind in kinds if kind in scope.parts]
+    return {place: halves for by_mode in by_kind for place, halves in by_mode.items()} if all(by_kind) else {}
 
-    Attributes:
+
+def packed_halves(scope: Scope, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
+    """Halves of packed rows: attention is measured in some of those in which the layer was.
+
+    Args:
         scope: what is measured, and how.
+        measured: rows of every kind and mode, with what a layer takes.
+        padded: `padded_halves`, of whose kinds and modes these are.
     """
-
-    scope: Scope
-
-    def padded(self) -> HalvesByMode:
-        """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
-        kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
-        found = [self._of_kind(kind) for kind in kinds if kind in self.scope.parts]
-        return {place: each for one in found for place, each in one.items()} if all(found) else {}
-
-    def packed(self, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
-        """Halves of packed rows: attention is measured in some of those in which the layer was. None as of `padded`.
-
-        Args:
-            measured: rows of every kind and mode, with what a layer takes.
-            padded: what `padded` gave.
-        """
-        found: dict[tuple[LayerKind, Recompute], Halves] = {}
-        for (kind, mode), halves in padded.items():
-            rows = measured.get((kind, mode), [])[: ROWS[kind]]
-            part = self.scope.parts[kind]
-            attention = self._all([partial(self._values, of_row(part, row), mode, "attention") for row, _ in rows])
-            if not rows or attention is None:
-                return {}
-            layer = np.array([each.stored_bytes for _, each in rows], float)
-            terms, known = _terms([row for row, _ in rows]), halves.division
-            division = _divided(terms, layer, attention, halves.mlp, known.parameters, packed=True)
-            division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
-            found[kind, mode] = Halves(division, halves.mlp)
-        return found
-
-    def prefixes(self) -> dict[Recompute, Prefix]:
-        """What attending to earlier positions adds to attention, by mode; a layer's peak rises by no more.
-
-        Empty where samples cannot be cut, are short, or do not fit.
-        """
-        part, longest = self.scope.parts["encoder"], self.scope.within.input_length
-        prepare = part.prepare_piece
-        if prepare is None or longest < LONG_FOR_PIECES:
+    packed: dict[tuple[LayerKind, Recompute], Halves] = {}
+    for (kind, mode), (known, mlp) in padded.items():
+        rows = measured.get((kind, mode), [])[: ROWS[kind]]
+        part = scope.parts[kind]
+        attention = _all(scope, [partial(_values, scope, of_row(part, row), mode, "attention") for row, _ in rows])
+        if not rows or attention is None:
             return {}
-        longest = min(longest, self.scope.most_positions)
-        pieces = [(round_up(longest * own // 8), round_up(longest * before // 8)) for own, before in _PREFIXES]
-        points = [*pieces, *sorted({(own, 0) for own, _ in pieces})]
-        part = replace(part, prepare=prepare, alone=None)
-        terms = np.array([(1, before, before * own) for own, before in pieces], float)
-        prefixes: dict[Recompute, Prefix] = {}
-        for mode in self.scope.modes:
-            values = self._all([partial(self._values, part, mode, "attention", point) for point in points])
-            if values is None:
-                return {}
-            found = dict(zip(points, values, strict=True))
-            more = np.stack([found[own, before] - found[own, 0] for own, before in pieces])
-            prefixes[mode] = np.array([_solved(terms, column) for column in more.T])
-        return prefixes
+        layer = np.array([values.stored_bytes for _, values in rows], float)
+        division = _divided(_terms([row for row, _ in rows]), layer, attention, mlp, known.parameters, packed=True)
+        packed[kind, mode] = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille), mlp
+    return packed
 
-    def _of_kind(self, kind: LayerKind) -> HalvesByMode:
-        part, points, found = self.scope.parts[kind], self._points(kind), dict[tuple[LayerKind, Recompute], Halves]()
-        small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
-        terms = _terms([_row(kind, point) for point in (*points, small)])
-        layers = [partial(self._values, part, Recompute.NONE, None, point) for point in points]
-        trained = self._all([*layers, *(partial(self._frozen, part, point) for point in points)])
-        for mode in self.scope.modes:
-            timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
-            values = self._all([
-                partial(self._values, part, mode, half, point, timed=point in its)
-                for half, its in timed.items()
-                for point in (*points, small)
-            ])  # fmt: skip
-            if trained is None or values is None:
-                return {}
-            layer, attention, its_mlp = np.split(values, 3)
-            mlp = _of_mlp(terms, its_mlp)
-            division = _divided(terms, layer[:, 2], attention, mlp, _parameters(part))
-            per_mille = _weight_per_mille(terms[:-1], trained, division.forward)
-            found[kind, mode] = Halves(msgspec.structs.replace(division, weight_per_mille=per_mille), mlp)
-        return found
 
-    def _points(self, kind: LayerKind) -> list[Point]:
-        within = self.scope.within
-        inputs, targets = within.input_length, within.target_length
-        lengths: list[Point] = [(inputs,), (round_up(inputs // SHARE),)]
-        if kind == "decoder":
-            lengths = [(inputs, targets), (inputs, round_up(targets // SHARE)), (round_up(inputs // SHARE), targets)]
-        most = min(POSITIONS, self.scope.most_positions)
-        return [(min(max(most // sum(each), 1), within.size), *each) for each in lengths]
+def prefixes(scope: Scope) -> dict[Recompute, Prefix]:
+    """Costs that attending to earlier positions adds to attention, by mode; a layer's peak rises by no more.
 
-    def _values(
-        self, part: MeasuredModule, mode: Recompute, half: Half | None, point: Point = (), *, timed: bool = True
-    ) -> Values | None:
-        part.set_recompute(mode)
-        with nullcontext() if half is None else only(half, part):
-            return self.scope.measure(part, point, timed=timed)
+    Empty where samples cannot be cut, are short, or do not fit.
+    """
+    part, longest = scope.parts["encoder"], scope.within.input_length
+    prepare = part.prepare_piece
+    if prepare is None or longest < LONG_FOR_PIECES:
+        return {}
+    longest = min(longest, scope.most_positions)
+    pieces = [(round_up(longest * piece // 8), round_up(longest * before // 8)) for piece, before in _PREFIXES]
+    points = [*pieces, *sorted({(piece, 0) for piece, _ in pieces})]
+    part = replace(part, prepare=prepare, alone=None)
+    terms = np.array([(1, before, before * piece) for piece, before in pieces], float)
+    by_mode: dict[Recompute, Prefix] = {}
+    for mode in scope.modes:
+        values = _all(scope, [partial(_values, scope, part, mode, "attention", point) for point in points])
+        if values is None:
+            return {}
+        costs = dict(zip(points, values, strict=True))
+        more = np.stack([costs[piece, before] - costs[piece, 0] for piece, before in pieces])
+        by_mode[mode] = np.array([_solved(terms, column) for column in more.T])
+    return by_mode
 
-    def _frozen(self, part: MeasuredModule, point: Point) -> Values | None:
-        with _frozen(part.module):
-            return self._values(replace(part, alone=None), Recompute.NONE, None, point)
 
-    def _all(self, asked: Sequence[Callable[[], Values | None]]) -> Floats | None:
-        """`[asked, 4]`; None where one does not fit."""
-        turns, found = count(), []
-        for some in batched(asked, at_once(shared=self.scope.shared)):
-            found += measured_by_ranks(some, turn=next(turns), shared=self.scope.shared)
-        return np.array(found, float) if all(found) else None
+def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
+    part, points, by_mode = scope.parts[kind], _points(scope, kind), dict[tuple[LayerKind, Recompute], Halves]()
+    small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
+    terms = _terms([_row(kind, point) for point in (*points, small)])
+    layers = [partial(_values, scope, part, Recompute.NONE, None, point) for point in points]
+    trained = _all(scope, [*layers, *(partial(_frozen_values, scope, part, point) for point in points)])
+    for mode in scope.modes:
+        timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
+        values = _all(scope, [
+            partial(_values, scope, part, mode, half, point, timed=point in timed_points)
+            for half, timed_points in timed.items()
+            for point in (*points, small)
+        ])  # fmt: skip
+        if trained is None or values is None:
+            return {}
+        layer, attention, mlp_values = np.split(values, 3)
+        mlp = _of_mlp(terms, mlp_values)
+        division = _divided(terms, layer[:, 2], attention, mlp, _parameters(part))
+        per_mille = _weight_per_mille(terms[:-1], trained, division.forward)
+        by_mode[kind, mode] = msgspec.structs.replace(division, weight_per_mille=per_mille), mlp
+    return by_mode
+
+
+def _points(scope: Scope, kind: LayerKind) -> list[Point]:
+    inputs, targets = scope.within.input_length, scope.within.target_length
+    lengths: list[Point] = [(inputs,), (round_up(inputs // SHARE),)]
+    if kind == "decoder":
+        lengths = [(inputs, targets), (inputs, round_up(targets // SHARE)), (round_up(inputs // SHARE), targets)]
+    most = min(POSITIONS, scope.most_positions)
+    return [(min(max(most // sum(point), 1), scope.within.size), *point) for point in lengths]
+
+
+def _values(
+    scope: Scope, part: MeasuredModule, mode: Recompute, half: Half | None, point: Point = (), *, timed: bool = True
+) -> Values | None:
+    part.set_recompute(mode)
+    with nullcontext() if half is None else only(half, part):
+        return scope.measure(part, point, timed=timed)
+
+
+def _frozen_values(scope: Scope, part: MeasuredModule, point: Point) -> Values | None:
+    with _frozen(part.module):
+        return _values(scope, replace(part, alone=None), Recompute.NONE, None, point)
+
+
+def _all(scope: Scope, measures: Sequence[Callable[[], Values | None]]) -> Floats | None:
+    """`[measures, 4]`; None where one does not fit."""
+    results: list[Values | None] = []
+    for turn, some in enumerate(batched(measures, at_once(shared=scope.shared))):
+        results += measured_by_ranks(some, turn=turn, shared=scope.shared)
+    return np.array(results, float) if all(results) else None
 
 
 def _row(kind: LayerKind, point: Point) -> Row:
     """The samples of a padded micro-batch."""
     size, inputs, *targets = point
-    return Row((inputs,) * size, tuple(targets) * size if kind == "decoder" else ())
+    return (inputs,) * size, tuple(targets) * size if kind == "decoder" else ()
 
 
 def _terms(rows: Sequence[Row]) -> Floats:
     """1, own positions, their pairs with keys, and positions of the encoder's output: `[rows, 4]`."""
     terms = []
     for row in rows:
-        inputs, targets = np.array(row.inputs, float), np.array(row.targets, float)
-        own, keys, memory = (targets, targets + inputs, inputs.sum()) if row.targets else (inputs, inputs, 0.0)
-        terms.append((1.0, own.sum(), (own * keys).sum(), memory))
+        inputs, targets = (np.array(lengths, float) for lengths in row)
+        queries, keys, memory = (targets, targets + inputs, inputs.sum()) if len(targets) else (inputs, inputs, 0.0)
+        terms.append((1.0, queries.sum(), (queries * keys).sum(), memory))
     return np.array(terms)
 
 
@@ -245,8 +234,8 @@ def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
 def _parameters(part: MeasuredModule) -> tuple[int, int]:
     with only("mlp", part):
         mlp = part.parameters
-    attention, its_mlp = _scaled(part.parameters - mlp, mlp)
-    return attention, its_mlp
+    attention, of_mlp = _scaled(part.parameters - mlp, mlp)
+    return attention, of_mlp
 
 
 def _scaled(*values: float) -> tuple[int, ...]:

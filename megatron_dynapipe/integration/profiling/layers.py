@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
-from megatron_dynapipe.integration.models.layers import T5Split
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
     attention_row,
@@ -87,7 +87,7 @@ class MeasuredModule:
 
     @property
     def expert_parameters(self) -> int:
-        """Of these, those of experts that ranks may share."""
+        """Number of those of experts, which ranks may share."""
         return sum(p.numel() for name, p in self.module.named_parameters() if ".experts." in name) // self.layers
 
 
@@ -96,12 +96,8 @@ def build_parts(
 ) -> Mapping[str, MeasuredModule]:
     """The parts of a model by name, in training mode on `device`.
 
-    Args:
-        model: whose layers are measured.
-        device: where they are measured.
-        chained: layers that are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time
-            passes before an operation.
-        tensor_parallel: ranks that share a layer.
+    `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
+    before an operation.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
@@ -114,7 +110,7 @@ def build_parts(
     if chained > 1:
         single = {part.name: part for part in build(model, config, groups, 1, make)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
-    for part in (each for chain in parts.values() for each in chain.from_most_layers):
+    for part in (part for chain in parts.values() for part in chain.from_most_layers):
         part.module.to(device=device, dtype=model.dtype).train()
         accumulate_gradients(part.module, model.gradient_dtype)
     return parts
@@ -127,7 +123,7 @@ def only(half: Half, part: MeasuredModule) -> Iterator[None]:
     Its recompute mode is set before.
     """
     absent = specs.ATTENTION if half == "mlp" else {**specs.MLP, "is_moe_layer": bool, "recompute_mlp": bool}  # False
-    modules = (module for each in part.from_most_layers for module in each.module.modules())
+    modules = (module for chain in part.from_most_layers for module in chain.module.modules())
     layers = [module for module in modules if isinstance(module, TransformerLayer)]
     kept = [(layer, name, getattr(layer, name)) for layer in layers for name in absent]
     try:
@@ -145,21 +141,21 @@ def _put(layer: TransformerLayer, name: str, value: Any) -> None:
 
 
 def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Add each gradient to a buffer as soon as it is there, and drop it, as Megatron's wrapper does.
+    """Add each gradient to a buffer, by default of its own type, and drop it, as Megatron's wrapper does.
 
-    Args:
-        module: whose parameters get buffers.
-        dtype: of the buffers; the parameters' if None.
+    Linears that add it up themselves say so on the parameter, and hand autograd a stand-in.
     """
 
     def accumulate(parameter: Any) -> None:
-        parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
+        if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
 
     parameter: Any  # Megatron hangs a main_grad on it
     for parameter in module.parameters():
         if not hasattr(parameter, "main_grad"):
             parameter.main_grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
@@ -167,16 +163,10 @@ def _t5_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
 ) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
-    inner, whole = T5Split.of(3 * chained, 3 * chained, 6), T5Split.of(1, 1, 1)
-    build = partial(
-        T5Stage,
-        config,
-        vocab_size=model.vocabulary,
-        max_sequence_length=model.max_positions,
-        options=model.t5,
-        pg_collection=groups,
-    )
-    encoder, decoder, ends = build(split=inner, stage=1), build(split=inner, stage=4), build(split=whole, stage=0)
+    inner = PipelineLayout.equal(ModelFamily.T5, 3 * chained, 3 * chained, 6)
+    whole = PipelineLayout.equal(ModelFamily.T5, 1, 1, 1)
+    build = partial(T5Stage, config, model=model, pg_collection=groups)
+    encoder, decoder, ends = build(layout=inner, stage=1), build(layout=inner, stage=4), build(layout=whole, stage=0)
 
     def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
         state = make.state(length, size)
@@ -227,10 +217,11 @@ def _gpt_parts(
     """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
 
     def build(layers: int, model: ModelConfig, *, ends: bool = False, experts: bool = True) -> GPTModel:
-        chain_config = _of_layers(config, layers)
+        changed = copy.copy(config)  # each has its own switches of recomputation
+        changed.num_layers = layers
         if not experts:
-            chain_config.num_moe_experts = None
-        return gpt_provider(model)(ends, ends, config=chain_config, pg_collection=groups)
+            changed.num_moe_experts = None
+        return gpt_provider(model)(ends, ends, config=changed, pg_collection=groups)
 
     ends = build(1, model, ends=True)
     chains = {}
@@ -274,12 +265,11 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         return forward
 
     def run_piece(point: Point) -> Forward:
-        own, before = point
+        piece, before = point
         clear_kept_keys([layer])
         if before:
-            keep = make.row((before,), {0: CutSegment(0, 0, followed=True)})
-            run_segments(keep)()
-        return run_segments(make.row((own,), {0: CutSegment(0, before, followed=False)}))
+            run_segments(make.row((before,), {0: CutSegment(0, 0, followed=True)}))()
+        return run_segments(make.row((piece,), {0: CutSegment(0, before, followed=False)}))
 
     return MeasuredModule(
         name=kind,
@@ -289,13 +279,6 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         layers=chained,
         prepare_piece=run_piece if model.cuts_samples else None,
     )
-
-
-def _of_layers(config: TransformerConfig, layers: int) -> TransformerConfig:
-    """The configuration of a model of so many layers; each has its own switches of recomputation."""
-    changed = copy.copy(config)
-    changed.num_layers = layers
-    return changed
 
 
 def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
@@ -367,6 +350,6 @@ class _Inputs:
         )
 
     def padded(self, shape: Shape) -> T5StageInputs:
-        """What a stage's layers take in training; rows are as long as can be, which costs the same as padding."""
+        """The inputs of a stage's layers in training; rows are as long as can be, which costs the same as padding."""
         inputs, targets = (torch.full((shape.size,), length, device=self._device) for length in shape[1:])
         return T5StageInputs(**padded_attention(shape, inputs, targets, self.row_format))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, override
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,12 @@ BEYOND_CACHES_BYTES = 100_000_000
 MOST_IN_FLIGHT = 12
 SUSTAINED_S, WARM_S, SHARED_WARM = 3.0, 0.05, 3
 """Work of a GPU before anything is timed, before each point, and there in passes where ranks share the layer."""
-SUSTAINING_SIZE = 8192
+SUSTAINING_SIZE = 4096
 """Rows and columns of the products that a GPU works on."""
 
 
 class Values(NamedTuple):
-    """What one pass of one layer of a part through one point costs: medians over the repeats."""
+    """Costs of one pass of one layer of a part through one point: medians over the repeats."""
 
     forward_ns: int
     backward_ns: int
@@ -61,7 +61,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is profiled, and how.
+    """The subject of a profile, and how it is measured.
 
     Attributes:
         parts: what is measured, by name.
@@ -92,8 +92,8 @@ class Scope:
 class ThreadClock(CpuPlatform):
     """The CPU, on which time passes only while this thread runs."""
 
+    @override
     def mark(self) -> Mark:
-        """Processor time of this thread."""
         now = time.thread_time_ns()
         return lambda: now
 
@@ -113,18 +113,10 @@ def measure(
     hurried: bool = False,
     timed: bool = True,
 ) -> Values:
-    """Measure a part at a point, in the recompute mode it is set to.
+    """Measure a part at a point, in the recompute mode it is set to; raises torch.OutOfMemoryError.
 
-    Args:
-        part: what is measured.
-        point: where.
-        platform: the device's clock.
-        shared: ranks share the part, and all of them measure it together.
-        hurried: time is too short to repeat much.
-        timed: whether times are wanted, beside memory; without, they are 0.
-
-    Raises:
-        torch.OutOfMemoryError: the device has too little memory for it.
+    If `shared`, ranks share the part, and all of them measure it together; if `hurried`, time is too short to repeat
+    much. Times are 0 unless `timed`.
     """
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
@@ -142,7 +134,7 @@ def measure(
     times: list[tuple[int, int]] = []
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
         times += _time(forward, in_flight, platform, passes=together)
-    forward_ns, backward_ns = (round(median(each) / part.layers) for each in zip(*times, strict=True))
+    forward_ns, backward_ns = (round(median(side) / part.layers) for side in zip(*times, strict=True))
     return Values(forward_ns, backward_ns, memory.stored_bytes, memory.peak_bytes)
 
 
@@ -168,7 +160,7 @@ def _warm_up(forward: Forward, platform: DevicePlatform, *, passes: int | None) 
 
 
 def _of_one_layer(memory: PassMemory, layers: int) -> PassMemory:
-    """What one of several layers keeps, and the last one's high-water mark above what those before it keep."""
+    """The memory that one of several layers keeps, and the last one's high-water mark above what others keep."""
     stored = memory.stored_bytes // layers
     return PassMemory(stored_bytes=stored, peak_bytes=memory.peak_bytes - stored * (layers - 1))
 
@@ -220,19 +212,16 @@ def at_once(*, shared: bool) -> int:
 def measured_by_ranks(
     measures: Sequence[Callable[[], Values | None]], *, turn: int, shared: bool
 ) -> list[Values | None]:
-    """What some measurements give, on all ranks; None where memory was too small.
+    """The results of `at_once` measurements at most, the same on all ranks; None where memory was too small.
 
-    Args:
-        measures: as many as `at_once` at most, the same on all ranks; which of them a rank runs is its own.
-        turn: how often this was called before.
-        shared: all ranks run the one that there is.
+    Each rank runs another, or if `shared` all run the one that there is. `turn` counts the calls before.
     """
     if shared:
         return [measure() for measure in measures]
     size = dist.get_world_size()
-    mine = (dist.get_rank() + turn) % size
-    found = measures[mine]() if mine < len(measures) else None
-    words = torch.tensor([0] * 5 if found is None else [1, *found], dtype=torch.int64, device=communicable())
+    number = (dist.get_rank() + turn) % size
+    values = measures[number]() if number < len(measures) else None
+    words = torch.tensor([0] * 5 if values is None else [1, *values], dtype=torch.int64, device=communicable())
     gathered = [torch.empty_like(words) for _ in range(size)]
     dist.all_gather(gathered, words)
     rows = [[int(word) for word in gathered[(at - turn) % size].tolist()] for at in range(len(measures))]
@@ -240,10 +229,10 @@ def measured_by_ranks(
 
 
 def largest_that_fits(part: MeasuredModule, run: Callable[[MeasuredModule], Values], *, shared: bool) -> Values | None:
-    """What measuring the part gives; with a single layer where several do not fit on a rank that shares it."""
-    for each in part.from_most_layers:
+    """Measure the part; with a single layer where several do not fit on a rank that shares it."""
+    for layers in part.from_most_layers:
         try:
-            values: Values | None = run(each)
+            values: Values | None = run(layers)
         except torch.OutOfMemoryError:
             values = None
         if shared:

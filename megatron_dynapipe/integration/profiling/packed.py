@@ -7,9 +7,8 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,13 +42,8 @@ Tables = dict[str, dict[str, PartTables]]
 """[quantity][part] as in the cost model file."""
 
 
-class Row(NamedTuple):
-    """A packed row to measure."""
-
-    inputs: Lengths
-    targets: Lengths
-
-
+Row = tuple[Lengths, Lengths]
+"""A packed row to measure: positions of its samples' inputs, and of their targets."""
 MeasuredRows = Mapping[tuple[str, Recompute | None], Sequence[tuple[Row, Values]]]
 """Rows of a part under a mode, the head's under none, with what one layer took."""
 
@@ -68,12 +62,12 @@ def rows_of(part: str, within: Shape, most_positions: int) -> list[Row]:
             count = total // (length + target)
             if length <= longest and count:
                 inputs = _spread(length, count, longest, _STEPS[0])
-                rows.add(Row(inputs, _spread(target, count, within.target_length, _STEPS[1])))
+                rows.add((inputs, _spread(target, count, within.target_length, _STEPS[1])))
     return _most_telling_first(sorted(rows, key=_positions))
 
 
 def _positions(row: Row) -> int:
-    return sum(row.inputs) + sum(row.targets)
+    return sum(map(sum, row))
 
 
 def _most_telling_first(rows: Sequence[Row]) -> list[Row]:
@@ -98,85 +92,65 @@ def _spread(length: int, count: int, longest: int, step: float) -> Lengths:
     return tuple(min(max(round(length * SPREAD ** (2 * place - 1)), 1), longest) for place in places)
 
 
-@dataclass(slots=True)
-class _Surface:
-    """A part under a recompute mode: the rows still to be measured, and those that were, with what they cost."""
+def measure_rows(scope: Scope, budget_s: float) -> MeasuredRows:
+    """Measure the rows that the budget allows, and `FEWEST_ROWS` of each part and mode at least.
 
-    name: str
-    mode: Recompute | None
-    left: list[Row]
-    measured: list[tuple[Row, Values]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedProfiler:
-    """Measures the packed rows of all layers.
-
-    Attributes:
-        scope: what is measured, and how.
+    Empty where even these do not fit into the device's memory.
     """
+    end = time.monotonic() + budget_s
+    left = {place: rows_of(place[0], scope.within, scope.most_positions) for place in _places(scope)}
+    measured: dict[_Place, list[tuple[Row, Values]]] = {place: [] for place in left}
+    turns = itertools.count()
+    for done in itertools.count():
+        open_ = [place for place, rows in left.items() if rows]
+        if not open_ or (done >= FEWEST_ROWS and not _all_go_on(end)):
+            break
+        for places in itertools.batched(open_, at_once(shared=scope.shared)):
+            rows = [left[place].pop(0) for place in places]
+            measures = [partial(_values, scope, *pair) for pair in zip(places, rows, strict=True)]
+            results = measured_by_ranks(measures, turn=next(turns), shared=scope.shared)
+            for place, row, values in zip(places, rows, results, strict=True):
+                if values is None:  # nor do others that are as long fit
+                    left[place] = [other for other in left[place] if _positions(other) < _positions(row)]
+                else:
+                    measured[place].append((row, values))
+    return measured if all(len(rows) >= FEWEST_TO_FIT for rows in measured.values()) else {}
 
-    scope: Scope
 
-    def run(self, budget_s: float) -> MeasuredRows:
-        """The rows that the budget allows, and `FEWEST_ROWS` of each part and mode at least.
+def row_tables(scope: Scope, measured: MeasuredRows, mode: Recompute) -> Tables:
+    """The tables of a mode, from what `measure_rows` returned."""
+    tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}
+    for (name, place_mode), rows in measured.items():
+        if place_mode not in (mode, None):
+            continue
+        attends = scope.parts[name].prepare_row is not None
+        quantities = (
+            ("time_ms", f"{name}.forward", NS_PER_MS, attends),
+            ("time_ms", f"{name}.backward", NS_PER_MS, attends),
+            ("stored_activation_mb", name, BYTES_PER_MB, attends),
+            ("peak_activation_mb", name, BYTES_PER_MB, False),  # of one sample at a time, not of all
+        )
+        for index, (quantity, key, unit, adds_up) in enumerate(quantities):
+            samples = [RowSample(*row, values[index] / unit) for row, values in rows]
+            tables[quantity][key] = fit_part(samples, scope.within, attends=adds_up)
+    return tables
 
-        Empty where even these do not fit into the device's memory.
-        """
-        end = time.monotonic() + budget_s
-        limits = self.scope.within, self.scope.most_positions
-        surfaces = [_Surface(name, mode, rows_of(name, *limits)) for name, mode in self._surfaces()]
-        turns = itertools.count()
-        for done in itertools.count():
-            open_ = [surface for surface in surfaces if surface.left]
-            if not open_ or (done >= FEWEST_ROWS and not _all_go_on(end)):
-                break
-            for some in itertools.batched(open_, at_once(shared=self.scope.shared)):
-                self._measure_next(some, next(turns))
-        if any(len(surface.measured) < FEWEST_TO_FIT for surface in surfaces):
-            return {}
-        return {(surface.name, surface.mode): surface.measured for surface in surfaces}
 
-    def tables(self, measured: MeasuredRows, mode: Recompute) -> Tables:
-        """Those of a mode, from what `run` gave."""
-        return self._tables({name: rows for (name, own), rows in measured.items() if own in (mode, None)})
+_Place = tuple[str, Recompute | None]
 
-    def _surfaces(self) -> Iterator[tuple[str, Recompute | None]]:
-        """What is measured by itself: layers under every mode; the head recomputes nothing."""
-        for name, part in self.scope.parts.items():
-            if name != "embedding":
-                yield from ((name, mode) for mode in (self.scope.modes if part.prepare_row is not None else (None,)))
 
-    def _measure_next(self, surfaces: Sequence["_Surface"], turn: int) -> None:
-        """Measure the next row of each surface; one that does not fit rules out all that are as long."""
-        rows = [surface.left.pop(0) for surface in surfaces]
-        measures = [partial(self._values, *each) for each in zip(surfaces, rows, strict=True)]
-        found = measured_by_ranks(measures, turn=turn, shared=self.scope.shared)
-        for surface, row, values in zip(surfaces, rows, found, strict=True):
-            if values is None:
-                surface.left = [other for other in surface.left if _positions(other) < _positions(row)]
-            else:
-                surface.measured.append((row, values))
+def _places(scope: Scope) -> Iterator[_Place]:
+    """The parts that are measured by themselves: layers under every mode; the head recomputes nothing."""
+    for name, part in scope.parts.items():
+        if name != "embedding":
+            yield from ((name, mode) for mode in (scope.modes if part.prepare_row is not None else (None,)))
 
-    def _values(self, surface: "_Surface", row: Row) -> Values | None:
-        if surface.mode is not None:
-            self.scope.parts[surface.name].set_recompute(surface.mode)
-        return self.scope.measure(of_row(self.scope.parts[surface.name], row), ())
 
-    def _tables(self, measured: Mapping[str, Sequence[tuple[Row, Values]]]) -> Tables:
-        tables: Tables = {"time_ms": {}, "stored_activation_mb": {}, "peak_activation_mb": {}}
-        for name, rows in measured.items():
-            attends = self.scope.parts[name].prepare_row is not None
-            quantities = (
-                ("time_ms", f"{name}.forward", NS_PER_MS, attends),
-                ("time_ms", f"{name}.backward", NS_PER_MS, attends),
-                ("stored_activation_mb", name, BYTES_PER_MB, attends),
-                ("peak_activation_mb", name, BYTES_PER_MB, False),  # of one sample at a time, not of all
-            )
-            for index, (quantity, key, unit, adds_up) in enumerate(quantities):
-                samples = [RowSample(row.inputs, row.targets, values[index] / unit) for row, values in rows]
-                tables[quantity][key] = fit_part(samples, self.scope.within, attends=adds_up)
-        return tables
+def _values(scope: Scope, place: _Place, row: Row) -> Values | None:
+    name, mode = place
+    if mode is not None:
+        scope.parts[name].set_recompute(mode)
+    return scope.measure(of_row(scope.parts[name], row), ())
 
 
 def of_row(part: MeasuredModule, row: Row) -> MeasuredModule:
@@ -185,7 +159,7 @@ def of_row(part: MeasuredModule, row: Row) -> MeasuredModule:
     def forward(of: MeasuredModule, _point: object) -> Forward:
         if of.prepare_row is not None:
             return of.prepare_row(*row)
-        return of.prepare((1, round_up(sum(row.inputs))))
+        return of.prepare((1, round_up(sum(row[0]))))
 
     alone = None if part.alone is None else replace(part.alone, prepare=partial(forward, part.alone))
     return replace(part, prepare=partial(forward, part), alone=alone)

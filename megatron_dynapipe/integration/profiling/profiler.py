@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,93 +30,71 @@ NextPoint = tuple[int, Point]
 """Number of a surface, and where it is measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One part at one point under one recompute mode; `values` is None where memory ran out."""
-
-    part: str
-    recompute: Recompute
-    point: Point
-    values: Values | None
+Measurements = dict[tuple[Surface, Point], Values | None]
+"""None where memory ran out."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Profiler:
-    """One running profile.
+    """One running profile, and the measurements made so far."""
 
-    Attributes:
-        scope: what is measured, and how.
-        grids: the points of every surface.
-        measurements: made so far.
-    """
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._grids: dict[Surface, AdaptiveGrid] = {}
+        self.measurements: Measurements = {}
+        for name in scope.parts:
+            for mode in scope.modes if name in LAYERS else [Recompute.NONE]:
+                axes = grid_axes(name, scope.within)
+                self._grids[name, mode] = AdaptiveGrid(axes, most_positions=scope.most_positions)
 
-    scope: Scope
-    grids: dict[Surface, AdaptiveGrid] = field(default_factory=dict)
-    measurements: list[Measurement] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name in self.scope.parts:
-            for mode in self.scope.modes if name in LAYERS else [Recompute.NONE]:
-                axes = grid_axes(name, self.scope.within)
-                self.grids[name, mode] = AdaptiveGrid(axes, most_positions=self.scope.most_positions)
-
-    def run(self, budget_s: float, *, seconds: Callable[[], float] = time.monotonic) -> Iterator[Measurement]:
-        """Measure until the budget is spent or every surface is known well enough; each measurement as it is made."""
+    def run(self, budget_s: float, *, seconds: Callable[[], float] = time.monotonic) -> Iterator[Surface]:
+        """Measure until the budget is spent or every surface is known well enough; the surface of each measurement."""
         end = seconds() + budget_s
         for turn in itertools.count():
             choices = _agreed(self._choose(budget_s) if seconds() < end or self._is_bare() else [])
             if not choices:
                 return
-            for measurement in self._measured(choices, turn):
-                self._note(measurement)
-                yield measurement
+            surfaces = list(self._grids)
+            measures = [partial(self._measure, *surfaces[index], point) for index, point in choices]
+            results = measured_by_ranks(measures, turn=turn, shared=self._scope.shared)
+            for (index, point), values in zip(choices, results, strict=True):
+                self._note(surfaces[index], point, values)
+                yield surfaces[index]
 
     def _is_bare(self) -> bool:
         """Whether a surface lacks one of the points to begin with, without which a model would be a guess."""
-        return any(self._lacks(surface) for surface in self.grids)
+        return any(self._lacks(surface) for surface in self._grids)
 
     def _lacks(self, surface: Surface) -> bool:
-        grid = self.grids[surface]
+        grid = self._grids[surface]
         return not grid.measured if surface[0] == "embedding" else grid.lacks_first
 
     def _choose(self, budget_s: float) -> list[NextPoint]:
         """The points most worth measuring at the same time, of as many surfaces; first those to begin with."""
         worth: list[tuple[float, int, Point]] = []
         is_bare = self._is_bare()
-        for index, (surface, grid) in enumerate(self.grids.items()):
+        for index, (surface, grid) in enumerate(self._grids.items()):
             if is_bare and not self._lacks(surface):
                 continue  # what is next takes a fit
             name, _ = surface
-            found = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self.scope.parts[name].layers)
+            best = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self._scope.parts[name].layers)
             enough = math.inf if name == "embedding" and grid.measured else SMOOTH_ENOUGH
-            if found is not None and found[1] >= enough:
-                worth.append((found[1], -index, found[0]))
-        best = heapq.nlargest(at_once(shared=self.scope.shared), worth)
-        return [(-index, point) for _, index, point in best]
-
-    def _measured(self, choices: Sequence[NextPoint], turn: int) -> list[Measurement]:
-        surfaces = list(self.grids)
-        measures = [partial(self._measure, *surfaces[index], point) for index, point in choices]
-        found = measured_by_ranks(measures, turn=turn, shared=self.scope.shared)
-        return [
-            Measurement(part=surfaces[index][0], recompute=surfaces[index][1], point=point, values=values)
-            for (index, point), values in zip(choices, found, strict=True)
-        ]
+            if best is not None and best[1] >= enough:
+                worth.append((best[1], -index, best[0]))
+        largest = heapq.nlargest(at_once(shared=self._scope.shared), worth)
+        return [(-index, point) for _, index, point in largest]
 
     def _measure(self, name: str, mode: Recompute, point: Point) -> Values | None:
-        part = self.scope.parts[name]
+        part = self._scope.parts[name]
         if name in LAYERS:
             part.set_recompute(mode)
-        return self.scope.measure(part, point)
+        return self._scope.measure(part, point)
 
-    def _note(self, measurement: Measurement) -> None:
-        grid = self.grids[measurement.part, measurement.recompute]
-        self.measurements.append(measurement)
-        if measurement.values is None:
-            grid.add_infeasible(measurement.point)
+    def _note(self, surface: Surface, point: Point, values: Values | None) -> None:
+        self.measurements[surface, point] = values
+        if values is None:
+            self._grids[surface].add_infeasible(point)
         else:
-            forward_ns, backward_ns, *_ = measurement.values
-            grid.add(measurement.point, forward_ns / NS_PER_MS, backward_ns / NS_PER_MS)
+            self._grids[surface].add(point, values.forward_ns / NS_PER_MS, values.backward_ns / NS_PER_MS)
 
 
 def _agreed(choices: Sequence[NextPoint]) -> list[NextPoint]:

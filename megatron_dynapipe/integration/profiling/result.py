@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.integration.profiling.layers import LAYERS, MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
-from megatron_dynapipe.integration.profiling.profiler import Measurement
+from megatron_dynapipe.integration.profiling.profiler import Measurements
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
 from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute, Shape
 
@@ -44,7 +44,7 @@ Provenance = dict[str, str | int | float | bool]
 def cost_file(
     setup: ProfileSetup,
     parts: Mapping[str, MeasuredModule],
-    measurements: Sequence[Measurement],
+    measurements: Measurements,
     *,
     modes: Sequence[Recompute],
     within: Shape,
@@ -113,11 +113,11 @@ def verdict(file: CostFile, path: Path) -> str:
     median, p90 = (file.provenance.get(f"cross_validated_time_ms_{which}") for which in ("median", "p90"))
     if not isinstance(median, float) or not isinstance(p90, float):
         return "too few points were measured to say how good the fit is\nhint: measure longer (--budget-minutes)"
-    said = f"times that the fit has not seen are predicted within {median:.1%} (median; nine tenths within {p90:.1%})"
+    text = f"times that the fit has not seen are predicted within {median:.1%} (median; nine tenths within {p90:.1%})"
     if median <= POOR and p90 <= VERY_POOR:
-        return f"{said}: good"
+        return f"{text}: good"
     return (
-        f"{said}: poor\nhint: end other programs, give each rank a core or a GPU of its own, and measure longer"
+        f"{text}: poor\nhint: end other programs, give each rank a core or a GPU of its own, and measure longer"
         f" (--budget-minutes); `megatron-dynapipe cost-model check {path}` judges a file"
     )
 
@@ -126,7 +126,7 @@ def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
     model, cuda = setup.model, setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else processor()
-    attention = setup.args.attention_backend.name if model.t5.engine_attention else model.attention.value
+    attention = setup.args.attention_backend.name if model.engine_attention else model.attention.value
     return {
         "device": device,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -157,17 +157,17 @@ def _model(setup: ProfileSetup) -> dict[str, Any]:
 
 
 def _points(
-    measurements: Sequence[Measurement], mode: Recompute, setup: ProfileSetup, parts: Collection[str]
+    measurements: Measurements, mode: Recompute, setup: ProfileSetup, parts: Collection[str]
 ) -> dict[tuple[str, str], Points]:
     t5 = setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
     for kind in (*(kind for kind in LAYERS if kind in parts), "postprocess"):
-        of_kind = Recompute.NONE if kind == "postprocess" else mode
-        found = {m.point: m.values for m in measurements if m.part == kind and m.recompute is of_kind and m.values}
-        points["time_ms", f"{kind}.forward"] = {at: each.forward_ns / NS_PER_MS for at, each in found.items()}
-        points["time_ms", f"{kind}.backward"] = {at: each.backward_ns / NS_PER_MS for at, each in found.items()}
-        points["stored_activation_mb", kind] = {at: each.stored_bytes / BYTES_PER_MB for at, each in found.items()}
-        points["peak_activation_mb", kind] = {at: each.peak_bytes / BYTES_PER_MB for at, each in found.items()}
+        surface = kind, Recompute.NONE if kind == "postprocess" else mode
+        values = {point: values for (of, point), values in measurements.items() if of == surface and values}
+        points["time_ms", f"{kind}.forward"] = {at: costs.forward_ns / NS_PER_MS for at, costs in values.items()}
+        points["time_ms", f"{kind}.backward"] = {at: costs.backward_ns / NS_PER_MS for at, costs in values.items()}
+        points["stored_activation_mb", kind] = {at: costs.stored_bytes / BYTES_PER_MB for at, costs in values.items()}
+        points["peak_activation_mb", kind] = {at: costs.peak_bytes / BYTES_PER_MB for at, costs in values.items()}
     if t5:  # not measured: its size is known
         position_mb = _position_mb(setup)
         shapes = points["stored_activation_mb", "encoder"]
@@ -176,7 +176,7 @@ def _points(
 
 
 def _divisions(halves: HalvesByMode, mode: Recompute) -> dict[LayerKind, Division]:
-    return {kind: each.division for (kind, its), each in halves.items() if its is mode}
+    return {kind: division for (kind, of_mode), (division, _) in halves.items() if of_mode is mode}
 
 
 def _packed_entry(
@@ -184,8 +184,8 @@ def _packed_entry(
 ) -> PackedEntry:
     """Tables of packed rows as the file has them."""
     parts = {
-        quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in made.items()}
-        for quantity, made in tables.items()
+        quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in table.items()}
+        for quantity, table in tables.items()
     }
     if setup.family is ModelFamily.T5:
         output = {f"{positions}": positions * _position_mb(setup) for positions in (LENGTH_MULTIPLE, LONGEST_ROW)}
@@ -203,22 +203,22 @@ def _packed_entry(
 
 
 def _position_mb(setup: ProfileSetup) -> float:
-    """What a position's state takes on a rank."""
+    """The memory of a position's state on a rank."""
     model = setup.model
     shards = setup.tensor_parallel if model.sequence_parallel else 1
     return float(model.hidden * model.dtype.itemsize / shards / BYTES_PER_MB)
 
 
-def _infeasible(measurements: Sequence[Measurement], mode: Recompute) -> dict[str, list[tuple[int, ...]]]:
+def _infeasible(measurements: Measurements, mode: Recompute) -> dict[str, list[tuple[int, ...]]]:
     limits: dict[str, list[tuple[int, ...]]] = {}
-    for m in measurements:
-        if m.values is None and m.recompute in (mode, Recompute.NONE if m.part == "postprocess" else mode):
-            limits.setdefault(m.part, []).append(m.point)
+    for ((part, of_mode), point), values in measurements.items():
+        if values is None and of_mode in (mode, Recompute.NONE if part == "postprocess" else mode):
+            limits.setdefault(part, []).append(point)
     return limits
 
 
-def _embedding_times(measurements: Sequence[Measurement]) -> Provenance:
+def _embedding_times(measurements: Measurements) -> Provenance:
     """The embedding's largest time, for people: it is small against a stage's, and plans leave it out."""
-    found = [m.values for m in measurements if m.part == "embedding" and m.values]
-    times = [(each.forward_ns + each.backward_ns) / NS_PER_MS for each in found]
+    costs = [values for ((part, _), _), values in measurements.items() if part == "embedding" and values]
+    times = [(values.forward_ns + values.backward_ns) / NS_PER_MS for values in costs]
     return {"embedding_ms_at_most": round(max(times), 3)} if times else {}

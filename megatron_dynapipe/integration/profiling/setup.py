@@ -16,13 +16,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, kernels, layer_split, machine
+from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.config import ModelConfig
-from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
 _OTHER_LAYOUTS = (
@@ -36,12 +38,12 @@ _OTHER_LAYOUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSetup:
-    """What is measured, and where.
+    """The model that is measured, and where.
 
     Attributes:
         args: Megatron's namespace of the run, on this many pipeline stages; for Megatron alone.
         model: whose layers are measured.
-        split: how a T5 is cut; None for a GPT.
+        layout: of a T5's layers over the stages; None for a GPT.
         within: the micro-batches that the run's own flags allow.
         packs: whether micro-batches may be packed rows.
         device: this rank's.
@@ -50,7 +52,7 @@ class ProfileSetup:
 
     args: argparse.Namespace
     model: ModelConfig
-    split: T5Split | None
+    layout: PipelineLayout | None
     within: Shape
     packs: bool
     device: torch.device
@@ -96,29 +98,30 @@ def prepared(
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
-    device = _start(args, world)
+    device, originals = _start(args, world), Originals()
     try:
         groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
         groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
-        model, split = from_megatron.model_config(args, family), None
+        model, t5_layout = from_megatron.model_config(args, family), None
         if family is ModelFamily.T5:
-            split = T5Split(layer_split.t5_layout(args))
-            groups["get_embedding_ranks"] = split.embedding_ranks
-            groups["get_position_embedding_ranks"] = split.embedding_ranks
+            t5_layout = layer_split.t5_layout(args)
+            groups["get_embedding_ranks"] = groups["get_position_embedding_ranks"] = embedding_ranks
         parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, **groups)
         model_parallel_cuda_manual_seed(args.seed)
-        fused_kernels.apply()  # layers as training has them
+        fused_kernels.install(originals)  # layers as training has them
         yield ProfileSetup(
             args=args,
             model=model,
-            split=split,
-            within=Shape(args.global_batch_size, args.seq_length, args.decoder_seq_length if split is not None else 0),
-            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu").allowed,
+            layout=t5_layout,
+            within=Shape(
+                args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout is not None else 0
+            ),
+            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu")[0],
             device=device,
             tensor_parallel=tensor_parallel,
         )
     finally:
-        fused_kernels.revert()
+        originals.revert()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -146,24 +149,33 @@ def _parse(
 ) -> argparse.Namespace:
     def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
-        kernels.settle(args, on_cpu=cpu.is_enabled())
+        checks.settle_kernels(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas
         args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    given = [*command_line.without(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
-    kept = sys.argv[1:]
+    words = [*_without_layouts(command_line.expanded(flags)), *layout]
+    before = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
-            args = command_line.megatron_arguments(given, settle)
+            args = command_line.megatron_arguments(words, settle)
     finally:
-        sys.argv[1:] = kept
-    if args.padded_vocab_size is None:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+        sys.argv[1:] = before
+    command_line.pad_vocabulary(args, args.vocab_size)
     return args
+
+
+def _without_layouts(arguments: Sequence[str]) -> list[str]:
+    """A command line without `_OTHER_LAYOUTS` and their values."""
+    left, is_dropped = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_dropped = argument.partition("=")[0] in _OTHER_LAYOUTS
+        if not is_dropped:
+            left.append(argument)
+    return left
 
 
 def _vocabulary(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What all ranks agree on: that they train the same run, and that an iteration begins on all of them or on none."""
+"""Agreement of all ranks: that they train the same run, and that an iteration begins on all of them or on none."""
 
 import functools
 import os
@@ -8,7 +8,6 @@ from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
-from megatron_dynapipe.integration.flags.resume_record import settings_fields
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
@@ -23,15 +22,15 @@ def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInput
         ConfigError: settings differ; names the field.
         DataError: a file of the dataset differs between nodes, or from its manifest; names the file.
     """
-    if (found := control.find_difference(settings_fields(inputs))) is not None:
+    if (difference := control.find_difference(inputs.fields())) is not None:
         raise ConfigError(
-            f"expected the same settings on all ranks: {found}",
+            f"expected the same settings on all ranks: {difference}",
             hint="start every node with the same flags, run file, cost model and version of this package",
         )
     files = control.run_on_all(functools.partial(_dataset_files, settings, inputs))
-    if (found := control.find_difference(files)) is not None:
+    if (difference := control.find_difference(files)) is not None:
         raise DataError(
-            f"expected the same dataset on all nodes: the digest of {found}",
+            f"expected the same dataset on all nodes: the digest of {difference}",
             hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
         )
     return files
@@ -44,23 +43,10 @@ def _dataset_files(settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
 
 
 class AgreedIterator:
-    """One split's iterations on this rank. Before one is returned, all ranks have it, or all raise the same error.
+    """One split's iterations on this rank. Before one is returned, all ranks have it, or all raise the same error."""
 
-    Args:
-        planned: this rank's prefetching iterator.
-        control: the group on which ranks agree.
-        first_iteration: number of the first iteration.
-    """
-
-    def __init__(
-        self,
-        planned: PlannedIterator,
-        control: ControlGroup,
-        *,
-        first_iteration: int,
-    ) -> None:
-        self._planned = planned
-        self._control = control
+    def __init__(self, planned: PlannedIterator, control: ControlGroup, *, first_iteration: int) -> None:
+        self._planned, self._control = planned, control
         self._next_iteration = first_iteration
         self._agreement: StepAgreement | None = None
 
@@ -84,14 +70,9 @@ class AgreedIterator:
     def prepare(self) -> None:
         """Start to agree on the next iteration while the device still runs the present one."""
         if self._agreement is None:
-            error = self._error()
+            error = self._planned.await_next()
+            if error is not None and not isinstance(error, Exception):
+                error = DynaPipeError(f"prefetching ended with {error!r}")
             self._agreement = self._control.start_agreement(
                 error, plan=self._planned.next_plan_digest, what=f"iteration {self._next_iteration}"
             )
-
-    def _error(self) -> Exception | None:
-        """What keeps this rank from the next iteration, once its plan has arrived or failed to; None if it can run."""
-        error = self._planned.await_next()
-        if error is None or isinstance(error, Exception):
-            return error
-        return DynaPipeError(f"prefetching ended with {error!r}")

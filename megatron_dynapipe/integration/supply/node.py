@@ -9,22 +9,17 @@ import datetime
 import enum
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import PlannerFailedError
+from megatron_dynapipe.service.failure import decode_failure, encode_failure
 
 
 class _Kind(enum.IntEnum):
     PLAN = 0
     ERROR = 1
     END = 2
-
-
-class _Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    message: str
-    hint: str | None
 
 
 class NodeGroup:
@@ -56,8 +51,7 @@ class NodeGroup:
 
     def fail(self, tag: int, error: PlannerFailedError) -> None:
         """Let the other ranks raise this error."""
-        data = msgspec.json.encode(_Failure(error.message, error.hint))
-        self._send(tag, _Kind.ERROR, dict.fromkeys(self.ranks[1:], data))
+        self._send(tag, _Kind.ERROR, dict.fromkeys(self.ranks[1:], encode_failure(error)))
 
     def end(self, tag: int) -> None:
         """Tell ranks that still wait that nothing comes any more; does not wait for the others."""
@@ -81,8 +75,7 @@ class NodeGroup:
         dist.recv(data, self.ranks[0], group=self._group, tag=tag)
         content = data.numpy().tobytes()
         if kind == _Kind.ERROR:
-            failure = msgspec.json.decode(content, type=_Failure)
-            raise PlannerFailedError(failure.message, hint=failure.hint)
+            raise decode_failure(content)
         return content
 
     def _send(self, tag: int, kind: _Kind, messages: Mapping[int, bytes]) -> None:

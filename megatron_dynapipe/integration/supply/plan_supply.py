@@ -37,31 +37,16 @@ from megatron_dynapipe.store import PlanKeys, StoreAddress, StoreServer, new_job
 from megatron_dynapipe.store.connection import REPLY_TIMEOUT_S
 from megatron_dynapipe.store.redis_store import RETENTION_S
 
-
-class _Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells all ranks.
-
-    Attributes:
-        store: where plans are; its password goes over the control group alone.
-        job: this launch's name.
-        retention_s: how long a key stays that nobody deletes; None keeps all.
-    """
-
-    store: StoreAddress
-    job: str
-    retention_s: int | None
+_Launch = tuple[StoreAddress, str, int | None]
+"""Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
+name; how many seconds a key stays that nobody deletes, None for ever."""
 
 
 class PlanSupply:
     """Context manager: plans arrive for as long as the block lasts. Every rank enters it, in the same order.
 
-    Args:
-        settings: store, planners, deadlines.
-        control: the group on which ranks agree; a failure to start on one is raised on all.
-        inputs: what plans are made from.
-        device: of this rank, for which micro-batches are made ready.
-        replica: data-parallel replica of this rank.
-        stage: pipeline stage of this rank.
+    `control` is the group on which ranks agree: a failure to start on one is raised on all. Micro-batches are made
+    ready for `device`; `replica` and `stage` are this rank's.
     """
 
     def __init__(
@@ -75,9 +60,7 @@ class PlanSupply:
         stage: int,
     ) -> None:
         self._device, self._place = device, (replica, stage)
-        self._settings = settings
-        self._control = control
-        self._inputs = inputs
+        self._settings, self._control, self._inputs = settings, control, inputs
         self._ahead = max(settings.ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None
@@ -85,8 +68,8 @@ class PlanSupply:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.push(self._resources)
-            own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0")), *self._place])
-            rows = [row.tolist() for row in self._control.gather(own)]
+            row = torch.tensor([int(os.environ.get("LOCAL_RANK", "0")), *self._place])
+            rows = [row.tolist() for row in self._control.gather(row)]
             self._places = [(replica, stage) for _, replica, stage in rows]
             firsts = [local == 0 for local, _, _ in rows]
             timeout_s = self._settings.timeout_s + 10  # the first rank's own error is the better one
@@ -111,7 +94,7 @@ class PlanSupply:
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
         folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
-        by_task = split.forward_only and required.labels and len(meta.tasks) > 1
+        by_task = split.evaluation is not None and required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
             Collator(
@@ -162,36 +145,39 @@ class PlanSupply:
             self._node.end(tag)  # after its thread has sent its last
 
     def _start_store(self) -> str:
-        """On rank 0, what every rank must know of this launch."""
+        """On rank 0, start the store or find it; the launch, encoded."""
         if self._control.rank != 0:
             return ""
         address = self._settings.store
-        if is_own := address is None:
+        retention_s: int | None = RETENTION_S
+        if address is None:
+            retention_s = None  # the job's own server ends with it
             log = self._settings.report_folder / "store.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             address = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log)).address
-        launch = _Launch(store=address, job=new_job_name(), retention_s=None if is_own else RETENTION_S)
+        launch: _Launch = (address, new_job_name(), retention_s)
         return msgspec.json.encode(launch).decode()
 
     def _start_planners(self, launch: _Launch) -> None:
         """On the first rank of each node: connect, and start the node's planners."""
         if not self._node.is_first:
             return
-        run, keys = self._settings, PlanKeys(job=launch.job, settings_digest=self._inputs.digest())
+        run, (address, job, retention_s) = self._settings, launch
+        keys = PlanKeys(job=job, settings_digest=self._inputs.digest())
         reply_timeout_s = min(REPLY_TIMEOUT_S, run.timeout_s / 2)
-        store = open_store(launch.store, retention_s=launch.retention_s, reply_timeout_s=reply_timeout_s)
+        store = open_store(address, retention_s=retention_s, reply_timeout_s=reply_timeout_s)
         self._resources.enter_context(store)
         run.report_folder.mkdir(parents=True, exist_ok=True)
         processes = []
         for planner in range(machine.node_of(self._control.rank), run.planners, machine.nodes()):
             service = ServiceSettings(
-                store=launch.store,
-                job=launch.job,
+                store=address,
+                job=job,
                 settings_digest=keys.settings_digest,
                 planner=planner,
                 planners=run.planners,
                 look_ahead=run.ahead,
-                retention_s=launch.retention_s,
+                retention_s=retention_s,
                 inputs=self._inputs,
             )
             process = PlannerProcess(service, log_path=run.report_folder / f"planner-{planner}.log")

@@ -17,13 +17,7 @@ class PredictionWatch:
         self._has_said = False
 
     def add(self, predicted_ns: int, measured_ns: int, family: ModelFamily) -> str | None:
-        """Take an iteration's times; the line to print, if it is the one that makes the row full.
-
-        Args:
-            predicted_ns: by the plan.
-            measured_ns: of the same passes and transfers.
-            family: of the model, for the command.
-        """
+        """Take an iteration's times; the line to print, if it is the one that makes the row full."""
         if self._has_said or predicted_ns <= 0:
             return None
         ratio = measured_ns / predicted_ns

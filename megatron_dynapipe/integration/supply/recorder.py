@@ -1,9 +1,8 @@
-"""What this rank keeps of each iteration, and how rank 0 gathers it for the report at the run's end."""
+"""Records of each iteration on this rank, and how rank 0 gathers it for the report at the run's end."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,23 +31,6 @@ from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.units import BatchLayout, in_mb
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a rank is in the job.
-
-    Attributes:
-        rank: of this process.
-        replica: data-parallel replica.
-        stage: pipeline stage.
-        tensor_rank: tensor-parallel rank; one rank of a stage speaks for it.
-    """
-
-    rank: int
-    replica: int
-    stage: int
-    tensor_rank: int
-
-
 class Recorder:
     """Records of one rank.
 
@@ -60,9 +42,10 @@ class Recorder:
 
     Args:
         folder: where records and pictures go; the records of another run are replaced.
-        place: of this rank.
         run: what all iterations have in common; rank 0 records it.
         collect: takes every rank's records to rank 0, where it returns them by rank; nodes may share no folder.
+        rank: of this process.
+        tensor_rank: its tensor-parallel rank; one rank of a stage speaks for it.
         metrics: takes what Megatron's writers are given.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
@@ -71,16 +54,17 @@ class Recorder:
     def __init__(
         self,
         folder: Path,
-        place: Place,
         run: RunRecord,
         collect: Callable[[bytes], Sequence[bytes]],
         *,
+        rank: int,
+        tensor_rank: int = 0,
         metrics: MetricsWriter,
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
     ) -> None:
         self._folder = folder
-        self._place = place
+        self._rank, self._tensor_rank = rank, tensor_rank
         self._run = run
         self._collect = collect
         self._metrics = metrics
@@ -94,9 +78,9 @@ class Recorder:
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
-        self._file = RecordFile(folder / f"rank-{place.rank}.jsonl")
+        self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
-        if place.rank == 0:
+        if rank == 0:
             with self._never_failing("keep the records of earlier starts"):
                 keep_earlier(folder, run)
 
@@ -108,19 +92,19 @@ class Recorder:
 
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
-        if self._place.tensor_rank == 0:
+        if self._tensor_rank == 0:
             self._evaluations.add(split, losses)
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
         self.flush()
-        own = b""
+        content = b""
         with self._never_failing("read this rank's records"):
-            own = self._file.read()
-        summary, collected = None, [own]
+            content = self._file.read()
+        summary, collected = None, [content]
         with self._never_failing("gather the records of all ranks"):
-            collected = [*self._collect(own)]
-        if self._place.rank != 0:
+            collected = [*self._collect(content)]
+        if self._rank != 0:
             return None
         with self._never_failing("sum up the records of all ranks"):
             records = [record for rank, data in enumerate(collected) for record in self._records(rank, data)]
@@ -135,8 +119,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
             if not self._has_warned:
                 print(
-                    f"warning: rank {self._place.rank} cannot {doing}, and goes on without:"
-                    f" {type(error).__name__}: {error}",
+                    f"warning: rank {self._rank} cannot {doing}, and goes on without: {type(error).__name__}: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -170,12 +153,12 @@ class Recorder:
     ) -> None:
         self._say_retries(memory)
         self._metrics.write(item, events)
-        if self._place.tensor_rank != 0:
+        if self._tensor_rank != 0:
             return
         records: list[IterationRecord | StageRecord] = []
-        if self._place.stage == 0:
+        if item.entry.stage_plan.stage == 0:
             records.append(_iteration_record(item, events, memory))
-        if not self._has_run and self._place.rank == 0:
+        if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
         records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
@@ -185,8 +168,8 @@ class Recorder:
         if last or self._file.wants_timeline(item.entry.iteration):
             timeline = TimelineRecord(
                 iteration=item.entry.iteration,
-                replica=self._place.replica,
-                stage=self._place.stage,
+                replica=item.entry.replica,
+                stage=item.entry.stage_plan.stage,
                 planned=item.entry.stage_plan.predicted,
                 measured=tuple(events),
             )
@@ -201,7 +184,7 @@ class Recorder:
         peaks = self._peaks = memory if self._peaks is None else self._peaks.with_peaks_of(memory)
         if last:
             record = MemoryRecord(
-                rank=self._place.rank,
+                rank=self._rank,
                 allocated_bytes=peaks.allocated_bytes,
                 reserved_bytes=peaks.reserved_bytes,
                 retries=peaks.retries,
@@ -211,7 +194,7 @@ class Recorder:
     def _say_predictions(self, item: PlannedIteration, events: Sequence[Event]) -> None:
         """Warn once, on rank 0, where measured costs have predicted other times for long."""
         predicted = item.entry.stage_plan.predicted
-        if self._place.rank == 0 and not self._run.computed_costs and events and predicted:
+        if self._rank == 0 and not self._run.computed_costs and events and predicted:
             predicted_ns, measured_ns = (times[-1].end_ns - times[0].start_ns for times in (predicted, events))
             if (said := self._predictions.add(predicted_ns, measured_ns, item.entry.family)) is not None:
                 print(said, file=sys.stderr, flush=True)
@@ -221,10 +204,10 @@ class Recorder:
         if memory is None or memory.retries <= self._retries:
             return
         self._retries = memory.retries
-        held, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
+        reserved, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
         print(
-            f"warning: rank {self._place.rank}'s allocator has given its cache back {memory.retries} times to find"
-            f" memory, holding {held} for tensors of {used}; each time waits for the device: lower"
+            f"warning: rank {self._rank}'s allocator has given its cache back {memory.retries} times to find"
+            f" memory, holding {reserved} for tensors of {used}; each time waits for the device: lower"
             " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory",
             file=sys.stderr,
             flush=True,
@@ -232,7 +215,7 @@ class Recorder:
 
     def _records(self, rank: int, data: bytes) -> list[Record]:
         path = self._folder / f"rank-{rank}.jsonl"
-        if rank != self._place.rank:
+        if rank != self._rank:
             with self._never_failing(f"write the records of rank {rank}"):
                 path.write_bytes(data)
         return decode_records(data, origin=str(path))

@@ -19,14 +19,10 @@ def stage_record(
     *,
     previous_end_ns: int | None,
 ) -> StageRecord:
-    """The record of one stage.
+    """The record of one stage's iteration, whose instructions ran at `events`.
 
-    Args:
-        item: the iteration, as it was run.
-        events: when its instructions ran.
-        losses: on the last stage, (sum over tokens, tokens) by name; none on other stages.
-        memory: what the device's allocator has counted.
-        previous_end_ns: when the previous iteration's list ended; None before the first.
+    `losses` are (sum over tokens, tokens) by name, on the last stage. The previous iteration's list ended at
+    `previous_end_ns`; None before the first.
     """
     spent, waited = time_by_kind(events), round(item.waited_seconds * 1e9)
     between = events[0].start_ns - previous_end_ns - waited if events and previous_end_ns is not None else 0
@@ -63,7 +59,7 @@ class EvaluationLosses:
                     sums[name] = sums[name] + part if name in sums else part
 
     def take(self, iteration: int) -> list[EvaluationRecord]:
-        """What was added, a record for each split, after so many training iterations."""
+        """Hand out a record for each split, after so many training iterations."""
         taken, self._sums = self._sums, {}
         records = []
         for split, sums in taken.items():
@@ -87,8 +83,8 @@ class HostLosses:
         self._copied: torch.cuda.Event | None = None
         for name in {name: None for report in losses for name in report}:
             reports = [report[name] for report in losses if name in report]
-            if all(isinstance(each, torch.Tensor) and each.numel() == 2 for each in reports):
-                total = torch.stack([each.detach().double().flatten() for each in reports]).sum(0)
+            if all(isinstance(pair, torch.Tensor) and pair.numel() == 2 for pair in reports):
+                total = torch.stack([pair.detach().double().flatten() for pair in reports]).sum(0)
                 self._sums[name] = total.to("cpu", non_blocking=True)  # pinned where it comes from a GPU
                 if total.is_cuda:
                     self._copied = torch.cuda.Event()

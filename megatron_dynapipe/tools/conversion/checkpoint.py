@@ -11,13 +11,13 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training.global_vars import destroy_global_vars
 from torch import nn
 
+from megatron_dynapipe.cost.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.resume_record import newest
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
-from megatron_dynapipe.integration.flags.resume_record import newest
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
-from megatron_dynapipe.tools.conversion.families import Flags
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -51,7 +51,7 @@ def _as_arguments(name: str, value: str | int | float | bool) -> list[str]:
 
 
 def _build(setup: ProfileSetup) -> nn.Module:
-    provide = gpt_provider(setup.model) if setup.split is None else t5_provider(setup.model, setup.split)
+    provide = gpt_provider(setup.model) if setup.layout is None else t5_provider(setup.model, setup.layout)
     model: nn.Module = provide(pre_process=True, post_process=True)
     return model.to(setup.model.dtype)
 

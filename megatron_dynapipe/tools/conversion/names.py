@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from megatron_dynapipe.tools.conversion.families import OF_EXPERTS, T5_LIKE, experts
+from megatron_dynapipe.cost.hugging_face import T5_LIKE, Flags
+from megatron_dynapipe.cost.shape import expert_layers
 from megatron_dynapipe.tools.conversion.tensors import (
     Entry,
     Heads,
@@ -20,23 +21,29 @@ BOTH = ("weight", "bias")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def entries(config: Any, *, divides_scores: bool = False) -> list[Entry]:
-    """Every parameter of the model that a configuration of `transformers` describes.
+def entries(kind: str, flags: Flags, vocabulary: int, *, divides_scores: bool = False) -> list[Entry]:
+    """Every parameter of a model, in Megatron's model and in HuggingFace's.
 
     Args:
-        config: the configuration.
+        kind: HuggingFace's `model_type`.
+        flags: of the model (`families.flags`).
+        vocabulary: tokens, which are HuggingFace's rows of the embedding and the head.
         divides_scores: whether a T5 was trained with Megatron's scale of scores, 1 / √c, in place of its own, 1.
     """
-    t5 = partial(_t5, query_scale=math.sqrt(config.d_kv) if divides_scores else 1.0)
-    tables: Mapping[str, Callable[[Any], Iterator[Entry]]] = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, t5)}
-    return list(tables.get(config.model_type, _llama)(config))
+    count: int = flags["num-attention-heads"]
+    scale = math.sqrt(flags["kv-channels"]) if divides_scores else 1.0
+    heads = Heads(count, flags.get("num-query-groups") or count, scale)
+    t5 = partial(_t5, flags, heads)
+    tables: Mapping[str, Callable[[], Iterator[Entry]]]
+    tables = {"gpt2": partial(_gpt2, flags, heads), **dict.fromkeys(T5_LIKE, t5)}
+    parameters = tables.get(kind, partial(_llama, flags, heads, "block_sparse_moe" if kind == "mixtral" else "mlp"))
+    return [replace(entry, rows=vocabulary) if entry.ours in (WORDS, HEAD) else entry for entry in parameters()]
 
 
-def _gpt2(config: Any) -> Iterator[Entry]:
-    heads = Heads(config.n_head, config.n_head)
-    yield Entry(WORDS, ("transformer.wte.weight",), rows=config.vocab_size)
+def _gpt2(flags: Flags, heads: Heads) -> Iterator[Entry]:
+    yield Entry(WORDS, ("transformer.wte.weight",))
     yield Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
-    for layer in range(config.n_layer):
+    for layer in range(flags["num-layers"]):
         ours, theirs = f"decoder.layers.{layer}.", f"transformer.h.{layer}."
         for kind in BOTH:
             yield Entry(f"{ours}input_layernorm.{kind}", (f"{theirs}ln_1.{kind}",))
@@ -55,34 +62,34 @@ def _gpt2(config: Any) -> Iterator[Entry]:
         yield Entry(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
 
 
-def _llama(config: Any) -> Iterator[Entry]:
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads)
-    yield Entry(WORDS, ("model.embed_tokens.weight",), rows=config.vocab_size)
-    for layer in range(config.num_hidden_layers):
+def _llama(flags: Flags, heads: Heads, block: str) -> Iterator[Entry]:
+    yield Entry(WORDS, ("model.embed_tokens.weight",))
+    for layer in range(flags["num-layers"]):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         yield Entry(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",))
         yield Entry(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",))
-        for kind in BOTH if config.model_type == "qwen2" else BOTH[:1]:
+        for kind in BOTH if "add-qkv-bias" in flags else BOTH[:1]:
             projections = tuple(f"{theirs}self_attn.{name}_proj.{kind}" for name in "qkv")
             yield Entry(f"{ours}self_attention.linear_qkv.{kind}", projections, heads.join, heads.split)
-        if config.model_type.startswith("qwen3"):
+        if "qk-layernorm" in flags:
             for name in "qk":
                 norm = f"{theirs}self_attn.{name}_norm.weight"
                 yield Entry(f"{ours}self_attention.{name}_layernorm.weight", (norm,))
         yield Entry(f"{ours}self_attention.linear_proj.weight", (f"{theirs}self_attn.o_proj.weight",))
-        yield from _networks(config, layer, ours, theirs)
+        yield from _networks(flags, layer, ours, theirs, block)
     yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
-    if not config.tie_word_embeddings:
-        yield Entry(HEAD, ("lm_head.weight",), rows=config.vocab_size)
+    if "untie-embeddings-and-output-weights" in flags:
+        yield Entry(HEAD, ("lm_head.weight",))
 
 
-def _networks(config: Any, layer: int, ours: str, theirs: str) -> Iterator[Entry]:
-    """Of a layer: the feed-forward network, or the router and its experts."""
-    count, sparse = experts(config) if config.model_type in OF_EXPERTS else (0, [])
-    if not count or not sparse[layer]:
+def _networks(flags: Flags, layer: int, ours: str, theirs: str, block: str) -> Iterator[Entry]:
+    """The feed-forward network of a layer, or its router and experts, which lie in `block`."""
+    count = flags.get("num-experts", 0)
+    sparse = count and expert_layers(flags.get("moe-layer-freq", 1), flags["num-layers"])
+    if not count or (sparse and layer not in sparse):
         yield from _gated(f"{ours}mlp.", f"{theirs}mlp.")
         return
-    block, names = ("mlp", _GATED) if config.model_type != "mixtral" else ("block_sparse_moe", ("w1", "w3", "w2"))
+    names = _GATED if block == "mlp" else ("w1", "w3", "w2")
     yield Entry(f"{ours}mlp.router.weight", (f"{theirs}{block}.gate.weight",))
     for expert in range(count):
         yield from _gated(f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}{block}.experts.{expert}.", names)
@@ -94,16 +101,15 @@ def _gated(ours: str, theirs: str, names: Sequence[str] = _GATED) -> Iterator[En
     yield Entry(f"{ours}linear_fc2.weight", (down,))
 
 
-def _t5(config: Any, query_scale: float) -> Iterator[Entry]:
-    heads = Heads(config.num_heads, config.num_heads, scale=query_scale)
-    yield Entry(WORDS, ("shared.weight",), rows=config.vocab_size)
-    for stack, layers in (("encoder", config.num_layers), ("decoder", config.num_decoder_layers)):
+def _t5(flags: Flags, heads: Heads) -> Iterator[Entry]:
+    yield Entry(WORDS, ("shared.weight",))
+    for stack in ("encoder", "decoder"):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield Entry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (bias,))
-        for layer in range(layers):
+        for layer in range(flags[f"{stack}-num-layers"]):
             yield from _t5_layer(heads, f"{stack}.layers.{layer}.", f"{stack}.block.{layer}.layer.", stack)
         yield Entry(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",))
-    yield Entry(HEAD, ("lm_head.weight",), rows=config.vocab_size)
+    yield Entry(HEAD, ("lm_head.weight",))
 
 
 def _t5_layer(heads: Heads, ours: str, theirs: str, stack: str) -> Iterator[Entry]:

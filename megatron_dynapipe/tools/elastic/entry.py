@@ -1,7 +1,8 @@
 """`--dynapipe-elastic`: the layout for as many ranks as there are, resuming, leaving on notice.
 
-    rank 0        parses the flags as for one rank, and chooses the layout for all
-    all ranks     go on with the layout's flags, from the last checkpoint
+    all ranks     parse the flags, once
+    rank 0        checks a copy of them as for one rank, and chooses the layout for all
+    all ranks     go on in the layout, from the last checkpoint
 
 torchrun starts all ranks anew when one is lost, when a node comes, or when they leave on notice: SIGTERM, which its
 agents send to their ranks. Megatron's `--exit-signal-handler` tells all ranks of it after an iteration, has the
@@ -10,39 +11,42 @@ checkpoint saved and ends the run; ranks then end with a status that is no succe
 
 import argparse
 import contextlib
+import copy
 import functools
+import io
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dynapipe.config import EarlyFlags, early_flags
-from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.entry.checkpoint_lock import lock
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.planning_flags import EQUAL
 from megatron_dynapipe.outputs import replace_bytes, unwritten
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import renew
-from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.elastic.layout import agreed_layout
 from megatron_dynapipe.tools.elastic.run import LEFT, SAVE_EVERY
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 
 ELASTIC = "--dynapipe-elastic"
-LAYOUT_FLAGS = (
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
-    *("--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout", "--dynapipe-layers-per-stage"),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-)
-"""Flags that take one value and are chosen here; what the user gives of them has no effect."""
-HANDLER = "--exit-signal-handler"
+LAYOUT: Mapping[str, object] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "dynapipe_layers_per_stage": EQUAL,
+    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")),
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")),
+    "pipeline_model_parallel_layout": None,
+}
+"""Arguments that are chosen here, with their defaults; what the user gives of them has no effect."""
 SAVING = ".dynapipe-saving"
 """In the folder of emergency checkpoints: the iteration whose checkpoint this job began to save last."""
 BATCHES = 2
@@ -52,38 +56,38 @@ _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
 
 
-def adapting(family: ModelFamily, main: Callable[[], None]) -> Callable[[], None]:
-    """`main` of an entry script, in the layout that fits the ranks that are there if `--dynapipe-elastic` is given."""
+def adapting(main: Callable[[], None]) -> Callable[[], None]:
+    """`main` of an entry script, made ready for `fit_layout` and for notices if `--dynapipe-elastic` is given."""
 
     def run() -> None:
-        prepare(family)
+        if ELASTIC not in sys.argv[1:]:
+            return main()
+        end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
+        _take_notices()
+        renew(early_flags(sys.argv[1:]).dynapipe_timeout_s)
         with status():
             main()
+        return None
 
     return run
 
 
-def prepare(family: ModelFamily) -> None:
-    """Give the command line the layout that fits the ranks that are there. Does nothing without `--dynapipe-elastic`.
+def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+    """Give parsed flags the layout that fits the ranks that are there; does nothing without `--dynapipe-elastic`.
 
     Raises:
         ConfigError: no layout fits, or a flag that elastic runs need is missing.
     """
-    from megatron_dynapipe.integration.flags import command_line
-
-    argv = command_line.expanded(sys.argv[1:])
-    if ELASTIC not in argv:
+    if not args.dynapipe_elastic:
         return
-    end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
-    _take_notices()
-    argv = _resumable(argv)
-    argv += _saving_flags(argv)
-    timeout_s = early_flags(argv, EarlyFlags).dynapipe_timeout_s
-    renew(timeout_s)
+    make_resumable(args)
     layout = agreed_layout(
-        lambda ranks: _choose(family, argv, ranks, timeout_s), timeout_s=timeout_s, describe=_description
+        lambda ranks: _choose(args, family, known, ranks), timeout_s=args.dynapipe_timeout_s, describe=_description
     )
-    sys.argv[1:] = [word for word in argv if word != ELASTIC] + layout_flags(layout)
+    args.tensor_model_parallel_size = layout.tensor_parallel
+    args.pipeline_model_parallel_size = layout.pipeline_parallel
+    if layout.pipeline_parallel > 1:
+        args.dynapipe_layers_per_stage = layout.layers_per_stage
 
 
 @contextlib.contextmanager
@@ -95,15 +99,6 @@ def status() -> Iterator[None]:
         if leaving.code or not _has_notice:
             raise
         _leave()
-
-
-def layout_flags(layout: TunedLayout) -> list[str]:
-    """A layout as flags of a run."""
-    flags = ["--tensor-model-parallel-size", str(layout.tensor_parallel)]
-    flags += ["--pipeline-model-parallel-size", str(layout.pipeline_parallel)]
-    if layout.pipeline_parallel > 1:
-        flags += ["--dynapipe-layers-per-stage", ",".join(map(str, layout.layers_per_stage or ()))]
-    return flags
 
 
 def _description(layout: TunedLayout) -> str:
@@ -161,7 +156,7 @@ def note_save(args: argparse.Namespace) -> None:
     if args.rank != 0 or args.non_persistent_ckpt_type != "global" or not every or iteration % every:
         return
     if not (lasting and iteration % lasting == 0):
-        folder = Path(args.non_persistent_global_ckpt_dir or Path(args.save, "non_persistent"))
+        folder = _emergency_folder(args)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_bytes(folder / SAVING, f"{iteration}\n".encode())
@@ -177,7 +172,7 @@ def delete_unfinished(folder: Path) -> None:
     Args:
         folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
     """
-    from megatron_dynapipe.integration.flags.resume_record import checkpoint_of, last_iteration
+    from megatron_dynapipe.integration.entry.resume_record import checkpoint_of, last_iteration
 
     begun, complete = last_iteration(folder, SAVING), last_iteration(folder)
     path = checkpoint_of(folder, begun)
@@ -186,89 +181,68 @@ def delete_unfinished(folder: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _resumable(argv: Sequence[str]) -> list[str]:
-    """The command line without a layout, with what makes it resume.
+def make_resumable(args: argparse.Namespace) -> None:
+    """Take the layout out of parsed flags, and have checkpoints saved and resumed that load in every layout.
 
     Raises:
-        ConfigError: there is no folder for checkpoints, or they would be of a kind that has one layout.
+        ConfigError: there is no folder for checkpoints, they would be of a kind that has one layout, or --finetune
+            would begin anew from those of this job.
     """
-    from megatron_dynapipe.integration.flags import command_line
-
-    given = [flag for argument in argv if (flag := argument.partition("=")[0]) in LAYOUT_FLAGS]
-    if given and os.environ.get("RANK", "0") == "0":
-        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(given)}", flush=True)
-    argv = command_line.without(argv, LAYOUT_FLAGS)
-    early = early_flags(argv, EarlyFlags)
-    if not early.save:
+    dropped = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(dropped)}", flush=True)
+    vars(args).update(LAYOUT)
+    if not args.save:
         raise ConfigError(f"expected --save DIR with {ELASTIC}, got none", hint="a folder that all nodes see")
-    if not early.save_interval:
+    if not args.save_interval:
         raise ConfigError("expected --save-interval N with --save, got none", hint="iterations between checkpoints")
-    if (kind := early.ckpt_format) != "torch_dist":
+    if (kind := args.ckpt_format) != "torch_dist":
         raise ConfigError(
             f"expected --ckpt-format torch_dist with {ELASTIC}, got {kind}", hint="others load in one layout alone"
         )
-    if early.context_parallel_size > 1:
+    if args.context_parallel_size > 1:
         raise ConfigError(f"{ELASTIC} knows no layouts with context parallelism", hint="remove --context-parallel-size")
-    return [*argv, *resuming(argv, Path(early.save))]
+    if any((folder / TRACKER).exists() for folder in (Path(args.save), _emergency_folder(args))):
+        if args.finetune:
+            raise ConfigError(
+                f"{args.save} holds checkpoints of this job, and --finetune would begin from them anew",
+                hint="leave --finetune out when a job is resumed, or --save in an empty folder",
+            )
+        args.load = args.save  # whatever the job first began from
+    args.exit_signal_handler = True
+    args.dist_ckpt_optim_fully_reshardable |= args.use_distributed_optimizer
+    if args.non_persistent_save_interval is None and args.non_persistent_ckpt_type is None:
+        args.non_persistent_save_interval, args.non_persistent_ckpt_type = SAVE_EVERY, "global"
 
 
-def resuming(argv: Sequence[str], saved: Path) -> list[str]:
-    """Flags that resume what this job has saved, whatever it first began from; none before it has."""
-    from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-
-    if not any((folder / TRACKER).exists() for folder in (saved, _emergency_folder(argv, saved))):
-        return []
-    if early_flags(argv, EarlyFlags).finetune:
-        raise ConfigError(
-            f"{saved} holds checkpoints of this job, and --finetune would begin from them anew",
-            hint="leave --finetune out when a job is resumed, or --save in an empty folder",
-        )
-    return ["--load", str(saved)]
+def _emergency_folder(args: argparse.Namespace) -> Path:
+    return Path(args.non_persistent_global_ckpt_dir or Path(args.save, "non_persistent"))
 
 
-def _emergency_folder(argv: Sequence[str], saved: Path) -> Path:
-    return Path(early_flags(argv, EarlyFlags).non_persistent_global_ckpt_dir or saved / "non_persistent")
-
-
-def _saving_flags(argv: Sequence[str]) -> list[str]:
-    """Flags by which every checkpoint can be loaded in every layout, on notice and every few iterations."""
-    added = [HANDLER]
-    if "--use-distributed-optimizer" in argv:
-        added += ["--dist-ckpt-optim-fully-reshardable"]
-    if not any(argument.startswith("--non-persistent-") for argument in argv):
-        added += ["--non-persistent-save-interval", str(SAVE_EVERY), "--non-persistent-ckpt-type", "global"]
-    return added
-
-
-def _choose(family: ModelFamily, argv: Sequence[str], ranks: int, timeout_s: float) -> TunedLayout:
-    saved = early_flags(argv, EarlyFlags).save
-    lock(saved, timeout_s)
-    delete_unfinished(_emergency_folder(argv, Path(saved)))
-    with _one_rank(argv):
-        base, space, costs, batches = _choices(family, ranks)
-    try:
-        return tune(base, costs, batches, space, top=1).layouts[0]
-    except InfeasibleError as error:
-        raise ConfigError(error.message, hint=error.hint) from error
-
-
-def _choices(family: ModelFamily, ranks: int) -> tuple[PlannerSettings, Space, CostModel, list[GlobalBatch]]:
-    """What there is to choose from, by which costs, for which batches: from the command line of one rank."""
+def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], ranks: int) -> TunedLayout:
+    """The fastest layout of so many ranks, by the costs and the first batches of a run of one rank."""
     from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.service.loop import split_sampler
 
-    args, run = command_line.parse(family, sys.argv[1:])
-    inputs = run.inputs
-    sampler = split_sampler(run.data, inputs.splits[0])
+    lock(args.save, args.dynapipe_timeout_s)
+    delete_unfinished(_emergency_folder(args))
+    one = copy.deepcopy(args)
+    with _one_rank(), contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
+        command_line.settle(one, family, known)
+        command_line.check_by_megatron(one)
+        run = command_line.configured(one, family)
+    inputs, sampler = run.inputs, split_sampler(run.data, run.inputs.splits[0])
     space = Space(
         devices=ranks,
-        tensor_sizes=_tensor_sizes(args, ranks),
+        tensor_sizes=_tensor_sizes(one, ranks),
         distributed_optimizer=run.planner.distributed_optimizer,
-        global_batch_size=None if args.tokens_per_global_batch else args.global_batch_size,
+        global_batch_size=None if one.tokens_per_global_batch else one.global_batch_size,
     )
-    count = sampler.batches.count
-    batches = [sampler.batch(at) for at in range(min(BATCHES, count or BATCHES))]
-    return inputs.planner, space, inputs.costs.load(), batches
+    batches = [sampler.batch(at) for at in range(min(BATCHES, sampler.batches.count or BATCHES))]
+    try:
+        return tune(inputs.planner, inputs.costs.load(), batches, space, top=1).layouts[0]
+    except InfeasibleError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
 
 
 def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:
@@ -283,18 +257,11 @@ def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _one_rank(argv: Sequence[str]) -> Iterator[None]:
-    """The command line and the environment of a run of one rank, for the length of a block.
-
-    Parsing sets Megatron's global variables, a signal handler among them: there is to be none yet.
-    """
-    from megatron.training.global_vars import unset_global_variables
-
-    before, world = sys.argv[1:], os.environ.get("WORLD_SIZE", "1")
+def _one_rank() -> Iterator[None]:
+    """The environment of a run of one rank, for the length of a block."""
+    world = os.environ.get("WORLD_SIZE", "1")
     os.environ["WORLD_SIZE"] = "1"
-    sys.argv[1:] = [each for each in argv if each != HANDLER]
     try:
         yield
     finally:
-        unset_global_variables()
-        sys.argv[1:], os.environ["WORLD_SIZE"] = before, world
+        os.environ["WORLD_SIZE"] = world

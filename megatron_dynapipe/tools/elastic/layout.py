@@ -26,11 +26,6 @@ def agreed_layout(
 ) -> TunedLayout:
     """The layout of all ranks that are there, chosen by rank 0.
 
-    Args:
-        choose: the best layout of a number of ranks; one without a predicted time where none fits.
-        timeout_s: for rank 0.
-        describe: says a layout in the log.
-
     Raises:
         ConfigError: on every rank: no layout fits.
     """

@@ -28,7 +28,7 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Saved(Protocol):
-    """What is trained: a `Pipeline`, or anything whose `save` every rank calls, and whose `load` takes any layout's."""
+    """A state: a `Pipeline`, or anything whose `save` every rank calls, and whose `load` takes any layout's."""
 
     def save(self, path: str | Path) -> None:
         """Write all state into a folder that does not exist."""

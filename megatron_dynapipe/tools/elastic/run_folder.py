@@ -82,8 +82,8 @@ class RunFolder:
         """Give the folder that was saved to its name, and delete the checkpoints before. Raises OSError."""
         name, record = name_of(iteration), self._record
         files = sorted(str(path.relative_to(fresh)) for path in fresh.rglob("*") if not path.is_dir())
-        removed = {each: self._free_name(f"{each}.removed") for each in record.files if each != name}
-        removed = {each: to for each, to in removed.items() if self._is_own(each)}
+        removed = {old: self._free_name(f"{old}.removed") for old in record.files if old != name}
+        removed = {old: to for old, to in removed.items() if self._is_own(old)}
         record.aside = self._free_name(f"{name}.replaced")
         record.waste += removed.values()
         if self._is_own(name):
@@ -91,14 +91,14 @@ class RunFolder:
         record.files[name] = sorted({*files, *record.files.get(name, ())})  # both, until it is known which is there
         self._write()
         replace_folder(fresh, self.path / name, aside=self.path / record.aside)
-        for each, to in removed.items():
-            (self.path / each).rename(self.path / to)
+        for old, to in removed.items():
+            (self.path / old).rename(self.path / to)
         record.files = {name: files}
         self._sweep()
 
     def _last(self) -> str:
-        found = [path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*") if path.is_dir()]
-        numbers = [int(each) for each in found if each.isdecimal() and name_of(int(each)) == f"{_PREFIX}{each}"]
+        names = (path.name for path in self.path.glob(f"{_PREFIX}*") if path.is_dir())
+        numbers = [int(name.removeprefix(_PREFIX)) for name in names if re.fullmatch(rf"{_PREFIX}\d{{7,}}", name)]
         return name_of(max(numbers)) if numbers else ""
 
     def _is_own(self, name: str) -> bool:
@@ -106,14 +106,14 @@ class RunFolder:
         path, files = self.path / name, self._record.files.get(name)
         if files is None or path.is_symlink() or not path.is_dir():
             return False
-        others = [each for each in strangers(path, files) if not _TORCH_FILE.fullmatch(each)]
+        others = [stranger for stranger in strangers(path, files) if not _TORCH_FILE.fullmatch(stranger)]
         if others:
             print(f"{path} is kept: {others[0]} in it is not this run's", flush=True)
         return not others
 
     def _free_name(self, name: str) -> str:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        return next(each for each in names if not os.path.lexists(self.path / each))
+        return next(free for free in names if not os.path.lexists(self.path / free))
 
     def _sweep(self) -> None:
         """Undo a replacement that was not completed, and delete what is waste."""
@@ -132,10 +132,10 @@ class RunFolder:
 
 
 def name_of(iteration: int) -> str:
-    """Of the folder of a checkpoint."""
+    """The name of an iteration's checkpoint."""
     return f"{_PREFIX}{iteration:07d}"
 
 
 def iteration_of(name: str) -> int:
-    """Of a checkpoint's folder."""
+    """The iteration of a checkpoint's folder."""
     return int(name.removeprefix(_PREFIX))

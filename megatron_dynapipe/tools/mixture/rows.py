@@ -220,6 +220,13 @@ def _table_blocks(name: str, tables: Iterator[Any], *, bytes_per_row: float = 0.
     for table in tables:
         at_once = max(1, min(_ROWS_AT_ONCE, table.num_rows * BLOCK_BYTES // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, at_once):
-            rows = table.slice(start, at_once).to_pylist()
+            part = table.slice(start, at_once)
+            if part.nbytes > MOST_LINE_BYTES:
+                for row in range(part.num_rows):
+                    if part.slice(row, 1).nbytes > MOST_LINE_BYTES:
+                        raise DataError(
+                            f"{name}, row {first + row}: expected at most {MOST_LINE_BYTES} bytes, found more"
+                        )
+            rows = part.to_pylist()
             yield rows_as_block(rows, name, first, round((first + len(rows)) * bytes_per_row))
             first += len(rows)

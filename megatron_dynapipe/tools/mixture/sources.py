@@ -108,8 +108,9 @@ def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -
             return datasets.load_dataset(place, config, split=split)
         loaded = datasets.load_from_disk(place)
         return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{name}: expected a HuggingFace dataset with a split {split!r}: {error}",
-            hint="without a network, copy it and pass --hub-root FOLDER, or name its files as source",
+            hint="without a network, copy it and pass --hub-root FOLDER, or name its files as source; one that needs a"
+            " script of its own is not run: convert it to parquet",
         ) from error

@@ -24,9 +24,10 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
+from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.files import read_bounded
 
+_MOST_WEIGHT = 1e9
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -100,8 +101,13 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         forms = ("columns", "template", "messages", "text")
         if len(set_forms := [form for form in forms if getattr(self, form) is not None]) > 1:
             raise ValueError(f"task {named}: expected one of {', '.join(forms)}, got {', '.join(set_forms)}")
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"task {named}: expected a weight above 0, got {self.weight}; leave the task out instead")
+        if not 1 / _MOST_WEIGHT <= self.weight <= _MOST_WEIGHT:
+            raise ValueError(
+                f"task {named}: expected a weight from {1 / _MOST_WEIGHT:g} to {_MOST_WEIGHT:g}, got {self.weight};"
+                " leave a task out that is not to be drawn"
+            )
+        if not named.isprintable():
+            raise ValueError(f"expected a task's name of printable characters, got {named!a}")
         if (self.valid or 0.0) + (self.test or 0.0) >= 1:
             raise ValueError(f"task {named}: expected valid and test together below 1")
         if isinstance(self.template, str) and self.template.count("|||") != 1:
@@ -164,7 +170,7 @@ def read_mixture(path: Path) -> Mixture:
         ConfigError: it is not of this form; the message names the task or the field.
     """
     try:
-        content: Any = yaml.safe_load(read_bounded(path, most_bytes=10_000_000))
+        content: Any = load_yaml(path)
     except OSError as error:
         raise DataError(f"{path}: cannot read it: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError, MemoryError, OverflowError) as error:

@@ -75,7 +75,7 @@ def decide(staging: Staging, tasks: Sequence[TaskSpec], settings: PrepareSetting
         statuses[rows[statuses[rows] <= TRUNCATED]] = status_of(reason)
 
     first = 0
-    for spec, count in zip(tasks, staging.checkpoint.entries, strict=False):
+    for spec, count in zip(tasks, staging.entries, strict=False):
         # Samples that are left out for their text count, so that the others' splits do not depend on maximum lengths.
         rows = np.arange(first, first + count)
         first += count
@@ -109,14 +109,15 @@ def write_dataset(
     settings: PrepareSettings,
     tokenizer: Tokenizer,
     fingerprint: str,
+    recipe: str,
 ) -> DatasetMeta:
     """Write the files of all splits into a folder; its manifest.
 
     Raises:
         DataError: no sample is left for training, or a task is in two entries of the mixture.
     """
-    names = sorted(staging.checkpoint.names)
-    tasks = np.array([names.index(name) for name in staging.checkpoint.names], np.int16)[staging.column("tasks")]
+    names = sorted(staging.names)
+    tasks = np.array([names.index(name) for name in staging.names], np.int16)[staging.column("tasks")]
     entries = _tasks_of_entries(staging, tasks, names)
     splits, statuses = decide(staging, mixture.tasks, settings)
 
@@ -150,7 +151,7 @@ def write_dataset(
         max_target_length=settings.max_target_length or max(int(longest[1]), 1),
         tokenizer=fingerprint,
         content_hash=state.hexdigest(),
-        recipe=staging.checkpoint.recipe,
+        recipe=recipe,
         files=files,
     )
 
@@ -159,7 +160,7 @@ def _tasks_of_entries(staging: Staging, tasks: Array, names: Sequence[str]) -> l
     """The tasks of each entry of the mixture."""
     seen: set[str] = set()
     names_of_entries = []
-    for tasks_of_entry in np.split(tasks, np.cumsum(staging.checkpoint.entries)[:-1]):
+    for tasks_of_entry in np.split(tasks, np.cumsum(staging.entries)[:-1]):
         names_of_entries.append([names[at] for at in np.unique(tasks_of_entry)])
         if twice := seen & set(names_of_entries[-1]):
             raise DataError(

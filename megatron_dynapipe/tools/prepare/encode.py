@@ -32,26 +32,17 @@ FIRST_SKIPPED = 2
 """A sample's status is `KEPT`, `TRUNCATED` (and kept), or from here on its place in `Skipped`."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """The samples of a block, in order.
+type EncodedBlock = tuple[tuple[str, ...], dict[str, npt.NDArray[Any]]]
+"""The samples of a block, in order: names of the tasks that occur, and by name the columns
 
-    Attributes:
-        names: of the tasks that occur.
-        samples: their number, those that are left out among them.
-        columns: by name:
-            tasks: uint16[n], places in `names`.
-            lengths: int32[n, 2], tokens of input and target; 0 of samples that are left out.
-            tokens: of all samples, one after another.
-            checksums: uint32[n], CRC-32 of each sample's tokens.
-            digests: uint64[n], of each sample's text.
-            statuses: uint8[n].
-            spans: int64[m, 3], (sample, first, end): parts of inputs that are to be learned, too.
-    """
-
-    names: tuple[str, ...]
-    samples: int
-    columns: dict[str, npt.NDArray[Any]]
+    tasks: uint16[n], places among the names.
+    lengths: int32[n, 2], tokens of input and target; 0 of samples that are left out.
+    tokens: of all samples, one after another.
+    checksums: uint32[n], CRC-32 of each sample's tokens.
+    digests: uint64[n], of each sample's text.
+    statuses: uint8[n].
+    spans: int64[m, 3], (sample, first, end): parts of inputs that are to be learned, too.
+"""
 
 
 def status_of(reason: Skipped) -> int:
@@ -188,7 +179,7 @@ class Encoder:
             "statuses": statuses,
             "spans": np.array(samples.spans, "<i8").reshape(-1, 3),
         }
-        return EncodedBlock(names, count, columns)
+        return names, columns
 
     def _statuses(self, block: Block, samples: _Samples) -> npt.NDArray[np.uint8]:
         """What becomes of each sample; raises DataError where that is an error."""

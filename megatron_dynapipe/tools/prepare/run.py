@@ -1,9 +1,9 @@
-"""A mixture → a dataset folder: restartable, and in place only when it is whole.
+"""A mixture → a dataset folder, in place only when it is whole.
 
 sources ─► blocks ─► workers ─► staging files ─► splits ─► dataset folder ─► renamed into place
-                                └ continued by the next run of the same command
 """
 
+import contextlib
 import errno
 import hashlib
 import multiprocessing
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
 from megatron_dynapipe.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, sentinel_ids
-from megatron_dynapipe.errors import DataError, DynaPipeError
+from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.outputs import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.processes import set_parent_death_signal
 from megatron_dynapipe.tools.mixture.rows import Block
@@ -32,8 +32,8 @@ from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
 from megatron_dynapipe.tools.prepare import staging as staging_files
 from megatron_dynapipe.tools.prepare.assemble import write_dataset
 from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
-from megatron_dynapipe.tools.prepare.settings import Prepared, PrepareSettings, TextSample
-from megatron_dynapipe.tools.prepare.staging import Checkpoint, Staging, clear, read_checkpoint, staging_folder
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings, TextSample
+from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
 from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
 
 _LITTLE_BYTES = 4_000_000
@@ -46,8 +46,8 @@ _TERMINAL_S, _LOG_S = 0.2, 10.0
 """Between two states of the progress bar; in a log it begins after as many."""
 
 
-class WorkerEndedError(DataError):
-    """A process that tokenises has ended; what was done before is kept."""
+type Prepared = tuple[DatasetMeta, tuple[str, ...]]
+"""A dataset's description, and what else the user should know, a line each."""
 
 
 def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: PrepareSettings) -> Prepared:
@@ -62,9 +62,9 @@ def prepare_mixture(
 ) -> Prepared:
     """Write a mixture as a dataset folder at `output`, whole or not at all; replaces a dataset that was there.
 
-    The folder is a function of sources, mixture, tokenizer and settings. Killed, the same call continues; done, it
-    does nothing. Several processes are started for much text, as by `multiprocessing`: a script that calls this needs
-    its `if __name__ == "__main__"`.
+    The folder is a function of sources, mixture, tokenizer and settings. Done, the same call does nothing. Several
+    processes are started for much text, as by `multiprocessing`: a script that calls this needs its `if __name__ ==
+    "__main__"`.
 
     Raises:
         DataError: a row cannot be used, the disk is full, or `output` holds anything but a dataset.
@@ -82,7 +82,7 @@ def prepare_mixture(
             raise DataError(f"{error.filename or output}: {error.strerror or error}") from error
         raise DataError(
             f"{output}: expected room on the disk, it is full: {error.strerror}",
-            hint="make room and run the same command: it continues",
+            hint="make room and run the same command",
         ) from error
 
 
@@ -102,7 +102,7 @@ def _prepare(
     recipe = _recipe(mixture, sources, settings)
     if before is not None and before.recipe == recipe:
         clear(folder)
-        return Prepared(meta=before, is_new=False)
+        return before, (f"{output} is made of the same already: nothing to do",)
     _check_replaceable(output)
     meta, notes = _made(mixture, sources, settings, folder, recipe, show_progress)
     _check_replaceable(output)  # that took long
@@ -112,7 +112,7 @@ def _prepare(
     if before is not None and before.content_hash != meta.content_hash:
         replaced = sum(before.split_samples.values())
         notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
-    return Prepared(meta=meta, notes=notes)
+    return meta, notes
 
 
 def _delete_replaced(old: Path) -> None:
@@ -173,70 +173,51 @@ def _made(
     show_progress: bool,
 ) -> tuple[DatasetMeta, tuple[str, ...]]:
     """Make the dataset in a staging folder; its manifest, and what the user should know."""
-    notes: list[str] = []
-    checkpoint = read_checkpoint(folder, recipe)
-    if checkpoint is None:
-        if any(folder.iterdir()):
-            notes.append("an earlier run was of other text or settings: what it had done is dropped")
-        clear(folder)
-        checkpoint = Checkpoint(recipe=recipe)
-    elif checkpoint.blocks:
-        notes.append(f"continued after {sum(checkpoint.entries)} samples of an earlier run")
+    clear(folder)
+    tokenizer, fresh = folder / staging_files.TOKENIZER, folder / staging_files.FINISHED
     try:
-        tokenizer = folder / staging_files.TOKENIZER
-        if not tokenizer.exists():
-            if show_progress and settings.tokenizer is None:
-                print("training a tokenizer on the text", file=sys.stderr)
-            _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
+        if show_progress and settings.tokenizer is None:
+            print("training a tokenizer on the text", file=sys.stderr)
+        _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
         loaded = load_tokenizer(tokenizer)
-        staging = Staging(folder, checkpoint)
-        try:
+        with contextlib.closing(Staging(folder)) as staging:
             encoder = (tokenizer, mixture, settings, len(loaded), sentinel_ids(loaded))
             _encode_all(encoder, sources, staging, settings.processes, show_progress)
-        finally:
-            staging.close()
-        new = folder / staging_files.FINISHED
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.copytree(tokenizer, tokenizer_folder(new))
+        shutil.copytree(tokenizer, tokenizer_folder(fresh))
+        digest = fingerprint(tokenizer)
         meta = write_dataset(
-            staging, new, mixture=mixture, settings=settings, tokenizer=loaded, fingerprint=fingerprint(tokenizer)
+            staging, fresh, mixture=mixture, settings=settings, tokenizer=loaded, fingerprint=digest, recipe=recipe
         )
-        write_meta(new, meta)
-    except WorkerEndedError:
-        raise
-    except DynaPipeError:  # not a reason to begin where this run ended
+        write_meta(fresh, meta)
+    except Exception:
         clear(folder)
         raise
-    return meta, (*notes, *_notes(mixture, meta))
+    return meta, tuple(_notes(mixture, meta))
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    part = folder.with_suffix(".part")
     try:
-        tokenizer.save_pretrained(part)
+        tokenizer.save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:  # the tokenizer library's own
-        raise DataError(f"cannot write the tokenizer {part}: {error}") from error
-    part.rename(folder)
+        raise DataError(f"cannot write the tokenizer {folder}: {error}") from error
 
 
 def _encode_all(
     encoder: tuple[Any, ...], sources: Sequence[Source], staging: Staging, workers: int, show_progress: bool
 ) -> None:
-    """Stage the samples of every block that is not staged yet."""
+    """Stage the samples of every block."""
     total = sum(part.size for source in sources for part in source)
     done: deque[tuple[int, int]] = deque()
 
     def jobs() -> Iterator[tuple[Block, int]]:
-        before = number = 0
+        before = 0
         for task, source in enumerate(sources):
             for part in source:
                 for block in part.blocks():
-                    number += 1
-                    if number > staging.continued:
-                        done.append((task, before + block.done))
-                        yield block, task
+                    done.append((task, before + block.done))
+                    yield block, task
                 before += part.size
 
     on_terminal = sys.stderr.isatty()
@@ -254,7 +235,6 @@ def _encode_all(
             staging.add(task, encoded)
             bar.set_postfix_str(f"{staging.samples} samples", refresh=False)
             bar.update((read if total else staging.samples) - bar.n)
-    staging.save()
 
 
 def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], workers: int) -> Iterator[EncodedBlock]:
@@ -274,9 +254,9 @@ def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], worker
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise WorkerEndedError(
+        raise DataError(
             "a process that tokenises has ended before its work was done",
-            hint="its output is above; memory may have run out: try --workers 1. What is done is kept",
+            hint="its output is above; memory may have run out: try --workers 1",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

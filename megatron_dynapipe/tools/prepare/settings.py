@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe.data.meta import DatasetMeta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling.long_samples import LongSamples, TruncationSide
 
@@ -84,21 +83,6 @@ class PrepareSettings:
     def limits(self) -> tuple[int | None, int | None]:
         """Maximum lengths of inputs and of targets."""
         return self.max_input_length, self.max_target_length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What was written.
-
-    Attributes:
-        meta: the dataset's description.
-        is_new: False if the dataset was there already, made of the same.
-        notes: what else the user should know, a line each.
-    """
-
-    meta: DatasetMeta
-    is_new: bool = True
-    notes: tuple[str, ...] = ()
 
 
 def empty(place: str, is_input: bool, reason: Skipped) -> DataError:

@@ -23,8 +23,6 @@ ITERATION = "iteration"
 """Title of the axes on which starts are marked."""
 MOST_LINES = 8
 """Of tasks, in one chart."""
-MOST_ROWS = 10
-"""Of a table of tasks, from either end."""
 MOST_POINTS = 1_000
 """Of a line."""
 MOST_BOXES = 120_000
@@ -58,7 +56,7 @@ def run_charts(run: Run) -> list[Chart]:
     """The charts that the run's records have something for."""
     drawn = [
         _loss(run),
-        *(_evaluation(split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
+        *(_evaluation(run, split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
         _efficiency(run),
         _prediction(run),
         _stages(run),
@@ -116,23 +114,24 @@ def _loss(run: Run) -> Chart:
     return Chart(name="loss", title="Loss", note="Mean over tokens.", traces=traces, layout=_by_iteration("loss"))
 
 
-def _evaluation(split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
-    """Of a split that was evaluated: few tasks as lines, all tasks or the extreme ones as a table."""
+def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
+    """Of a split that was evaluated: few tasks as lines, all tasks as a table."""
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
     tasks = {name.removeprefix(f"{whole} "): line for name, line in losses.items() if name != whole and line}
     shown = {"all tasks": losses[whole], **(tasks if len(tasks) <= MOST_LINES else {})}
     lines = [_line(name, list(values), list(values.values())) for name, values in shown.items() if len(times) > 1]
     ranked = sorted(tasks.items(), key=lambda task: -task[1][max(task[1])])
-    note = "Mean over tokens; tasks by their loss, the highest first."
-    if len(ranked) > 2 * MOST_ROWS:
-        note = f"Mean over tokens; of {len(ranked)} tasks the {MOST_ROWS} of the highest and of the lowest loss."
-        others: tuple[str, Mapping[int, float]] = (f"… {len(ranked) - 2 * MOST_ROWS} others", {})
-        ranked = [*ranked[:MOST_ROWS], others, *ranked[-MOST_ROWS:]]
+    note = "Mean over tokens. Samples are the split's, tokens those that count; a click on a column's head sorts by it."
     columns = sorted({times[0], times[-1]})
-    rows = [("all tasks", losses[whole]), *ranked]
-    table = [["task", *(f"after iteration {at}" for at in columns)]]
-    table += [[name, *(f"{values[at]:.4f}" if at in values else "" for at in columns)] for name, values in rows]
+    samples = {} if run.run is None else run.run.samples.get(split, {})
+    samples = samples | {"all tasks": sum(samples.values())} if samples else {}
+    counted = {name.removeprefix(f"{whole} "): count for name, count in run.tokens.get(split, {}).items()}
+    counted["all tasks"] = counted.pop(whole, 0)
+    table = [["task", "samples", "tokens", *(f"after iteration {at}" for at in columns)]]
+    for name, values in [("all tasks", losses[whole]), *ranked]:
+        sizes = [f"{of[name]:,}" if of.get(name) else "" for of in (samples, counted)]
+        table.append([name, *sizes, *(f"{values[at]:.4f}" if at in values else "" for at in columns)])
     title, layout = f"Evaluation: {split}", _by_iteration("loss")
     return Chart(name=f"loss-{split}", title=title, note=note, traces=lines, table=table, layout=layout)
 

@@ -40,7 +40,7 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
     template = resources.files("megatron_dynapipe.tools.report").joinpath("page.html").read_text("utf-8")
     head, _, rest = template.partition("/*PLOTLY*/")
     between, _, tail = rest.partition("/*DATA*/")
-    write_file(path, "".join((head, _plotly(), between, text, tail)), mine=is_page)
+    write_file(path, "".join((head, _plotly(), between, text, tail)), is_ours=is_page)
     return path
 
 
@@ -71,10 +71,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("iterations", f"{summary.iterations:,}"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
         ("padding efficiency", f"{summary.padding_efficiency:.1%}"),
-        ("… padded to the maximum", f"{summary.maximum_padding_efficiency:.1%}"),
+        ("if all were padded to the longest", f"{summary.maximum_padding_efficiency:.1%}"),
         ("time per iteration", f"{summary.measured_ms:,.1f} ms"),
         ("error of predictions", _share(summary.prediction_error)),
-        ("… in the last half", _share(summary.late_prediction_error)),
+        ("of the last half of iterations", _share(summary.late_prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
     ]

@@ -45,6 +45,7 @@ class Run:
         iterations: one record each, in order, of all starts.
         losses: sum over tokens ÷ tokens, by the loss's name and iteration.
         evaluations: the same of evaluations, by split; iterations are those trained before them.
+        tokens: that counted in the last evaluation, by split and the loss's name.
         stages: records of every stage of the last start, all its replicas and iterations.
         timelines: in the order of iterations and replicas; those of which every stage has handed one in.
     """
@@ -55,6 +56,7 @@ class Run:
     stages: Mapping[int, Sequence[StageRecord]]
     timelines: tuple[RecordedTimeline, ...]
     evaluations: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+    tokens: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def run(self) -> RunRecord | None:
@@ -124,6 +126,7 @@ def read_run(folder: Path) -> Run:
         stages=dict(sorted(stages.items())),
         timelines=tuple(timelines),
         evaluations=_evaluations(evaluated),
+        tokens={split: _tokens([r for r in evaluated if r.split == split]) for split in {r.split for r in evaluated}},
     )
 
 
@@ -214,6 +217,17 @@ def _bubble_share(stage: int, events: Sequence[Event], sent: dict[tuple[int, int
 def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dict[int, float]]]:
     splits = dict.fromkeys(record.split for record in records)
     return {split: _losses([record for record in records if record.split == split]) for split in splits}
+
+
+def _tokens(records: Sequence[EvaluationRecord]) -> dict[str, int]:
+    """Of one of the last evaluations, all of which are of the same samples."""
+    last = max(record.iteration for record in records)
+    counts: dict[str, float] = defaultdict(float)
+    for record in records:
+        if record.iteration == last:
+            for name, (_, tokens) in record.losses.items():
+                counts[name] += tokens
+    return {name: round(count) for name, count in counts.items()}
 
 
 def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict[int, float]]:

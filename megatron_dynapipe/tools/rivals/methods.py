@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.plan.timeline import idle_share
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -66,6 +67,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         padding_efficiency: real tokens over positions, from 0 to 1.
         micro_batches: of all replicas.
         shapes: different shapes of micro-batches.
+        idle: share of all stages' time in which no pass runs.
     """
 
     ms: float
@@ -74,6 +76,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     padding_efficiency: float
     micro_batches: int
     shapes: int
+    idle: float
 
 
 def predict(
@@ -116,6 +119,7 @@ def _predict_dynamic_cp(
         padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
         micro_batches=len(run.shapes),
         shapes=len(set(run.shapes)),
+        idle=idle_share(tuple(events for schedule in run.schedules for events in schedule.timeline), run.makespan_ns),
     )
 
 
@@ -131,6 +135,7 @@ def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
         padding_efficiency=min(tokens / totals.padded_positions, 1.0),
         micro_batches=len(micro_batches),
         shapes=len({micro_batch.shape for micro_batch in micro_batches}),
+        idle=idle_share(tuple(s.predicted for replica in plan.replicas for s in replica.stages), totals.predicted_ns),
     )
 
 

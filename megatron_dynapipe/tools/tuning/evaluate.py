@@ -27,9 +27,11 @@ import msgspec
 from megatron_dynapipe.cost import CostModel, ModelState
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.plan.timeline import idle_share
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import Recompute
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""
@@ -41,11 +43,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         predicted_ns: forward, backward and transfers; 0 with an error.
         peak_bytes: on every pipeline rank, of the replica that needs most.
+        idle: share of all stages' time in which no pass runs.
+        micro_batches: of the replica that has most.
+        recompute: modes of micro-batches, as `none+full`.
         error: why there is no plan.
     """
 
     predicted_ns: int = 0
     peak_bytes: tuple[int, ...] = ()
+    idle: float = 0.0
+    micro_batches: int = 0
+    recompute: str = ""
     error: str | None = None
 
 
@@ -68,7 +76,15 @@ class Evaluator:
             max(peak_bytes(plan, replica, stage, settings.element_bytes) for replica in plan.replicas)
             for stage in range(plan.pipeline_stages)
         ]
-        return Outcome(predicted_ns=plan.totals.predicted_ns, peak_bytes=tuple(peaks))
+        modes = {mb.recompute for replica in plan.replicas for mb in replica.micro_batches}
+        timeline = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
+        return Outcome(
+            predicted_ns=plan.totals.predicted_ns,
+            peak_bytes=tuple(peaks),
+            idle=idle_share(timeline, plan.totals.predicted_ns),
+            micro_batches=max(plan.totals.micro_batches),
+            recompute="+".join(mode for mode in Recompute if mode in modes),
+        )
 
 
 _evaluator: Evaluator | None = None
@@ -153,10 +169,12 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gradient_bytes: of a parameter's gradient in the reduction.
         memory_bytes_per_second: memory traffic that a device sustains.
+        peak_flops: of its data sheet; None where the device is not known.
     """
 
     gradient_bytes: int = 4
     memory_bytes_per_second: float = 8e11
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         if self.gradient_bytes < 1 or not self.memory_bytes_per_second > 0:
@@ -185,6 +203,11 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
             stepped += parameters
         reduction += _ring_ns(settings, size, replicas, apart) if parameters else 0
     return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
+
+
+def token_flops(settings: PlannerSettings, state: ModelState) -> float:
+    """Of the model's weights, forward and backward: six a weight and token; attention's own products are left out."""
+    return 6.0 * settings.tensor_parallel * int(settings.layout.parameter_bytes(state).sum()) / _STORED_BYTES
 
 
 def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:

@@ -8,9 +8,11 @@ are planned on every batch and no other bound is below theirs: no candidate that
 """
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -24,7 +26,7 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
-from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns
+from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns, token_flops
 from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
@@ -40,6 +42,8 @@ class _Evaluation:
         self.outcomes: list[Outcome] = []
         self.bounds = bounds
         self.reduction_ns = self.optimizer_ns = 0
+        self.full_use: float | None = None
+        """Tokens per second at the peak of all devices."""
         self.unsplit = candidate.split is Split.AUTO
 
     @property
@@ -263,6 +267,9 @@ def _evaluations(
         one = _Evaluation(candidate, bounds)
         state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
         one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
+        if rates.peak_flops is not None and not candidate.settings.expert_layers:
+            devices = math.prod((candidate.data_parallel, candidate.tensor_parallel, candidate.pipeline_parallel))
+            one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state)
         if not one.unsplit:
             try:
                 Planner(candidate.settings, cost_model)
@@ -309,6 +316,11 @@ def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
         known["predicted_ms"] = total_ns / planned / NS_PER_MS
         known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9
         known["peak_memory_mb"] = tuple(max(stage) / BYTES_PER_MB for stage in peaks)
+        known["idle"] = fmean(outcome.idle for outcome in one.outcomes)
+        known["micro_batches"] = fmean(outcome.micro_batches for outcome in one.outcomes)
+        modes = {mode for outcome in one.outcomes for mode in outcome.recompute.split("+")}
+        known["recompute"] = "+".join(mode for mode in Recompute if mode in modes)
+        known["mfu"] = None if one.full_use is None else known["tokens_per_second"] / one.full_use
     return TunedLayout(
         **one.candidate.sizes,
         layers_per_stage=None if one.unsplit or one.candidate.error else settings.layout.layers_per_stage,

@@ -112,6 +112,10 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
         bound_ms: an iteration takes at least this.
         tokens_per_second: real tokens over predicted time.
         peak_memory_mb: of every pipeline rank.
+        idle: share of the pipelines' time in which a stage runs no pass.
+        micro_batches: of the replica that has most.
+        recompute: modes of micro-batches, as `none+full`.
+        mfu: model FLOPs utilization, of the device's peak; None where that is not known, and for experts.
         error: why it cannot be built, or a batch has no plan.
         measured_ms: of an iteration, where it was trained.
         measurement_error: why it was trained without a measurement.
@@ -128,6 +132,10 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
     bound_ms: float | None = None
     tokens_per_second: float | None = None
     peak_memory_mb: tuple[float, ...] = ()
+    idle: float | None = None
+    micro_batches: float | None = None
+    recompute: str = ""
+    mfu: float | None = None
     error: str | None = None
     measured_ms: float | None = None
     measurement_error: str | None = None

@@ -24,7 +24,7 @@ import msgspec
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning.space import TunedLayout, Tuning
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.units import BYTES_PER_MB, amount
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _TAIL = 12
@@ -131,8 +131,8 @@ def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: P
         flags["dynapipe-cost-model"] = str(cost_model)
     shared = f", experts over {layout.expert_parallel} replicas" if layout.expert_parallel > 1 else ""
     comment = (
-        f"{LAYOUT_FILE_MARK}: {layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel ×"
-        f" {layout.pipeline_parallel} stages{shared}, predicted to take {layout.predicted_ms:.1f} ms an"
+        f"{LAYOUT_FILE_MARK}: {amount(layout.data_parallel, 'replica')} × {layout.tensor_parallel} tensor-parallel ×"
+        f" {amount(layout.pipeline_parallel, 'stage')}{shared}, predicted to take {layout.predicted_ms:.1f} ms an"
         " iteration."
     )
     return f"# {comment}\n{msgspec.yaml.encode(flags).decode()}"

@@ -20,7 +20,7 @@ def script_step(batches, model):
 def train(layout: Layout) -> dict[str, object]:
     """Loss and gradients of an iteration."""
     trainer = Trainer(layout)
-    trainer.pipeline._make_batch = partial(gpt_batch, explicit_mask=True)
+    trainer.pipeline._runner.make_batch = partial(gpt_batch, explicit_mask=True)
     trainer.pipeline._step_function = RowInjection().wrap(script_step)
     trainer.gradients()
     loss, gradients = trainer.gradients()

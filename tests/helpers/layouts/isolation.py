@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens, _Reader
+from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens, reader_of
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.plan.iteration import MicroBatch
@@ -36,11 +36,7 @@ def change(layout: Layout) -> list[dict[str, float]]:
         moved = [(b - a).abs().max().item() for b, a in zip(before, after, strict=True)]
         alone = logits(model, layout.kind, [parts])[0]
         found.append(
-            {
-                "own": moved.pop(index),
-                "others": max(moved),
-                "alone": (before[index] - alone).abs().max().item(),
-            }
+            {"own": moved.pop(index), "others": max(moved), "alone": (before[index] - alone).abs().max().item()}
         )
     return found
 
@@ -62,7 +58,7 @@ def logits(model: torch.nn.Module, family: ModelFamily, batch: list[Sample]) -> 
         peak_bytes=(0,),
     )
     required = RequiredFields(tokens=True, decoder_tokens=not gpt)
-    host = Collator(required=required, reader=_Reader(batch), special=Tokens())(0, plan, family)
+    host = Collator(required=required, reader=reader_of(batch), special=Tokens())(0, plan, family)
     device = torch.device("cpu")
     made = gpt_batch(host, device, explicit_mask=False) if gpt else t5_batch(host, device)
     model.set_input_tensor([None])

@@ -35,6 +35,7 @@ class Layout:
     positions: str = "learned_absolute"
     tied: bool = True  # embeddings and head
     attention: str = "sdpa"
+    hidden: int = HIDDEN  # channels of all heads
     depth: int = 4  # layers in all; half of a T5's are the encoder's
     split: tuple[float, ...] | None = None  # layers per virtual stage
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
@@ -55,7 +56,7 @@ class Layout:
     slices: int | None = None  # most positions of a piece; None leaves samples whole
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
-    engine: bool = False  # linears of Transformer Engine's kind
+    engine: bool = False  # layers of Transformer Engine
     targets: bool = False  # losses of targets alone, of which some samples have none
 
     @property
@@ -74,7 +75,7 @@ class Layout:
     @property
     def model(self) -> "Layout":
         """The same model and samples on one rank: what the layout's reference trains."""
-        kept = ("family", "positions", "tied", "depth", "samples", "targets")
+        kept = ("family", "positions", "tied", "hidden", "depth", "samples", "targets")
         return Layout(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in kept})
 
 
@@ -133,7 +134,7 @@ PHRASES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16", "loss_scale": 64.0},
     "dropout": {"dropout": 0.1},
     "fused": {"fused": True},
-    "Transformer Engine's linears": {"fused": True, "engine": True},
+    "Transformer Engine's layers": {"fused": True, "engine": True},
     "gathered in passes": {"gather": True},
     "samples reversed": {"samples": ALL[::-1]},
     "losses of targets": {"targets": True},
@@ -152,8 +153,8 @@ def named(row: str) -> Layout:
             case "layers":
                 split = tuple(float(each) if "." in each else int(each) for each in number.split("+"))
                 given |= {"split": split, "depth": int(sum(split))}
-            case "depth":
-                given["depth"] = int(number)
+            case "depth" | "hidden":
+                given[what] = int(number)
             case "overhead":
                 given["layer_overhead_us"] = float(number)
             case "slices of":

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,14 +21,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.integration.flags.layer_split import megatron_layout
 from megatron_dynapipe.integration.hooks import fused_kernels
-from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer, with_halves
-from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage, share_weights
+from megatron_dynapipe.integration.models.specs import CoreAttention, TENorm, engine_layer, local_layer, with_halves
+from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.layouts.engine_linears import as_engine_has_them
-from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.t5_models import t5_layout, t5_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +39,7 @@ def config(layout: Layout) -> TransformerConfig:
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
-        hidden_size=HIDDEN,
+        hidden_size=layout.hidden,
         num_attention_heads=HEADS,
         attention_dropout=layout.dropout,
         hidden_dropout=layout.dropout,
@@ -53,35 +56,32 @@ def config(layout: Layout) -> TransformerConfig:
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=layout.fused,
         deallocate_pipeline_outputs=True,  # Megatron's default in training
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if layout.engine else "local",
         recompute_modules=list(layout.modules),
     )
 
 
-def start(layout: Layout, split: T5Split | None, backend: str = "gloo") -> None:
+def start(layout: Layout, split: PipelineLayout | None, backend: str = "gloo") -> None:
     """Process groups and seeds, as Megatron sets them up."""
     dist.init_process_group(backend, init_method="env://")
     if layout.fused:
-        fused_kernels.apply()
+        fused_kernels.install(Originals())
     ranks = {}
     if split is not None:
-        ranks = {
-            "get_embedding_ranks": split.embedding_ranks,
-            "get_position_embedding_ranks": split.embedding_ranks,
-        }
+        ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.stages, layout.chunks if layout.chunks > 1 else None, **ranks
     )
     model_parallel_cuda_manual_seed(1)
 
 
-def t5_split(layout: Layout) -> T5Split | None:
+def t5_split(layout: Layout) -> PipelineLayout | None:
     if layout.kind is not ModelFamily.T5:
         return None
-    return T5Split.of(*layout.layers, layout.stages, layout.split, chunks=layout.chunks)
+    return t5_layout(*layout.layers, layout.stages, layout.split, chunks=layout.chunks)
 
 
-def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
+def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]:
     """This rank's chunks, with weights drawn from their names."""
     stage, model_config = parallel_state.get_pipeline_model_parallel_rank(), config(layout)
     chunks: list[torch.nn.Module] = []
@@ -89,14 +89,15 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
         if split is not None:
             model = T5Stage(
                 model_config,
-                split=split,
+                layout=split,
                 stage=chunk * layout.stages + stage,
-                vocab_size=VOCABULARY,
-                max_sequence_length=MAX_LENGTH,
-                options=T5Options(
+                model=t5_model(
+                    vocabulary=VOCABULARY,
+                    max_positions=MAX_LENGTH,
                     positions=Positions(kind=layout.positions, relative_buckets=8),
                     attention=CoreAttention(layout.attention),
                     tied=layout.tied,
+                    transformer_impl=model_config.transformer_impl,
                 ),
             )
         else:
@@ -112,8 +113,6 @@ def build(layout: Layout, split: T5Split | None) -> list[torch.nn.Module]:
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
         draw_weights(model)
-        if layout.engine:
-            as_engine_has_them(model)
         chunks.append(model)
     if split is not None and layout.chunks > 1:
         share_weights(chunks)
@@ -124,6 +123,9 @@ def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> T
     """Those of a chunk of this rank, as the entry script's provider makes them."""
     norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
     layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
+    if layout.engine:
+        norm = TENorm
+        layer = engine_layer(get_gpt_layer_with_transformer_engine_spec(), CoreAttention(layout.attention))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if layout.split is not None:
         pipeline = PipelineLayout(

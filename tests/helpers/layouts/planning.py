@@ -9,7 +9,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
-from tests.helpers.layouts.layout import HEADS, HIDDEN, MAX_LENGTH, VOCABULARY, Layout
+from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.packed_plans import halved, relaid
 
 
@@ -47,7 +47,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         family=layout.kind,
         encoder_layers=encoder,
         decoder_layers=decoder,
-        hidden_size=HIDDEN,
+        hidden_size=layout.hidden,
         data_parallel=layout.replicas,
         tensor_parallel=layout.tensor,
         sequence_parallel=layout.sequence,
@@ -63,7 +63,8 @@ def planner(layout: Layout) -> LayoutPlanner:
         micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" else (BatchLayout.PADDED,),
         slices=layout.slices or "off",
     )
-    shape = ModelShape(family=layout.kind, hidden=HIDDEN, heads=HEADS, kv_channels=8, ffn=128, vocabulary=VOCABULARY)
+    sizes = {"hidden": layout.hidden, "kv_channels": layout.hidden // HEADS, "ffn": 4 * layout.hidden}
+    shape = ModelShape(family=layout.kind, heads=HEADS, vocabulary=VOCABULARY, **sizes)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)
     costs = AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH)
     made = LayoutPlanner(settings, costs)

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from megatron.core.transformer.mlp import MLP
 
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, global_batch
+from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, _longest, global_batch
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.runtime import StepRunner
 from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
@@ -109,18 +108,25 @@ def warmed(layout: Layout, *, warm: bool) -> dict[str, object]:
     pipeline = trainer.pipeline
     modes: list[str] = []
     if warm:
-        begin = pipeline._state.begin
-        pipeline._state.begin = lambda iteration, index, mode: (modes.append(mode.value), begin(iteration, index, mode))
-        pipeline.planner.settings = msgspec.structs.replace(pipeline.planner.settings, recompute=tuple(Recompute))
-        pipeline.warm_up(pipeline.plan(trainer.batch))
-        pipeline.planner = planner(layout)
-        pipeline._state.begin = begin
-        pipeline._runner.warm_up = run_once(pipeline._runner)  # as on a GPU: the list alone, too
+        context = pipeline._runner.context(trainer.models)
+        begin = context.begin
+        context.begin = lambda iteration, index, mode: (modes.append(mode.value), begin(iteration, index, mode))
+        warm_up(trainer, recompute=tuple(Recompute))
+        context.begin = begin
+        pipeline._runner.steps.warm_up = run_once()  # as on a GPU: the list alone, too
     losses = [pipeline.step(trainer.batch).loss for _ in range(3)]
     return {"losses": losses, "modes": modes, "weights": trainer.weights()}
 
 
-def run_once(runner: StepRunner) -> Callable[[Callable[[], None]], None]:
+def warm_up(trainer: Trainer, **settings: object) -> None:
+    """What the first training step on a GPU does, under the planner's settings with some changed."""
+    pipeline = trainer.pipeline
+    pipeline._runner.settings = msgspec.structs.replace(pipeline.planner.settings, **settings)
+    longest = _longest(pipeline.plan(trainer.batch))
+    pipeline._runner.warm_up(trainer.models, pipeline._step_function, iteration=0, longest=longest)
+
+
+def run_once() -> Callable[[Callable[[], None]], None]:
     """What warms a runner up, on any device."""
     left = [None]
 
@@ -150,8 +156,8 @@ def groups_in_first_list(layout: Layout) -> tuple[int, list[str]]:
     for name in uses:
         setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name)))
     trainer = Trainer(layout)
-    runner = trainer.pipeline._runner
-    runner.warm_up = run_once(runner)
+    runner = trainer.pipeline._runner.steps
+    runner.warm_up = run_once()
     execute = runner._executor.execute
 
     def first_list(*arguments: object, **named: object) -> object:
@@ -178,10 +184,7 @@ def activations(layout: Layout) -> list[list[tuple[bool, list[int]]]]:
 
     for module in (module for chunk in trainer.chunks for module in chunk.modules() if isinstance(module, MLP)):
         module.activation_func = activation
-    settings = trainer.pipeline.planner.settings
-    trainer.pipeline.planner.settings = msgspec.structs.replace(settings, micro_batch_layouts=tuple(BatchLayout))
-    trainer.pipeline.warm_up(trainer.pipeline.plan(trainer.batch))
-    trainer.pipeline.planner.settings = settings
+    warm_up(trainer, micro_batch_layouts=tuple(BatchLayout))
     warm = calls.copy()
     trainer.pipeline.step(trainer.batch)
     trainer.pipeline.evaluate(trainer.batch)

@@ -1,5 +1,6 @@
 """The functions of Python's `torch` that reach the driver, for rehearsed H100s."""
 
+import functools
 import importlib.util
 import os
 import time
@@ -51,7 +52,8 @@ def install(count: int) -> None:
     cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     for module in (cuda, cuda.streams):
         module.Stream, module.ExternalStream, module.Event = Stream, Stream, Event
-    torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    for name, function in (("resize_", _resize), ("to", _move), ("clone", _clone)):
+        setattr(torch.UntypedStorage, name, _of_devices(function, getattr(torch.UntypedStorage, name)))
     from tests.helpers.rehearsal import groups, kernels
 
     groups.install(_native)
@@ -221,12 +223,31 @@ class Event(torch.Event):
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
 
-def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        if self.device.type != "cuda":
-            return original(self, size)
-        with torch.no_grad():
-            _native.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), size)  # type: ignore[call-overload]
-        return self
+def _of_devices(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function where a storage of a device is concerned, else PyTorch's own."""
 
-    return resize_
+    @functools.wraps(original)
+    def call(self: torch.UntypedStorage, *args: Any, **named: Any) -> Any:
+        devices = {self.device.type, torch.device(named.get("device", "cpu")).type}
+        return (function if "cuda" in devices else original)(self, *args, **named)
+
+    return call
+
+
+def _over(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    with torch.no_grad():
+        _native.resize_storage(_over(self), size)
+    return self
+
+
+def _move(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+    return _over(self).to(device).untyped_storage()
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    return _over(self).clone().untyped_storage()

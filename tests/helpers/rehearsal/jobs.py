@@ -1,4 +1,4 @@
-"""Runs entry scripts on rehearsed devices, one run after another, from one process that imports Megatron once.
+"""Runs jobs on rehearsed devices, one after another, from one process that imports Megatron once.
 
     python -m tests.helpers.rehearsal.jobs RESULTS < JOBS        # in `launch.environment`, which `run_all` sees to
 
@@ -13,42 +13,70 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.entry_scripts import ROOT, run_entry
+import torch
+
+from tests.helpers.entry_scripts import ROOT
 from tests.helpers.processes import RanksFailedError, run_ranks
 from tests.helpers.rehearsal import launch
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of an entry script: how many ranks, and its command line."""
+    """A function, "module:function", that ranks call with their rank, their number and these arguments."""
 
-    script: str
-    argv: Sequence[str]
+    function: str
+    arguments: dict[str, Any]
     ranks: int
 
 
+def entry(script: str, argv: Sequence[str], ranks: int) -> Job:
+    """A run of an entry script."""
+    arguments = {"script": script, "argv": list(argv), "kill": None, "pictures": False}
+    return Job("tests.helpers.entry_scripts:run_entry", arguments, ranks)
+
+
+def layout(row: str, ranks: int) -> Job:
+    """Five iterations of a layout of `tests.helpers.layouts`, over NCCL."""
+    return Job("tests.helpers.rehearsal.jobs:train_layout", {"row": row}, ranks)
+
+
 def run_all(jobs: Sequence[Job], folder: Path, *, engine: bool = False, deadline_s: float = 600) -> list[Any]:
-    """Each job's ranks, as `run_entry` returns them; the error's text for a job whose ranks did not end."""
-    results = folder / "results.json"
+    """What each job's ranks returned; the error's text for a job whose ranks did not end."""
+    results = folder / "results.pt"
     subprocess.run(
         [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
         input=json.dumps([asdict(job) for job in jobs]).encode(),
-        env=launch.environment(8, engine=engine),
+        env=launch.environment(8, engine=engine) | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
         cwd=ROOT,
         timeout=deadline_s,
         check=True,
     )
-    made: list[Any] = json.loads(results.read_text())
-    return made
+    returned: list[Any] = torch.load(results, weights_only=True)
+    return returned
+
+
+def train_layout(*, rank: int, world_size: int, row: str) -> dict[str, object]:
+    """On one rank."""
+    from tests.helpers.layouts.layout import named
+    from tests.helpers.layouts.trainer import train
+
+    torch.cuda.set_device(rank)
+    return train(named(row), device="cuda", backend="nccl")
+
+
+def command(*, rank: int, world_size: int, argv: list[str]) -> int:
+    """On one rank: a command of `megatron-dynapipe`; its exit status."""
+    from megatron_dynapipe.cli.main import main
+
+    return main(argv)
 
 
 def _run(job: Job) -> Any:
-    arguments = {"script": job.script, "argv": list(job.argv), "kill": None, "pictures": False}
     try:
-        return run_ranks(run_entry, job.ranks, arguments, deadline_s=240)
+        return run_ranks(job.function, job.ranks, job.arguments, deadline_s=240)
     except RanksFailedError as error:
         return str(error)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps([_run(Job(**job)) for job in json.load(sys.stdin)]))
+    torch.save([_run(Job(**job)) for job in json.load(sys.stdin)], sys.argv[1])

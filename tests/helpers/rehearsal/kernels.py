@@ -72,17 +72,17 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal = is_causal or window_size_right == 0
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    grads = tuple(torch.zeros_like(each) for each in (query, key, value))
+    grads = tuple(torch.zeros_like(row) for row in (query, key, value))
     for (q0, q1), (k0, k1) in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
         groups = (key.size(1), query.size(1) // key.size(1))
         weights = (_scores(query[q0:q1], key[k0:k1], scale, causal) - logsumexp[:, q0:q1, None]).exp().nan_to_num(0.0)
-        given = grad_out[q0:q1].float()
-        of_weights = torch.einsum("qhd,khd->hqk", given, _heads(value[k0:k1], query))
-        of_scores = weights * (of_weights - (given * out[q0:q1].float()).sum(-1).t()[:, :, None]) * scale
+        of_output = grad_out[q0:q1].float()
+        of_weights = torch.einsum("qhd,khd->hqk", of_output, _heads(value[k0:k1], query))
+        of_scores = weights * (of_weights - (of_output * out[q0:q1].float()).sum(-1).t()[:, :, None]) * scale
         grads[0][q0:q1] = torch.einsum("hqk,khd->qhd", of_scores, _heads(key[k0:k1], query)).to(query.dtype)
         for grad, of_heads in (
             (grads[1], torch.einsum("hqk,qhd->khd", of_scores, query[q0:q1].float())),
-            (grads[2], torch.einsum("hqk,qhd->khd", weights, given)),
+            (grads[2], torch.einsum("hqk,qhd->khd", weights, of_output)),
         ):
             grad[k0:k1] = of_heads.unflatten(1, groups).sum(2).to(grad.dtype)
     return grads[0], grads[1], grads[2]
@@ -131,11 +131,24 @@ def _mm_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
+def _rms_norm_backward(
+    grad_out: Tensor, inputs: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, output_mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the norm of the last dimension."""
+    normalized, gradient = inputs.float() * rstd, grad_out.float()
+    of_weight = (gradient * normalized).flatten(0, -2).sum(0)
+    gradient = gradient if weight is None else gradient * weight.float()
+    of_inputs = (gradient - normalized * (gradient * normalized).mean(-1, keepdim=True)) * rstd
+    of_weight = None if weight is None or not output_mask[1] else of_weight.to(weight.dtype)
+    return of_inputs.to(inputs.dtype) if output_mask[0] else None, of_weight
+
+
 KERNELS = {
     "_flash_attention_forward": _attention,
     "_flash_attention_backward": _attention_backward,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "addmm.dtype": _addmm_as,
     "addmm.dtype_out": _addmm_to,
     "mm.dtype": _mm_as,
 }
-"""Kernels of CUDA alone: varlen attention, and products whose result is wider than what they multiply."""
+"""Kernels of CUDA alone: varlen attention, a norm, and products whose result is wider than what they multiply."""

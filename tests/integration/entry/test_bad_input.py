@@ -11,6 +11,7 @@ from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import reported, train
 
 TWO_STAGES = "--pipeline-model-parallel-size 2 --train-iters 8"
+DISTURBED = "--pipeline-model-parallel-size 2 --dynapipe-lookahead 2 --train-iters 12"
 
 
 def refused(flags: str, data: Path, tmp_path: Path, *, ranks: int = 1) -> str:
@@ -105,6 +106,11 @@ def test_a_store_that_cannot_be_reached(data, tmp_path):
         assert "redis://127.0.0.1:9/0" in run["stderr"]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    return train("t5", data, DISTURBED, ranks=2, report=tmp_path_factory.mktemp("undisturbed"))
+
+
 @pytest.mark.parametrize(
     ("killed", "said"),
     [
@@ -114,11 +120,9 @@ def test_a_store_that_cannot_be_reached(data, tmp_path):
     ],
     ids=["server killed", "planners killed", "planners stopped"],
 )
-def test_training_goes_on_as_if_nothing_had_happened(killed, said, data, tmp_path, monkeypatch):
+def test_training_goes_on_as_if_nothing_had_happened(killed, said, undisturbed, data, tmp_path, monkeypatch):
     monkeypatch.setattr(source, "LATE_S", 1.0)
-    flags = "--pipeline-model-parallel-size 2 --dynapipe-lookahead 2 --train-iters 12"
-    undisturbed = train("t5", data, flags, ranks=2, report=tmp_path / "undisturbed")
-    runs = train("t5", data, flags, ranks=2, report=tmp_path / "report", kill=killed)
+    runs = train("t5", data, DISTURBED, ranks=2, report=tmp_path / "report", kill=killed)
     assert said in runs[0]["stderr"] and said not in undisturbed[0]["stderr"]
     assert len(runs[-1]["losses"]) == 12
     assert runs[-1]["losses"] == pytest.approx(undisturbed[-1]["losses"], rel=1e-5)

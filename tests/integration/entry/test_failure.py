@@ -6,16 +6,21 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, start
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 
@@ -50,26 +55,38 @@ def test_the_error_is_printed_and_the_peers_name_the_rank():
     assert not first["groups"] and not failed["groups"]
 
 
-def test_another_schedule_than_the_checkpoints_is_said_in_our_words():
-    """Megatron's own message, as 0.18 and 0.19 have it (its words run together)."""
-    error = AssertionError(
-        "OptimizerParamScheduler: class input value 160 and checkpointvalue 80 for total number of iterations do"
-        " not match"
-    )
-    told = failure._explained(error)
-    assert isinstance(told, ConfigError) and told.__cause__ is error
-    assert told.message == "expected the checkpoint's total number of samples, 80, got 160"
-    assert told.hint is not None and told.hint.startswith("--override-opt-param-scheduler trains on with the values")
-    other = AssertionError("something else")
-    assert failure._explained(other) is other
+IN_OUR_WORDS = [
+    # an error of Megatron's or gloo's, ours for it, its message, how its hint begins
+    (
+        AssertionError(  # as 0.18 and 0.19 have it: its words run together
+            "OptimizerParamScheduler: class input value 160 and checkpointvalue 80 for total number of iterations do"
+            " not match"
+        ),
+        *(ConfigError, "expected the checkpoint's total number of samples, 80, got 160"),
+        "--override-opt-param-scheduler trains on with the values",
+    ),
+    (
+        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation"),
+        *(ExecutionError, "waited 15 s for another rank, which still runs but does not answer"),
+        "look for a process that is stopped",
+    ),
+    (
+        RuntimeError("Missing keys: {'decoder.layers.mlp.router.expert_shares'}"),
+        *(ConfigError, "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"),
+        "--dist-ckpt-strictness log_unexpected",
+    ),
+]
 
 
-def test_a_wait_for_a_rank_that_is_stopped_is_said_in_our_words():
-    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation")
+@pytest.mark.parametrize(("error", "ours", "message", "hint"), IN_OUR_WORDS, ids=range(3))
+def test_an_error_that_has_a_way_out_is_said_in_our_words(error, ours, message, hint):
     error.add_note("at stage 0, step 15: --> WAIT_RECV_B1<1 <--")
     told = failure._explained(error)
-    assert isinstance(told, ExecutionError) and told.__cause__ is error and told.__notes__ == error.__notes__
-    assert told.message == "waited 15 s for another rank, which still runs but does not answer"
+    assert isinstance(told, ours) and told.__cause__ is error
+    assert told.message.startswith(message) and told.hint.startswith(hint)
+    assert ours is ConfigError or told.__notes__ == error.__notes__
+    other = AssertionError("something else")
+    assert failure._explained(other) is other
 
 
 def run_with_a_stopped_rank(rank: int, world_size: int, argv: list[str], pid_file: str) -> dict[str, object]:
@@ -121,6 +138,10 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         (CheckpointException("write", {}), "another rank could not write its share"),
         (archive, archive.args[0]),
     ]
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    assert "No space left on device (" in save_checkpoint(archive).message
+    monkeypatch.undo()
+    monkeypatch.setattr(failure.sys, "argv", ["script", "--save", str(tmp_path / "saved")])
     for error, reason in rows:
         told = save_checkpoint(error)
         assert isinstance(told, CheckpointError) and told.__cause__ is error
@@ -188,12 +209,14 @@ ENDS = [
     (ConfigError("expected b, got a"), 2, "error: expected b, got a\n"),
     (ExecutionError("expected c"), 1, "[rank 0] error: expected c\n"),
     (SystemExit(7), 7, ""),
+    (KeyboardInterrupt(), 130, "interrupted; the last checkpoint is of iteration 40: --load {saved} goes on from it\n"),
 ]
 
 
-def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
+def end_each(rank: int, world_size: int, saved: str) -> list[tuple[object, str, bool]]:
     from megatron_dynapipe.integration.entry.failure import process_groups
 
+    sys.argv = ["script", "--save", saved]
     found = []
     for error, _, _ in ENDS:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -209,12 +232,7 @@ def end_each(rank: int, world_size: int) -> list[tuple[object, str, bool]]:
     return found
 
 
-def test_how_a_run_ends():
-    assert run_ranks(end_each, 1) == [[(status, said, False) for _, status, said in ENDS]]
-
-
-def test_a_checkpoint_without_the_shares_of_experts_is_said_in_our_words():
-    error = RuntimeError("Missing keys: {'decoder.layers.mlp.router.expert_shares'}")
-    told = failure._explained(error)
-    assert isinstance(told, ConfigError) and told.__cause__ is error
-    assert told.hint is not None and told.hint.startswith("--dist-ckpt-strictness log_unexpected")
+def test_how_a_run_ends(tmp_path):
+    (tmp_path / TRACKER).write_text("40")
+    expected = [(status, said.format(saved=tmp_path), False) for _, status, said in ENDS]
+    assert run_ranks(end_each, 1, {"saved": str(tmp_path)}) == [expected]

@@ -15,7 +15,7 @@ def run_example(rank: int, world_size: int) -> list[float]:
     return runpy.run_path(str(EXAMPLE))["main"]()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_learns(ranks):
     losses, *others = run_ranks(run_example, ranks)
     assert all(other == losses for other in others), "every rank is told the loss"
@@ -58,7 +58,7 @@ def take_masks(rank: int, world_size: int) -> list[bool]:
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_dynapipe.integration.entry.megatron_pipeline import takes_mask
+    from megatron_dynapipe.integration.execution.step_functions import takes_mask
     from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 
     answers = []

@@ -1,8 +1,5 @@
 """What is found before Megatron is initialised: on rank 0, in one message, with exit status 2."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +10,7 @@ from megatron_dynapipe.data.meta import read_meta, write_meta
 from megatron_dynapipe.errors import ConfigError
 from tests.cost.models import gpt_file
 from tests.helpers import entry_scripts
+from tests.helpers.commands import run_python
 from tests.helpers.entry_scripts import train
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -131,15 +129,12 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
         active_run.deactivate()
 
 
+@pytest.mark.slow
 def test_torchrun_prints_a_refusal_once(tmp_path):
     """The error and its hint, once; below its traceback, torchrun's summary has them as the root cause."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["pretrain_gpt_multitask.py", "--dynapipe-config", "configs/demo_gpt.yaml", "--dynapipe-datas", "x"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=entry_scripts.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode != 0
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt_multitask.py"]
+    words += ["--dynapipe-config", "configs/demo_gpt.yaml", "--dynapipe-datas", "x"]
+    done = run_python("-m", *words, status=1)
     lines = done.stderr.splitlines()
     assert lines[:2] == ["error: unrecognized arguments: --dynapipe-datas x", "hint: did you mean --dynapipe-data?"]
     cause = lines.index(f"  traceback : {lines[0].removeprefix('error: ')}")

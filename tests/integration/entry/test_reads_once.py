@@ -1,9 +1,11 @@
-"""Before its first iteration a rank opens its run file and its costs once, and builds Megatron's parser once."""
+"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser once."""
 
 import sys
 import traceback
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from megatron_dynapipe.cost.format import encode_file
 from tests.cost import models
@@ -34,14 +36,17 @@ def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]
     return run | {"counted": dict(counted)}
 
 
-def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("elastic", ["", "--dynapipe-elastic --save saved --save-interval 100"], ids=["", "elastic"])
+def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch, elastic):
     costs, file = tmp_path / "costs.json", tmp_path / "run.yaml"
     monkeypatch.setattr(models, "LENGTHS", (8, 32, 128))
     costs.write_bytes(encode_file(models.gpt_file(scale=1e-3)))
     file.write_text(f"train-iters: 1\ndynapipe-cost-model: {costs}\ndynapipe-limit-rc-type: none\n")
-    argv = words("gpt", data, f"--dynapipe-config {file} --dynapipe-layout padded", report=tmp_path / "report")
+    flags = f"--dynapipe-config {file} --dynapipe-layout padded {elastic.replace('saved', str(tmp_path))}"
+    argv = words("gpt", data, flags, report=tmp_path / "report")
     arguments = {"argv": argv, "paths": [str(costs), str(file)]}
     (run,) = run_ranks(run_counted, 1, arguments, deadline_s=120)
     assert run["status"] == 0, run["stderr"][-3000:]
     assert list(run["losses"]) == ["1"]
-    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1}
+    opened = 2 if elastic else 1  # for the choice of a layout, too
+    assert run["counted"] == {"costs.json": opened, "run.yaml": 1, "parser": 1}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import digests
+from megatron_dynapipe.integration.entry.resume_record import NAME
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.resume_record import NAME
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import ROOT, script_of, train, words
 from tests.helpers.random_dataset import make_dataset
@@ -45,7 +45,8 @@ def test_every_checkpoint_says_what_it_was_trained_on(saved: Path) -> None:
 def test_a_script_that_ends_with_its_checkpoint_writes_the_digests(data: Path, tmp_path: Path) -> None:
     """No thread of the interpreter that ends can."""
     flags = f"--train-iters 1 --save {tmp_path} --save-interval 1"
-    command = [sys.executable, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*torchrun, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert (tmp_path / "iter_0000001" / digests.NAME).exists()

@@ -41,6 +41,8 @@ def test_replicas_name_the_tasks_that_one_of_them_has() -> None:
 def test_without_samples_no_task_is_named() -> None:
     (named,) = named_losses([{LOSS_NAME: torch.zeros(2)}], ["a", "b"])
     assert list(named) == [LOSS_NAME]
+    loss, tokens = named[LOSS_NAME]
+    assert loss / tokens == 0 and 3 + tokens == 3, "no loss that is not a number, and no weight beside other batches"
     assert named_losses([], ["a"]) == []
 
 

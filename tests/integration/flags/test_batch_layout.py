@@ -10,12 +10,13 @@ from megatron_dynapipe.integration.flags import batch_layout
 from megatron_dynapipe.integration.flags.batch_layout import (
     batch_layouts,
     core_attention,
+    describe,
     split_backward,
     undivided_because,
 )
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
-PADDED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PADDED, BatchLayout.PACKED)
+PADDED, PACKED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)
 
 
 def args(**changes: object) -> Namespace:
@@ -35,29 +36,9 @@ def args(**changes: object) -> Namespace:
     return Namespace(**(given | changes))
 
 
-def test_padded_and_packed_where_nothing_is_in_the_way() -> None:
-    relative = {"position_embedding_type": "relative"}
-    for changes in ({}, {"kv_channels": 256}, relative, OURS, OURS | relative):
-        found = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
-        assert found.allowed == BOTH and not found.reason
-        assert str(found) == "padded or packed, whichever a plan finds faster"
-
-
 @pytest.fixture(autouse=True)
 def a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-
-
-def test_old_devices_pad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0))
-    found = batch_layouts(args(bf16=False, fp16=True), ModelFamily.GPT, on_cpu=False)
-    assert found.allowed == PADDED and "needs compute capability 8.0" in found.reason
-
-
-@pytest.mark.parametrize(("asked", "allowed"), [("padded", PADDED), ("packed", (BatchLayout.PACKED,))])
-def test_one_layout_alone(asked: str, allowed: tuple[BatchLayout, ...]) -> None:
-    found = batch_layouts(args(dynapipe_layout=asked), ModelFamily.GPT, on_cpu=True)
-    assert found.allowed == allowed and str(found) == asked
 
 
 OURS = {"transformer_impl": "transformer_engine"}
@@ -83,14 +64,40 @@ SLOW = {
     "fp32": ({"bf16": False}, "is for fp16 and bf16"),
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),
     "odd heads": ({"hidden_size": 960}, "has no heads of 60 channels"),
+    "old devices": ({"bf16": False, "fp16": True}, "needs compute capability 8.0 on 7.0"),
+    "small heads": (
+        {"position_embedding_type": "relative", "hidden_size": 128},
+        "wants heads of 16 channels",
+    ),
 }
 
 
+RELATIVE = {"position_embedding_type": "relative"}
+ALLOWED = [
+    # changes of the flags, on a CPU, the layouts
+    *((changes, False, BOTH) for changes in ({}, {"kv_channels": 256}, RELATIVE, OURS, OURS | RELATIVE)),
+    *((changes, True, BOTH) for changes in ({"attention_dropout": 0.1}, {"bf16": False}, RELATIVE)),
+    ({"use_dynapipe": True, "dynapipe_attention": "megatron"}, True, BOTH),  # a patched checkout gets ours for packed
+    *((changes | {"dynapipe_layout": "packed"}, False, PACKED) for changes, _ in SLOW.values()),
+    ({"dynapipe_layout": "packed"}, True, PACKED),
+    ({"dynapipe_layout": "padded"}, True, PADDED),
+]
+
+
+@pytest.mark.parametrize(("changes", "on_cpu", "layouts"), ALLOWED, ids=str)
+def test_layouts_that_nothing_is_in_the_way_of(changes: dict[str, object], on_cpu: bool, layouts) -> None:
+    allowed, reason = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=on_cpu)
+    assert allowed == layouts and not reason
+    said = "padded or packed, whichever a plan finds faster" if layouts == BOTH else str(layouts[0])
+    assert describe((allowed, reason)) == said
+
+
 @pytest.mark.parametrize(("changes", "reason"), (IMPOSSIBLE | SLOW).values(), ids=(IMPOSSIBLE | SLOW).keys())
-def test_auto_pads_where_packed_rows_have_no_kernel_and_says_why(changes: dict[str, object], reason: str) -> None:
-    found = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
-    assert found.allowed == PADDED
-    assert reason in found.reason and str(found) == f"padded ({found.reason})"
+def test_auto_pads_where_packed_rows_have_no_kernel_and_says_why(monkeypatch, changes, reason) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0) if "7.0" in reason else (9, 0))
+    allowed, why = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
+    assert allowed == PADDED and reason.removesuffix(" on 7.0") in why
+    assert describe((allowed, why)) == f"padded ({why})"
 
 
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
@@ -99,30 +106,6 @@ def test_packed_is_refused_where_a_part_cannot(changes: dict[str, object], reaso
         batch_layouts(args(dynapipe_layout="packed", **changes), ModelFamily.T5, on_cpu=False)
     assert caught.value.message.startswith("--dynapipe-layout packed cannot be honoured: ")
     assert reason in caught.value.message and caught.value.hint == "pass --dynapipe-layout auto or padded"
-
-
-@pytest.mark.parametrize("changes", [each for each, _ in SLOW.values()], ids=SLOW.keys())
-def test_packed_is_honoured_where_it_is_slow(changes: dict[str, object]) -> None:
-    found = batch_layouts(args(dynapipe_layout="packed", **changes), ModelFamily.T5, on_cpu=False)
-    assert found.allowed == (BatchLayout.PACKED,)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"attention_dropout": 0.1}, {"bf16": False}, {"position_embedding_type": "relative"}]
-)
-def test_a_cpu_computes_them_by_sample(changes: dict[str, object]) -> None:
-    assert batch_layouts(args(**changes), ModelFamily.T5, on_cpu=True).allowed == BOTH
-
-
-def test_a_patched_checkout_gets_our_attention_for_packed_rows() -> None:
-    found = batch_layouts(args(use_dynapipe=True, dynapipe_attention="megatron"), ModelFamily.GPT, on_cpu=True)
-    assert found.allowed == BOTH
-
-
-def test_small_heads_with_relative_positions_pad() -> None:
-    small = args(position_embedding_type="relative", hidden_size=128)
-    found = batch_layouts(small, ModelFamily.T5, on_cpu=False)
-    assert found.allowed == PADDED and "wants heads of 16 channels" in found.reason
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import kernels
+from megatron_dynapipe.integration.flags import checks
 from megatron_dynapipe.runtime import kernel_compiler
 
 
@@ -13,7 +13,7 @@ from megatron_dynapipe.runtime import kernel_compiler
 def a_machine(monkeypatch):
     """Without Transformer Engine, with a compiler."""
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", None)
-    monkeypatch.setattr(kernels, "missing_for_kernels", lambda: "")
+    monkeypatch.setattr(checks, "missing_for_kernels", lambda: "")
     for name in ("RANK", "TORCH_COMPILE_DISABLE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -35,14 +35,14 @@ def test_rank_0_says_so_once(rank, said, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     settled = args()
     for _ in range(2):
-        kernels.settle(settled, on_cpu=False)
+        checks.settle_kernels(settled, on_cpu=False)
     assert not settled.apply_rope_fusion
     assert capsys.readouterr().err.count("unfused, as Transformer Engine is not installed") == said
 
 
 def test_what_is_there_stays_fused(monkeypatch):
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
-    kernels.settle(settled := args(), on_cpu=False)
+    checks.settle_kernels(settled := args(), on_cpu=False)
     assert settled.apply_rope_fusion
 
 
@@ -54,12 +54,12 @@ def test_what_is_there_stays_fused(monkeypatch):
     ],
 )
 def test_fused_layers_need_a_compiler(changes, flags, monkeypatch):
-    monkeypatch.setattr(kernels, "missing_for_kernels", lambda: "C compiler")
+    monkeypatch.setattr(checks, "missing_for_kernels", lambda: "C compiler")
     with pytest.raises(ConfigError, match="found no C compiler") as refused:
-        kernels.settle(args(**changes), on_cpu=False)
+        checks.settle_kernels(args(**changes), on_cpu=False)
     assert refused.value.hint.endswith(f"or pass {flags}")
-    kernels.settle(args(**changes), on_cpu=True)
-    kernels.settle(args(bias_swiglu_fusion=False), on_cpu=False)
+    checks.settle_kernels(args(**changes), on_cpu=True)
+    checks.settle_kernels(args(bias_swiglu_fusion=False), on_cpu=False)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from tests.configs.test_configs import CLUSTERS
 @pytest.mark.parametrize(
     ("device", "file"),
     [
+        ("NVIDIA GB200", "gb200_186gb"),
+        ("NVIDIA B200", "b200_180gb"),
         ("NVIDIA H200", "h200_141gb"),
         ("NVIDIA H100 80GB HBM3", "h100_80gb"),
         ("NVIDIA A100-SXM4-80GB", "a100_80gb"),

@@ -26,6 +26,7 @@ CONTENTS = [
 
 def arguments(**folders: object) -> argparse.Namespace:
     given = {"load": None, "save": None, "pretrained_checkpoint": None, "ckpt_step": None}
+    given["exit_on_missing_checkpoint"] = False
     return argparse.Namespace(**given | {name: str(folder) for name, folder in folders.items()})
 
 
@@ -76,6 +77,15 @@ def test_a_first_start_and_one_after_a_save_that_was_killed_begin_anew(tmp_path:
     (tmp_path / "iter_0000007" / "__0_0.distcp").touch()
     check_trackers(arguments(load=tmp_path, save=tmp_path))
     check_trackers(arguments(load=tmp_path / "none", save=tmp_path / "none"))
+
+
+def test_a_checkpoint_that_has_to_be_there(tmp_path: Path) -> None:
+    wanting = arguments(load=tmp_path)
+    wanting.exit_on_missing_checkpoint = True
+    with pytest.raises(ConfigError, match=f"found no {TRACKER} in {tmp_path}"):
+        check_trackers(wanting)
+    (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text("7")
+    check_trackers(wanting)
 
 
 def test_a_step_that_is_named_needs_no_tracker(tmp_path: Path) -> None:

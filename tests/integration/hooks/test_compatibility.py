@@ -8,7 +8,6 @@ import pytest
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.hooks import compatibility
-from megatron_dynapipe.integration.hooks.compatibility import Call, Name
 from tests.helpers.processes import run_ranks
 
 SCHEDULES = compatibility.SCHEDULES
@@ -68,15 +67,15 @@ def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
 def examples(rank: int, world_size: int) -> dict[str, object]:
     training = compatibility.TRAINING
     rows = {
-        "there": Name(SCHEDULES, "get_forward_backward_func", ("pp_size",)),
-        "no parameter": Name(SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
-        "no name": Name(SCHEDULES, "no_such_function"),
-        "no module": Name("megatron.core.no_such_module", "train"),
+        "there": (SCHEDULES, "get_forward_backward_func", ("pp_size",)),
+        "no parameter": (SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
+        "no name": (SCHEDULES, "no_such_function", ()),
+        "no module": ("megatron.core.no_such_module", "train", ()),
     }
     calls = {
-        "called": [Call(training, "train", "train_step")],
-        "not called": [Call(training, "train", "no_such_function")],
-        "nowhere": [Call(training, "no_such_function", "train_step")],
+        "called": [(training, "train", "train_step")],
+        "not called": [(training, "train", "no_such_function")],
+        "nowhere": [(training, "no_such_function", "train_step")],
     }
     found: dict[str, object] = {name: compatibility.missing_name(row) for name, row in rows.items()}
     return found | {name: compatibility.missing_calls(rows) for name, rows in calls.items()}

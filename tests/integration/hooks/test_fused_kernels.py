@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_dynapipe.integration.hooks import fused_kernels
+from megatron_dynapipe.integration.hooks.originals import Originals
 from tests.helpers.layouts.compare import deviation
 from tests.helpers.layouts.layout import Layout, on_ranks, reference, table
 from tests.helpers.processes import run_ranks
@@ -78,14 +79,13 @@ def switch(*, rank: int, world_size: int) -> dict[str, object]:
     from megatron.training import training
 
     own = made.get_megatron_optimizer
-    fused_kernels.apply()
-    fused_kernels.apply()
+    fused_kernels.install(originals := Originals())
     during = [
         training.get_megatron_optimizer is made.get_megatron_optimizer is not own,
         layers._grad_accum_fusion_available,
         layers.fused_weight_gradient_mlp_cuda is fused_kernels.WeightGradients,
     ]
-    fused_kernels.revert()
+    originals.revert()
     after = [
         training.get_megatron_optimizer is made.get_megatron_optimizer is own,
         not layers._grad_accum_fusion_available,

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
-from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.integration.hooks import optimizer_patches, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
 
@@ -35,15 +35,16 @@ def in_force(owner: type) -> bool:
 
 
 def switch(*, rank: int, world_size: int) -> list[bool]:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    seen = [in_force(DistributedOptimizer)]
+    seen, manager = [in_force(DistributedOptimizer)], buffers._coalescing_manager
     with replacements.installed(SimpleNamespace()):
         seen.append(in_force(DistributedOptimizer))
         before = DistributedOptimizer.state_dict
         optimizer_patches.apply()
         seen.append(DistributedOptimizer.state_dict is before)
-    seen.append(in_force(DistributedOptimizer) or bool(gloo_reductions._originals))
+    seen.append(in_force(DistributedOptimizer) or buffers._coalescing_manager is not manager)
     optimizer_patches.revert()
     return seen
 

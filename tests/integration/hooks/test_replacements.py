@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from megatron_dynapipe import patching
+from megatron_dynapipe.checkout.version import version_of
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
@@ -27,6 +27,9 @@ class FakeSession:
 
     def forward_backward(self) -> str:
         return "planned"
+
+    def evaluation(self, data_iterator: object) -> int:
+        return 2
 
     def log_text(self) -> str:
         return " micro-batches: 3 |"
@@ -67,12 +70,11 @@ def _install_twice(*, rank: int, world_size: int) -> list[str]:
         assert schedules == [session.forward_backward] * 3
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
-        with pytest.raises(ConfigError) as refused:
-            replacements.install(FakeSession())
+        with pytest.raises(ConfigError) as refused, replacements.installed(FakeSession()):
+            pass
         assert active_run.schedule(max) == session.forward_backward
     after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     assert after == before
-    replacements.uninstall()
     assert active_run.schedule(max) is max
     return [str(refused.value), *lines]
 
@@ -127,7 +129,7 @@ def test_a_queue_of_checkpoints_ends_with_a_rank_that_is_killed(tmp_path):
 )
 def test_the_version_is_read_from_the_source(text, version, tmp_path):
     (tmp_path / "package_info.py").write_text(text)
-    assert patching.version_of(tmp_path / "package_info.py") == version
+    assert version_of(tmp_path / "package_info.py") == version
 
 
 def test_samples_are_counted_as_planned():

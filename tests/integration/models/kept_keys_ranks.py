@@ -101,7 +101,7 @@ def compare(groups: int, *, recompute: bool, dropout: float = 0.0, engine: bool 
     return differences
 
 
-def compare_on_gpu(rank: int, world_size: int) -> list[list[float]]:
+def compare_on_gpu(rank: int, world_size: int, engine: bool) -> list[list[float]]:
     """In bf16, by the kernel itself."""
     start()
     on_host, row_on_host = inputs, row_of
@@ -115,8 +115,9 @@ def compare_on_gpu(rank: int, world_size: int) -> list[list[float]]:
             setattr(row, name, getattr(row, name).cuda())
         return row
 
+    ways = [(groups, recompute) for groups in (4, 2) for recompute in (False, True)]
     with patch.dict(globals(), inputs=on_gpu, row_of=row_on_gpu):
-        return [compare(groups, recompute=recompute) for groups in (4, 2) for recompute in (False, True)]
+        return [compare(groups, recompute=recompute, engine=engine) for groups, recompute in ways]
 
 
 def refuse(rank: int, world_size: int) -> dict[str, str]:

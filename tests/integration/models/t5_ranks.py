@@ -10,22 +10,25 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.models.layers import T5Split
+from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
-from megatron_dynapipe.integration.models.t5_stage import T5Options, T5Stage
+from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
+from tests.helpers.t5_models import t5_layout, t5_model
 
 HIDDEN, VOCABULARY, MAX_LENGTH = 32, 512, 24
+"""Those of `t5_model`."""
 SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))
 ONE_KEY_PER_LAYER = {"non_homogeneous_layers": True}
 
 
-def config(encoder_layers: int, split: T5Split | None = None, **changes: object) -> TransformerConfig:
+def config(encoder_layers: int, split: PipelineLayout | None = None, **changes: object) -> TransformerConfig:
     options = {
         "num_layers": encoder_layers,
         "hidden_size": HIDDEN,
@@ -34,7 +37,7 @@ def config(encoder_layers: int, split: T5Split | None = None, **changes: object)
         "hidden_dropout": 0.0,
         "use_cpu_initialization": True,
         "init_method_std": 0.2,  # far from zero, so that every layer matters to the loss
-        "pipeline_model_parallel_size": 1 if split is None else split.ranks,
+        "pipeline_model_parallel_size": 1 if split is None else split.stages,
         "virtual_pipeline_model_parallel_size": split.chunks if split is not None and split.chunks > 1 else None,
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": True,
@@ -43,35 +46,28 @@ def config(encoder_layers: int, split: T5Split | None = None, **changes: object)
     return TransformerConfig(**(options | changes))
 
 
-def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> T5Options:
+def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> ModelConfig:
     """Few buckets and a short distance, so that the samples reach all of them."""
     made = Positions(kind=positions, rotary_percent=0.5, relative_buckets=8, relative_max_distance=12)
-    return T5Options(positions=made, tied=tied, attention=CoreAttention(attention))
+    return t5_model(positions=made, tied=tied, attention=CoreAttention(attention))
 
 
-def start(split: T5Split, *, tensor_parallel: int = 1) -> ProcessGroupCollection:
+def start(split: PipelineLayout, *, tensor_parallel: int = 1) -> ProcessGroupCollection:
     dist.init_process_group("gloo", init_method="env://")
     parallel_state.initialize_model_parallel(
         tensor_parallel,
-        split.ranks,
+        split.stages,
         split.chunks if split.chunks > 1 else None,
-        get_embedding_ranks=split.embedding_ranks,
-        get_position_embedding_ranks=split.embedding_ranks,
+        get_embedding_ranks=embedding_ranks,
+        get_position_embedding_ranks=embedding_ranks,
     )
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(100 + parallel_state.get_pipeline_model_parallel_rank())  # as Megatron: stages draw differently
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def build(split: T5Split, stage: int, model_config: TransformerConfig, options: T5Options | None = None) -> T5Stage:
-    return T5Stage(
-        model_config,
-        split=split,
-        stage=stage,
-        vocab_size=VOCABULARY,
-        max_sequence_length=MAX_LENGTH,
-        options=options,
-    )
+def build(split: PipelineLayout, stage: int, config: TransformerConfig, model: ModelConfig | None = None) -> T5Stage:
+    return T5Stage(config, model=model or t5_model(), layout=split, stage=stage)
 
 
 def batch_of(shape: Shape, seed: int) -> T5StageInputs:
@@ -107,7 +103,7 @@ def entries(stage: T5Stage, *, gradients: bool = False) -> dict[str, torch.Tenso
 
 def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> None:
     """Of positions, tied weights and core attention, on one rank and stage."""
-    groups = start(T5Split.of(1, 1, 1))
+    groups = start(t5_layout(1, 1, 1))
     for case in cases:
         try:
             check_against_megatrons(groups, *case)
@@ -118,7 +114,7 @@ def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) ->
 def check_against_megatrons(groups: ProcessGroupCollection, positions: str, tied: bool, attention: str) -> None:
     """Our one-stage T5 and Megatron's, with the same weights, have the same logits, losses and gradients."""
     encoder, decoder, options = 2, 3, options_of(positions, tied=tied, attention=attention)
-    ours = build(T5Split.of(encoder, decoder, 1), 0, config(encoder), options)
+    ours = build(t5_layout(encoder, decoder, 1), 0, config(encoder), options)
     layers = {}
     for side, depth in (("encoder", encoder), ("decoder", decoder)):
         layer, norm = t5_layer(config(encoder), options.attention, decoder=side == "decoder")
@@ -172,7 +168,7 @@ def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     parallel_state.initialize_model_parallel(1, 2)
     model_parallel_cuda_manual_seed(1)
     try:
-        build(T5Split.of(2, 2, 2), rank, config(2, T5Split.of(2, 2, 2)))
+        build(t5_layout(2, 2, 2), rank, config(2, t5_layout(2, 2, 2)))
     except ConfigError as error:
         return str(error)
     return "no error"

@@ -87,7 +87,7 @@ def test_terms_are_megatrons_and_no_partition_changes_them():
         assert torch.allclose(torch.tensor(gradient), expected, rtol=1e-4, atol=1e-6), name
 
 
-def experts(rank: int, world_size: int, dtype: str, counts: list[int]) -> list[list[float]]:
+def experts(rank: int, world_size: int, dtype: str, counts: list[int], device: str) -> list[list[float]]:
     """Largest differences of results and gradients from Megatron's experts: in whole passes, and in divided ones."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,16 +111,18 @@ def experts(rank: int, world_size: int, dtype: str, counts: list[int]) -> list[l
     )
     parts = LocalSpecProvider().grouped_mlp_modules(False).keywords
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    theirs, ours = (cls(len(counts), made, pg_collection=groups, **parts) for cls in (SequentialMLP, GroupedExperts))
+    theirs, ours = (
+        cls(len(counts), made, pg_collection=groups, **parts).to(device) for cls in (SequentialMLP, GroupedExperts)
+    )
     ours.load_state_dict(theirs.state_dict())
-    tokens, probs = torch.randn(sum(counts), 16, dtype=kind), torch.rand(sum(counts))
+    tokens, probs = torch.randn(sum(counts), 16, dtype=kind, device=device), torch.rand(sum(counts), device=device)
     halves = ours.halves = WeightHalves()
 
     def run(module: SequentialMLP) -> list[Tensor]:
         leaves = [tokens.clone().requires_grad_(), probs.clone().requires_grad_()]
         output, bias = module(leaves[0], torch.tensor(counts), leaves[1])
         assert bias is None
-        (output * torch.arange(16.0).cos()).sum().backward()
+        (output * torch.arange(16.0, device=device).cos()).sum().backward()
         weights = [weight for _, weight in sorted(module.named_parameters())]
         if halves.key is not None:
             assert all(weight.grad is None for weight in weights)
@@ -140,10 +142,11 @@ def experts(rank: int, world_size: int, dtype: str, counts: list[int]) -> list[l
     return found
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
 @pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 3], [0, 0]], ids=str)
-def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound):
-    given = {"dtype": dtype, "counts": counts}
+def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound, device):
+    given = {"dtype": dtype, "counts": counts, "device": device}
     for differences in run_ranks("tests.integration.models.test_experts:experts", 1, given)[0]:
         assert max(differences) < bound
 
@@ -160,3 +163,33 @@ def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, found=capability: found)
         assert takes_grouped(cuda, dtype) is takes
     assert takes_grouped(torch.device("cpu"), torch.float32)
+
+
+def most_of_two_passes(rank: int, world_size: int) -> list[list[int]]:
+    """How often a rank asked by the end of each pass of three layers, and what they were padded to."""
+    from unittest import mock
+
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+    from megatron_dynapipe.integration.models import experts
+
+    torch.distributed.init_process_group("gloo")
+    layers = [experts.UnevenAllGather.__new__(experts.UnevenAllGather) for _ in range(3)]
+    seen = []
+    with (
+        mock.patch.object(
+            MoEAllGatherTokenDispatcher, "dispatch_preprocess", lambda _, hidden, __, probs: (hidden, probs)
+        ),
+        mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as asking,
+    ):
+        for positions in (4 + rank, 9 - rank):
+            experts.begin_pass(layers)
+            for layer in layers:
+                layer.tp_ep_group = torch.distributed.group.WORLD
+                padded, _ = layer.dispatch_preprocess(*torch.ones(3, positions, 2).unbind())
+            seen.append([asking.call_count, len(padded)])
+    return seen
+
+
+def test_layers_of_a_pass_ask_for_the_most_positions_once():
+    assert run_ranks("tests.integration.models.test_experts:most_of_two_passes", 2) == [[[1, 5], [2, 9]]] * 2

@@ -36,9 +36,12 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
 
 
 @pytest.mark.gpu
-def test_pieces_in_the_kernel_attend_as_the_whole_sample():
+@pytest.mark.parametrize("engine", [False, True])
+def test_pieces_in_the_kernel_attend_as_the_whole_sample(engine):
     """Within bf16's rounding of sums."""
-    assert all(max(found) < 0.1 for found in run_ranks(f"{RANKS}:compare_on_gpu", 1)[0])
+    if engine:
+        pytest.importorskip("transformer_engine.pytorch")
+    assert all(max(found) < 0.1 for found in run_ranks(f"{RANKS}:compare_on_gpu", 1, {"engine": engine})[0])
 
 
 def test_a_piece_without_those_before_it_is_refused_and_a_broken_iteration_is_cleared_away():

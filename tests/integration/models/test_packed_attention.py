@@ -1,6 +1,7 @@
 """Attention over packed rows is that of every sample by itself."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,9 +126,16 @@ def test_no_queries_are_without_keys(queries, keys, offsets):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[20, 9], [100, 156], [300, 84, 7]])
-def test_relative_biases_compiled_are_those_uncompiled(lengths):
-    """`flex_attention` in fp32, on the device and on the CPU; gradients of biases too."""
+def test_relative_biases_compiled_once_are_those_uncompiled():
+    """`flex_attention` in fp32, on the device and on the CPU; gradients of biases too. Blocks within one sample."""
+    import torch
+
+    for number, lengths in enumerate(([300, 84, 7], [20, 9], [100, 156], [600, 300])):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            compare_biases(lengths)
+
+
+def compare_biases(lengths: list[int]) -> None:
     import torch
 
     from megatron_dynapipe.integration.models.relative_attention import attend_with_biases
@@ -179,8 +187,9 @@ def test_what_the_kernel_takes(changes, takes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[5] == "samples" and not case[4]])
-def test_the_kernel_attends_as_samples_one_by_one_do(name):
+def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
     """In bf16, whose rounding the bound is of; segments without queries too."""
     import torch
 
@@ -199,9 +208,18 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name):
         )
         return attended.transpose(1, 2)
 
+    def in_kernel(*given):
+        if not engine:
+            return attend_in_kernel(*given, row, causal=causal, scale=0.3)
+        pytest.importorskip("transformer_engine.pytorch")
+        from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
+
+        module = SimpleNamespace(softmax_scale=0.3)
+        return EngineCoreAttention.attend_in_kernel(module, *given, row, causal=causal)
+
     found = []
     for attend in (
-        lambda *given: attend_in_kernel(*given, row, causal=causal, scale=0.3),
+        in_kernel,
         lambda *given: attend_by_sample(*given, row, one, None, causal=causal),
     ):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]

@@ -70,7 +70,7 @@ def _parameters(
 ) -> tuple[int, int]:
     model, stage = setup.model, torch.distributed.get_rank() % pipeline_parallel
     ends = {"pre_process": stage == 0, "post_process": stage == pipeline_parallel - 1}
-    built = t5_provider(model, setup.split)() if setup.split else gpt_provider(model)(**ends)
+    built = t5_provider(model, setup.layout)() if setup.layout else gpt_provider(model)(**ends)
     layout = PipelineLayout.equal(model.family, model.encoder_layers, model.decoder_layers, pipeline_parallel)
     layout = replace(layout, expert_layers=model.experts.layers if model.experts else ())
     shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)

@@ -7,10 +7,10 @@ import torch
 
 from megatron_dynapipe.cost.division import PEAK_UNIT, Rates
 from megatron_dynapipe.cost.tabulate import PartTables
-from megatron_dynapipe.integration.profiling.division import DivisionProfiler
+from megatron_dynapipe.integration.profiling import division as profiled
 from megatron_dynapipe.integration.profiling.layers import build_parts, only
 from megatron_dynapipe.integration.profiling.measure import Scope
-from megatron_dynapipe.integration.profiling.packed import MeasuredRows, PackedProfiler, Row, of_row
+from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, measure_rows, of_row, row_tables
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
@@ -18,7 +18,7 @@ from tests.helpers.stage_costs import parts_of
 
 WITHIN = Shape(size=8, input_length=64, target_length=32)
 LONG = Shape(size=1, input_length=1024, target_length=32)
-OTHER = Row((40, 3, 24, 61, 8), (12, 30, 2, 7, 25))
+OTHER = (40, 3, 24, 61, 8), (12, 30, 2, 7, 25)
 
 
 def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[str, object]:
@@ -32,9 +32,8 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
             most_positions=1024,
             platform=platform_of(torch.device("cpu")),
         )
-        packer = PackedProfiler(scope=scope)
-        rows = packer.run(0.0)  # the fewest rows are measured also beyond the budget
-        found = {mode: packer.tables(rows, mode) for mode in scope.modes}
+        rows = measure_rows(scope, 0.0)  # the fewest rows are measured also beyond the budget
+        found = {mode: row_tables(scope, rows, mode) for mode in scope.modes}
         stored = {
             f"{name}, {mode}": (
                 _at(made["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
@@ -54,37 +53,36 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
 
 def _prefixes(scope: Scope) -> dict[str, list[list[float]]]:
     """By mode [forward, backward, stored, peak; once, by position, by pair] of pieces."""
-    return {mode.value: found.tolist() for mode, found in DivisionProfiler(scope=scope).prefixes().items()}
+    return {mode.value: costs.tolist() for mode, costs in profiled.prefixes(scope).items()}
 
 
 def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
     """(predicted, measured) bytes that halves store and need, in a padded micro-batch and in `OTHER`."""
-    profiler, found = DivisionProfiler(scope=scope), {}
-    padded = profiler.padded()
-    packed = profiler.packed(rows, padded)
+    found, padded = {}, profiled.padded_halves(scope)
+    packed = profiled.packed_halves(scope, rows, padded)
     for kind, mode in padded:
-        inputs, targets = OTHER if kind == "decoder" else (OTHER.inputs, ())
+        inputs, targets = OTHER if kind == "decoder" else (OTHER[0], ())
         shape = [40, 24] if kind == "decoder" else [40]
         for layout, halves, part, point, lengths in (
             ("padded", padded, scope.parts[kind], (3, *shape), ([n] * 3 for n in shape)),
-            ("packed", packed, of_row(scope.parts[kind], Row(inputs, targets)), (), filter(None, (inputs, targets))),
+            ("packed", packed, of_row(scope.parts[kind], (inputs, targets)), (), filter(None, (inputs, targets))),
         ):
-            *of_encoder, own = lengths
-            encoder = of_encoder[0] if of_encoder else [0] * len(own)
-            keys = [n + m for n, m in zip(own, encoder, strict=True)]
+            *of_encoder, queries = lengths
+            encoder = of_encoder[0] if of_encoder else [0] * len(queries)
+            keys = [n + m for n, m in zip(queries, encoder, strict=True)]
             part.set_recompute(mode)
             layer = scope.measure(part, point, timed=False)
             for at, half in enumerate(("attention", "mlp")):
                 with only(half, part):
                     measured = scope.measure(part, point, timed=False)
                 assert layer is not None and measured is not None
-                division = halves[kind, mode].division
+                division = halves[kind, mode][0]
                 assert division.peak is not None
                 name = f"{layout} {kind}, {mode}, {half}"
                 of = division.peak[at]
-                linears, inside, _ = parts_of(Rates(of.linear, of.inner, 0, of.memory), own, keys, encoder)
+                linears, inside, _ = parts_of(Rates(of.linear, of.inner, 0, of.memory), queries, keys, encoder)
                 found[f"{name}, peak"] = (of.once + (linears + inside) / PEAK_UNIT, measured.peak_bytes)
-                linears, inside, mlp = parts_of(division.stored[at], own, keys, encoder)
+                linears, inside, mlp = parts_of(division.stored[at], queries, keys, encoder)
                 share = (linears + inside, mlp)[at] / (linears + inside + mlp)
                 found[f"{name}, stored"] = (share * layer.stored_bytes, measured.stored_bytes)
     return found
@@ -93,7 +91,7 @@ def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
 def _measured(scope: Scope, name: str, mode: Recompute) -> float:
     part = scope.parts[name]
     part.set_recompute(mode)
-    row = OTHER if name == "decoder" else Row(OTHER.inputs, ())
+    row = OTHER if name == "decoder" else (OTHER[0], ())
     found = scope.measure(of_row(part, row), ())
     assert found is not None
     return found.stored_bytes / BYTES_PER_MB
@@ -102,7 +100,7 @@ def _measured(scope: Scope, name: str, mode: Recompute) -> float:
 def _at(made: PartTables, row: Row, *, decoder: bool) -> float:
     """A row's costs by the tables: the linear part between its corners, attention by the coefficients behind it."""
     linear, attention = made
-    high, inputs, targets = 2**20, np.array(row.inputs), np.array(row.targets)
+    high, inputs, targets = 2**20, np.array(row[0]), np.array(row[1])
     if not decoder:
         rate = (linear[str(high)] - linear["8"]) / (high - 8)
         pairs = (attention["64"] - attention["1"]) / (64**2 - 1)

@@ -9,17 +9,28 @@ def buffers(rank: int, world_size: int) -> dict[str, object]:
     from megatron_dynapipe import cpu
 
     cpu.enable()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
+
+    from megatron_dynapipe.integration.hooks import fused_kernels
+    from megatron_dynapipe.integration.hooks.originals import Originals
     from megatron_dynapipe.integration.profiling.layers import accumulate_gradients
 
-    layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
-    accumulate_gradients(layer, torch.float32)
-    for _ in range(2):
-        layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    return {
-        "buffer": [str(layer.weight.main_grad.dtype), layer.weight.main_grad.tolist()[0], layer.weight.grad is None],
-    }
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    fused_kernels.install(Originals())
+    found = {}
+    for fused in (False, True):
+        layer = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        accumulate_gradients(layer, torch.float32)
+        for _ in range(2):
+            inputs = torch.ones(1, 1, 4, dtype=torch.bfloat16)
+            linear(inputs, layer.weight, None, fused, False, False).sum().backward()
+        buffer = layer.weight.main_grad
+        found[f"fused {fused}"] = [str(buffer.dtype), buffer.tolist()[0], layer.weight.grad is None]
+    return found
 
 
 def test_buffers_are_those_of_training():
     (found,) = run_ranks(buffers, 1)
-    assert found["buffer"] == ["torch.float32", [2.0] * 4, True]
+    assert found["fused False"] == found["fused True"] == ["torch.float32", [2.0] * 4, True]

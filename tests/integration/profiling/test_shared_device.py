@@ -42,11 +42,6 @@ def start(rank: int, world_size: int, backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("backend", "expected"), [("gloo", ["cuda:0", "gloo"]), ("nccl", ["nccl does not connect"])])
 def test_ranks_share_a_gpu_over_gloo_alone(backend, expected):
-    (found,) = run_ranks(
-        start,
-        1,
-        {"backend": backend},
-        environment={"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-    )
+    (found,) = run_ranks(start, 1, {"backend": backend}, environment={"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert len(found) == len(expected)
     assert all(part in text for part, text in zip(expected, found, strict=True))

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply import recorder as module
-from megatron_dynapipe.integration.supply.recorder import Place, Recorder
+from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
@@ -34,13 +34,13 @@ def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Re
     run = RunRecord(
         world_size=world_size, stages=2, memory_limit_bytes=10**9, model_state_bytes=(), maximum=Shape(1, 64)
     )
-    place = Place(rank=rank, replica=0, stage=rank, tensor_rank=0)
 
     def collect(data: bytes) -> list[bytes]:  # rank 0 is the last to call it
         store[rank] = data
         return [store[other] for other in sorted(store)] if rank == 0 else []
 
-    return Recorder(folder, place, more.pop("run", run), more.pop("collect", collect), metrics=NoMetrics(), **more)
+    run, collect = more.pop("run", run), more.pop("collect", collect)
+    return Recorder(folder, run, collect, rank=rank, metrics=NoMetrics(), **more)
 
 
 def run(*recorders: Recorder, iterations: int = 4) -> str | None:

@@ -78,6 +78,9 @@ def write(model: Any, folder: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
 
 
+DIVIDES_SCORES = "t5-v1.1, trained with Megatron's scale of scores"
+
+
 def tokens(seed: int, length: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
 
@@ -116,15 +119,21 @@ def our_logits(model: Any) -> torch.Tensor:
 def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """For each model how large its logits are, how far Megatron's are from them, which tensors come back changed."""
     _without_cuda()
+    from megatron_dynapipe.cost.hugging_face import family_of
     from megatron_dynapipe.tools.conversion import checkpoint, command
-    from megatron_dynapipe.tools.conversion.families import family, flags
+    from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
 
     found = {}
-    for name, config in configs().items():
-        theirs, table = make(config), entries(config)
+    rows = [(name, config, flags(config), False) for name, config in configs().items()]
+    t5 = configs()["t5-v1.1"]
+    described = {name: value for name, value in flags(t5).items() if name != "dynapipe-softmax-scale"}
+    rows.append((DIVIDES_SCORES, t5, described, True))
+    for name, config, described, divides_scores in rows:
+        theirs, family = make(config), family_of(config.to_dict())
+        table = entries(config.model_type, described, config.vocab_size, divides_scores=divides_scores)
         expected, tensors = their_logits(theirs), command.published(theirs)
-        with checkpoint.whole_model(flags(config), family(config), config.vocab_size, torch.float32) as model:
+        with checkpoint.whole_model(described, family, config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)
             distance = (our_logits(model) - expected).abs().max().item()
@@ -150,7 +159,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
 
     known = configs()
 
-    def convert(case: str, name: str, change: Any = None, **settings: Any) -> str:
+    def convert(case: str, name: str, change: Any = None, index: str = "", damage: str = "", **settings: Any) -> str:
         source = Path(folder) / case
         write(make(known[name]), source)
         tensors = load_file(source / "model.safetensors")
@@ -159,6 +168,10 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
             save_file(tensors, source / "model.safetensors", {"format": "pt"})
         file = source / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        if index:
+            (source / "model.safetensors.index.json").write_text(index)
+        if damage:
+            (source / damage).write_bytes(b"\xff" * 100)
         try:
             return str(from_hugging_face(source, Path(folder) / f"{case} converted"))
         except ConfigError as error:
@@ -175,6 +188,12 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         "theta": convert("theta", "llama", rope_parameters=rotations),
         "biases": convert("biases", "qwen3", attention_bias=True),
         "biases of the MLP": convert("biases of the MLP", "llama", mlp_bias=True),
+        "header": convert("header", "llama", damage="model.safetensors"),
+        "index": convert("index", "llama", damage="model.safetensors.index.json"),
+        "index of nothing": convert("index of nothing", "llama", index="[]"),
+        "index of other folders": convert(
+            "index of other folders", "llama", index='{"weight_map": {"a": "../../b.safetensors"}}'
+        ),
     }
     for config in (
         MistralConfig(sliding_window=32, max_position_embeddings=64),

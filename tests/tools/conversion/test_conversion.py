@@ -7,11 +7,15 @@ import pytest
 from tests.helpers.processes import run_ranks
 from tests.tools.conversion import models
 
-NAMES = tuple(models.configs())
+NAMES = (*models.configs(), models.DIVIDES_SCORES)
 REFUSED = {
     "missing": "missing: model.layers.1.mlp.up_proj.weight",
     "no head": "missing: lm_head.weight",
-    "no head of a T5": "missing: lm_head.weight",
+    "no head of a T5": "missing: lm_head.weight\nhint: the T5 was saved with a head tied to its embeddings",
+    "header": "cannot read the weights in",
+    "index": "cannot read",
+    "index of nothing": "cannot read",
+    "index of other folders": "model.safetensors.index.json to name files beside it, got ../../b.safetensors",
     "unexpected": "unexpected: score",
     "shape": "of another shape: model.layers.1.mlp.up_proj.weight (3, 64), expected (96, 64)",
     "theta": "expected a whole number of rope_theta, as Megatron's flag has, got 10000.5",

@@ -61,7 +61,7 @@ def command(run_file: Path) -> list[str]:
     [
         pytest.param("gpt2", "", 1, id="gpt2", marks=pytest.mark.slow),
         pytest.param("llama", f"{HALVES} 1.5,1.5", 2, id="llama, half layers"),
-        pytest.param("t5-v1.1", f"{HALVES} 2.5,2.5", 2, id="t5-v1.1, half layers"),
+        pytest.param("t5-v1.1", f"{HALVES} 2.5,2.5", 2, id="t5-v1.1, half layers", marks=pytest.mark.slow),
         pytest.param("gpt2", TWO, 2, id="gpt2, 2 stages", marks=pytest.mark.slow),
         pytest.param("llama", "", 1, id="llama", marks=pytest.mark.slow),
         pytest.param("t5-v1.1", "", 1, id="t5-v1.1", marks=pytest.mark.slow),

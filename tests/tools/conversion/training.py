@@ -22,7 +22,7 @@ def convert_in(*, rank: int, world_size: int, folder: str, name: str, vocabulary
     config = models.configs()[name]
     config.vocab_size = vocabulary
     models.write(models.make(config), Path(folder) / "hf")
-    return from_hugging_face(Path(folder) / "hf", Path(folder) / CONVERTED).read_text()
+    return from_hugging_face(Path(folder) / "hf", Path(folder) / CONVERTED)[0].read_text()
 
 
 def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:

@@ -11,29 +11,55 @@ import pytest
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.entry import checkpoint_lock
-from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.tools.elastic import entry as elastic_run
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
-ARGV = ["--lr", "1e-3", "--save", "saved", "--save-interval", "100"]
+GLOBAL = {"non_persistent_save_interval": 50, "non_persistent_ckpt_type": "global"}
 
 
-def test_a_layout_given_by_hand_is_dropped() -> None:
-    given = ["--lr", "1", "--pipeline-model-parallel-size", "2", "--dynapipe-layers-per-stage=3,1", "--bf16"]
-    assert command_line.without(given, elastic_run.LAYOUT_FLAGS) == ["--lr", "1", "--bf16"]
+def flags(folder: Path, **changes: object) -> argparse.Namespace:
+    """Parsed flags of an elastic run that saves to `folder`, as far as they are looked at."""
+    values = {
+        "save": str(folder),
+        "save_interval": 100,
+        "load": "elsewhere",
+        "finetune": False,
+        "ckpt_format": "torch_dist",
+        "context_parallel_size": 1,
+        "use_distributed_optimizer": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+        "exit_signal_handler": False,
+        "non_persistent_global_ckpt_dir": None,
+        "dynapipe_elastic": True,
+        **dict.fromkeys(GLOBAL),
+        **elastic_run.LAYOUT,
+    }
+    return argparse.Namespace(**(values | changes))
+
+
+def test_a_layout_given_by_hand_is_dropped_and_said(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    args = flags(tmp_path, pipeline_model_parallel_size=2, dynapipe_layers_per_stage=(3, 1))
+    elastic_run.make_resumable(args)
+    assert elastic_run.LAYOUT.items() <= vars(args).items()
+    said = capsys.readouterr().out
+    assert "chooses the layout: --pipeline-model-parallel-size, --dynapipe-layers-per-stage\n" in said
+    elastic_run.make_resumable(flags(tmp_path))
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])
 def test_a_job_resumes_what_it_has_saved_whatever_it_began_from(tmp_path: Path, folder: str) -> None:
-    argv = [*ARGV, "--load", "elsewhere"]
-    assert elastic_run.resuming(argv, tmp_path) == []
+    elastic_run.make_resumable(fresh := flags(tmp_path))
+    assert fresh.load == "elsewhere"
     (tmp_path / folder).mkdir(exist_ok=True)
     (tmp_path / folder / TRACKER).write_text("20")
-    assert elastic_run.resuming(argv, tmp_path) == ["--load", str(tmp_path)]
+    elastic_run.make_resumable(again := flags(tmp_path))
+    assert again.load == str(tmp_path)
     with pytest.raises(ConfigError, match="--finetune would begin from them anew"):
-        elastic_run.resuming([*argv, "--finetune"], tmp_path)
+        elastic_run.make_resumable(flags(tmp_path, finetune=True))
 
 
 def save_args(folder: Path, iteration: int) -> argparse.Namespace:
@@ -113,45 +139,41 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest
         lock(str(tmp_path / "file"))
 
 
-GLOBAL = "--non-persistent-save-interval 50 --non-persistent-ckpt-type global"
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ({}, GLOBAL | {"dist_ckpt_optim_fully_reshardable": False}),
+        ({"non_persistent_save_interval": 7}, {"non_persistent_save_interval": 7, "non_persistent_ckpt_type": None}),
+        ({"use_distributed_optimizer": True}, GLOBAL | {"dist_ckpt_optim_fully_reshardable": True}),
+    ],
+)
+def test_checkpoints_can_be_loaded_in_every_layout(tmp_path: Path, given, settled) -> None:
+    elastic_run.make_resumable(args := flags(tmp_path, **given))
+    assert (settled | {"exit_signal_handler": True}).items() <= vars(args).items()
 
 
 @pytest.mark.parametrize(
-    ("argv", "added"),
+    ("given", "message"),
     [
-        ([], f"--exit-signal-handler {GLOBAL}"),
-        (["--non-persistent-save-interval", "7"], "--exit-signal-handler"),
-        (
-            ["--use-distributed-optimizer"],
-            f"--exit-signal-handler --dist-ckpt-optim-fully-reshardable {GLOBAL}",
-        ),
+        ({"save": None}, "expected --save DIR with --dynapipe-elastic, got none"),
+        ({"save_interval": None}, "expected --save-interval N with --save, got none"),
+        ({"ckpt_format": "torch"}, "expected --ckpt-format torch_dist with --dynapipe-elastic, got torch"),
+        ({"context_parallel_size": 2}, "--dynapipe-elastic knows no layouts with context parallelism"),
     ],
 )
-def test_checkpoints_can_be_loaded_in_every_layout(argv: list[str], added: str) -> None:
-    assert " ".join(elastic_run._saving_flags(argv)) == added
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "expected --save DIR with --dynapipe-elastic, got none"),
-        (ARGV[:4], "expected --save-interval N with --save, got none"),
-        ([*ARGV, "--ckpt-format", "torch"], "expected --ckpt-format torch_dist with --dynapipe-elastic, got torch"),
-        ([*ARGV, "--context-parallel-size", "2"], "--dynapipe-elastic knows no layouts with context parallelism"),
-    ],
-)
-def test_what_cannot_be_resharded_is_refused(flags: list[str], message: str) -> None:
+def test_what_cannot_be_resharded_is_refused(tmp_path: Path, given, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        elastic_run._resumable(flags)
+        elastic_run.make_resumable(flags(tmp_path, **given))
 
 
-def test_nothing_happens_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["pretrain_gpt_multitask.py", "--pipeline-model-parallel-size", "2"]
-    monkeypatch.setattr("sys.argv", [*argv])
-    elastic_run.prepare(ModelFamily.GPT)
-    with elastic_run.status():
-        pass
-    assert sys.argv == argv
+def test_nothing_happens_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", "--pipeline-model-parallel-size", "2"])
+    ran = []
+    elastic_run.adapting(lambda: ran.append("main"))()
+    args = flags(tmp_path, dynapipe_elastic=False, save=None, pipeline_model_parallel_size=2)
+    before = dict(vars(args))
+    elastic_run.fit_layout(args, ModelFamily.GPT, [])
+    assert ran == ["main"] and vars(args) == before
 
 
 def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

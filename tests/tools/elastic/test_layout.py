@@ -1,5 +1,6 @@
 """Which layout the ranks that are there get: by rank 0, for all; an error where none fits."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,12 +9,13 @@ import pytest
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tools.elastic.entry import layout_flags
+from megatron_dynapipe.tools.elastic import entry
 from megatron_dynapipe.tools.elastic.layout import agreed_layout
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
 from tests.planning.planner_cases import batch, cost_model
+from tests.tools.elastic.test_entry import flags
 
 GPT = ModelFamily.GPT
 COSTS = cost_model(GPT)
@@ -71,9 +73,11 @@ def test_rank_0_chooses_for_all() -> None:
     assert first == second and first[0] * first[1] == 2
 
 
-def test_a_layout_is_said_in_flags() -> None:
-    layout = msgspec.structs.replace(best(1), pipeline_parallel=3, layers_per_stage=(2, 1, 1))
-    assert " ".join(layout_flags(layout)) == (
-        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --dynapipe-layers-per-stage 2,1,1"
-    )
-    assert "--dynapipe-layers-per-stage" not in layout_flags(best(1))
+def test_a_layout_is_given_to_parsed_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = best(1)
+    for layout in (one, msgspec.structs.replace(one, pipeline_parallel=3, layers_per_stage=(2, 1, 1))):
+        monkeypatch.setattr(entry, "agreed_layout", lambda *_, layout=layout, **__: layout)
+        entry.fit_layout(args := flags(tmp_path, dynapipe_timeout_s=60.0), GPT, [])
+        split = "equal" if layout is one else (2, 1, 1)
+        assert (args.tensor_model_parallel_size, args.dynapipe_layers_per_stage) == (1, split)
+        assert args.pipeline_model_parallel_size == layout.pipeline_parallel

@@ -143,6 +143,16 @@ def test_a_large_row_is_one_row(tmp_path: Path) -> None:
     assert lines[rows + 1] == row and lines[rows + 2] == b"{}"
 
 
+def test_a_row_of_a_table_is_bounded_as_a_line_is(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 5_000)
+    texts = ["a" * 4_000] * 3
+    pq.write_table(pa.table({"input": texts}), tmp_path / "many.parquet")
+    assert sum(block.lines.count(b"input") for block in file_blocks(tmp_path / "many.parquet")) == 3
+    pq.write_table(pa.table({"input": [*texts, "a" * 6_000]}), tmp_path / "long.parquet")
+    with pytest.raises(DataError, match=r"long\.parquet, row 3: expected at most 5000 bytes"):
+        list(file_blocks(tmp_path / "long.parquet"))
+
+
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
     monkeypatch.setattr(rows_module, "BLOCK_BYTES", 600)

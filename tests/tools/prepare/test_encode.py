@@ -42,13 +42,13 @@ def block(*rows: Any) -> Block:
 
 def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, str]]:
     """(task, input, target) of every sample, back as text."""
-    found = encode(block(*rows), 0)
-    lengths, tokens = found.columns["lengths"], found.columns["tokens"]
+    names, columns = encode(block(*rows), 0)
+    lengths, tokens = columns["lengths"], columns["tokens"]
     text = tokenizers.load_tokenizer(tokenizer)
     samples, at = [], 0
-    for task, (given, wanted) in zip(found.columns["tasks"], lengths.tolist(), strict=True):
+    for task, (given, wanted) in zip(columns["tasks"], lengths.tolist(), strict=True):
         parts = text.decode(tokens[at : at + given]), text.decode(tokens[at + given : at + given + wanted])
-        samples.append((found.names[task], *parts))
+        samples.append((names[task], *parts))
         at += given + wanted
     assert at == len(tokens)
     return samples
@@ -95,7 +95,7 @@ def test_conversations(tokenizer: Path) -> None:
     encode = encoder(tokenizer, task)
     given = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
     assert texts(tokenizer, encode, row) == [("n", given, "no\n")]
-    ((sample, first, end),) = encode(block(row), 0).columns["spans"].tolist()
+    ((sample, first, end),) = encode(block(row), 0)[1]["spans"].tolist()
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
@@ -127,7 +127,7 @@ def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
     ((_, given, _),) = texts(tokenizer, encode, row)
     whole = "<user>\n<assistant>0123456789\n<assistant>"
     assert given == {"right": whole[:20], "left": whole[-20:], "middle": whole[:10] + whole[-10:]}[side]
-    spans = encode(block(row), 0).columns["spans"]
+    spans = encode(block(row), 0)[1]["spans"]
     learned = "".join(given[first:end] for _, first, end in spans.tolist())
     assert learned == {"right": "01", "left": "23456789\n"[-9:], "middle": ""}[side]
 

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.data import tokenizer as tokenizers
-from megatron_dynapipe.data.meta import SPLITS, read_meta
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LengthTable, LongSamples
 from megatron_dynapipe.tools.inspect import problems
 from megatron_dynapipe.tools.mixture.sources import rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixing, Mixture, TaskSpec
-from megatron_dynapipe.tools.prepare import Prepared, PrepareSettings, prepare_mixture
+from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepare(output: Path, tokenizer: Path, entries: list[tuple[TaskSpec, list[Any]]], **changes: Any) -> Prepared:
+def prepare(
+    output: Path, tokenizer: Path, entries: list[tuple[TaskSpec, list[Any]]], **changes: Any
+) -> tuple[DatasetMeta, tuple[str, ...]]:
     mixing = changes.pop("mixing", Mixing())
     mixture = Mixture(tasks=tuple(spec for spec, _ in entries), mixing=mixing)
     run = PrepareSettings(source="test", tokenizer=tokenizer, **changes)
@@ -42,7 +44,7 @@ def test_each_entry_is_split_by_itself(tmp_path: Path, tokenizer: Path) -> None:
         (TaskSpec(name="small", source="x"), pairs(4)),
         (TaskSpec(name="large", source="x", valid=0.5, test=0.0), pairs(100)),
     ]
-    meta = prepare(tmp_path / "data", tokenizer, entries).meta
+    meta = prepare(tmp_path / "data", tokenizer, entries)[0]
     assert meta.samples == {
         "train": {"large": 50, "small": 2},
         "valid": {"large": 50, "small": 1},
@@ -58,13 +60,12 @@ def test_duplicates_and_limits(tmp_path: Path, tokenizer: Path) -> None:
         (TaskSpec(name="b", source="x", limit=10, weight=3), pairs(40)),
         (TaskSpec(name="c", source="x", limit=50), pairs(40)),
     ]
-    prepared = prepare(tmp_path / "data", tokenizer, entries, mixing=Mixing(cap=20))
-    meta = prepared.meta
+    meta, notes = prepare(tmp_path / "data", tokenizer, entries, mixing=Mixing(cap=20))
     assert meta.skipped == {"duplicate": 19, "over_limit": 30}
     assert Counter({task: sum(meta.samples[split].get(task, 0) for split in SPLITS) for task in "abc"}) == Counter(
         a=21, b=10, c=40
     )
-    assert "task c: 50 samples were asked for, it has 40" in prepared.notes
+    assert "task c: 50 samples were asked for, it has 40" in notes
     assert meta.rates["b"] / meta.rates["c"] == pytest.approx(3 * meta.samples["train"]["b"] / 20)
 
 
@@ -90,7 +91,7 @@ def test_pad_token(tmp_path: Path, tokenizer: Path) -> None:
     assert "--pad-token" in str(caught.value)
     with pytest.raises(DataError, match="expected a pad token of its vocabulary, got 'nothing'"):
         prepare(tmp_path / "data", bare, entries, pad_token="nothing")
-    assert prepare(tmp_path / "data", bare, entries, pad_token="</s>").meta.pad_id == 2
+    assert prepare(tmp_path / "data", bare, entries, pad_token="</s>")[0].pad_id == 2
 
 
 rows_of_entry = st.lists(
@@ -118,7 +119,7 @@ def test_samples_in_are_samples_out(tmp_path_factory, tokenizer, entries, policy
             prepare(folder, tokenizer, given_entries, **limits)
         return
     try:
-        meta = prepare(folder, tokenizer, given_entries, **limits).meta
+        meta = prepare(folder, tokenizer, given_entries, **limits)[0]
     except DataError as error:  # all samples that are left belong to validation and testing
         if "expected at least 1 sample for training" not in error.message:
             raise

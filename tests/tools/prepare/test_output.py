@@ -97,10 +97,10 @@ def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
     """Also one of version 1, and an empty folder; what was there is in the note."""
     folder = write(tmp_path / "data", made)
     settings = PrepareSettings(source="test", vocabulary_size=300)
-    prepared = prepare_dataset(text_samples(30), folder, settings)
-    assert prepared.meta.split_samples["train"] == 26
-    assert prepared.notes == (f"replaced another dataset in {folder}: 40 samples of test",)
-    assert prepare_dataset(text_samples(30), folder, settings).notes == (), "it is there already"
+    meta, notes = prepare_dataset(text_samples(30), folder, settings)
+    assert meta.split_samples["train"] == 26
+    assert notes == (f"replaced another dataset in {folder}: 40 samples of test",)
+    assert "nothing to do" in prepare_dataset(text_samples(30), folder, settings)[1][0]
     old = msgspec.json.decode((folder / "manifest.json").read_bytes())
     for name in ("read", "skipped", "truncated", "rates", "loss", "lengths", "content_hash", "recipe", "files"):
         del old[name]

@@ -30,7 +30,7 @@ def text_samples(count: int = 40) -> list[TextSample]:
 def prepare(output: Path, samples: list[TextSample] | None = None, **changes: object) -> DatasetMeta:
     chosen: dict[str, object] = {"source": "test", "vocabulary_size": 300}
     run = PrepareSettings(**(chosen | changes))  # type: ignore[arg-type]
-    return prepare_dataset(text_samples() if samples is None else samples, output, run).meta
+    return prepare_dataset(text_samples() if samples is None else samples, output, run)[0]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -130,9 +130,8 @@ def test_settings_are_checked(changes: dict[str, float], message: str) -> None:
 def test_long_samples(tmp_path: Path, policy: str, note: str, kept: dict[str, dict[str, int]]) -> None:
     limits = {"max_input_length": 12, "max_target_length": 9, "long_samples": LongSamples(policy)}
     run = PrepareSettings(source="test", vocabulary_size=270, **limits)
-    prepared = prepare_dataset(LONG, tmp_path / "data", run)
-    assert prepared.notes == (note,)
-    meta = prepared.meta
+    meta, notes = prepare_dataset(LONG, tmp_path / "data", run)
+    assert notes == (note,)
     assert sum(meta.split_samples.values()) == (10 if policy == "truncate" else 8)
     assert {"skipped": meta.skipped, "truncated": meta.truncated} == {"skipped": {}, "truncated": {}} | kept
     assert (meta.max_input_length, meta.max_target_length) == (12, 9)
@@ -169,5 +168,5 @@ def test_what_makes_no_dataset_leaves_what_was_there(tmp_path, monkeypatch, samp
 
 def test_empty_samples_may_be_left_out(tmp_path: Path) -> None:
     run = PrepareSettings(source="test", vocabulary_size=300, skip_empty=True)
-    meta = prepare_dataset([*text_samples(), NO_INPUT], tmp_path / "data", run).meta
+    meta = prepare_dataset([*text_samples(), NO_INPUT], tmp_path / "data", run)[0]
     assert meta.skipped == {"empty": 1} and sum(meta.split_samples.values()) == 40

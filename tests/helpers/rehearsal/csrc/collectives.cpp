@@ -4,6 +4,7 @@
 // batches. One of the backend `gloo` takes of a device's tensors what gloo takes: collectives, no sends.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <numeric>

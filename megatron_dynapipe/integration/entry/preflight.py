@@ -1,0 +1,128 @@
+"""Checks of a run before Megatron is initialised: its data, its costs, its memory, its folders.
+
+Checked on rank 0 for all ranks, after Megatron has accepted its arguments; otherwise it is found once the model is
+built, by every rank.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.data.meta import check_tokenizer, read_meta
+from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
+from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.units import ModelFamily
+
+
+def check_data(run: RunConfig) -> None:
+    """Refuse what no costs are needed to refuse, before layers are measured.
+
+    Raises:
+        ConfigError: the report folder cannot be written, or the checkpoint to resume is of another model or vocabulary.
+        DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
+    """
+    _check_report_folder(run.report_folder)
+    check_tokenizer(run.data, read_meta(run.data))
+    _check_vocabulary(run.data, run.model.vocabulary)
+    check_resumed(run.checkpoints, record_of(run, run.inputs))
+    for split in run.inputs.splits:
+        split_sampler(run.data, split)
+
+
+def check_run(run: RunConfig) -> None:
+    """Refuse a run that cannot train; print what costs assume, the layouts, and samples left out or repeated.
+
+    Raises:
+        ConfigError: the model or a sample does not fit the memory limit.
+        CostModelError: the cost model is of another model, or does not reach as far as the data.
+        ConfigError, DataError: as `check_data`.
+    """
+    check_data(run)
+    meta, inputs = read_meta(run.data), run.inputs
+    notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
+    if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
+        notes.append(
+            "loss: of what assistants say alone, since the dataset has conversations; other tasks count by their"
+            f" targets, too (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
+        )
+    _print(run, notes)
+    if note := check_resumed(run.checkpoints, record_of(run, inputs)):
+        _print(run, [note])
+    costs = inputs.costs.load()
+    for split in inputs.splits:
+        sampler = split_sampler(run.data, split)
+        _print(run, (f"{split.name}: {line}" for line in _surprises(sampler, run.data, split)))
+        _check_longest_samples(sampler, inputs, costs, forward_only=split.evaluation is not None)
+
+
+def _describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) -> str:
+    """Where a run's costs come from, and what they assume, for its log."""
+    if isinstance(costs, MeasuredCosts):
+        return f"{costs.load().name}, from {costs.path}"
+    assumed = "a common server CPU's core (assumed)"
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device)
+        assumed = name if rates_of(name) else f"an A100 (assumed: {name} is not in the table of devices)"
+    return (
+        f"computed from the model's shape for {assumed}; to predict this machine, let it be measured"
+        " (--dynapipe-calibrate 20, or `megatron-dynapipe profile` and --dynapipe-cost-model)"
+    )
+
+
+def _print(run: RunConfig, lines: Iterable[str]) -> None:
+    for line in lines if run.rank == 0 else ():
+        print(line, flush=True)
+
+
+def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
+    if sampler.report.long_samples:
+        names, table = read_meta(data).tasks, LengthTable.read(data, split.name)
+        long = long_by_task(table, read_task_ids(data, split.name, len(table)), sampler.settings)
+        yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
+    samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
+    if split.evaluation is not None:
+        if split.evaluation * samples < there:
+            yield f"every evaluation is of the same {split.evaluation * samples} of its {there} samples"
+    elif samples > there and sampler.settings.tokens_per_iteration is None:
+        yield f"an iteration of {samples} samples repeats some of the split's {there}"
+
+
+def _check_report_folder(folder: Path) -> None:
+    probe = folder / ".dynapipe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
+            hint="pass --dynapipe-report-dir DIR",
+        ) from error
+
+
+def _check_vocabulary(data: Path, vocabulary: int) -> None:
+    tokens = read_meta(data).vocabulary_size
+    if tokens > vocabulary:
+        raise DataError(
+            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {tokens}",
+            hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
+            "data for a converted model is prepared with that model's tokenizer",
+        )
+
+
+def _check_longest_samples(sampler: Sampler, inputs: PlanInputs, costs: CostModel, *, forward_only: bool) -> None:
+    """Plan the samples of the longest input and the longest target: what fits them fits all."""
+    longest = sampler.longest(max(2, inputs.planner.data_parallel))
+    try:
+        Planner(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
+    except PlanningError as error:
+        raise ConfigError(error.message, hint=error.hint) from error

@@ -1,0 +1,174 @@
+"""The flags that say what plans choose among: one table for training, where they begin with --dynapipe-, and commands.
+
+It imports no packages, so that `--help` is quick.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
+
+TRAINING = "--dynapipe-"
+"""How training's flags begin."""
+AUTO, EQUAL = "auto", "equal"
+"""Splits of layers that are not numbers. `auto` gives way to flags that say more."""
+MOST = 10**6
+"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
+MOST_REAL = 1e9
+"""Of megabytes, seconds, Gbit/s and microseconds."""
+
+
+def number[N: (int, float)](kind: type[N], least: N, most: N, *, above: bool = False) -> Callable[[str], N]:
+    """A type of arguments: numbers from `least` (`above`: greater ones) to `most`."""
+    bounds = f"{'above' if above else 'from'} {least:g} {'and up ' * above}to {most if kind is int else f'{most:g}'}"
+
+    def parse(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most and not (above and value == least):
+                return value
+        raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {text}")
+
+    return parse
+
+
+positive = number(int, 1, MOST)
+not_negative = number(int, 0, 10**9)
+above_zero = number(float, 0.0, MOST_REAL, above=True)
+
+
+def pieces(text: str) -> str | int:
+    """A type of arguments: whether long samples are cut, or the most positions of a piece."""
+    if text in (AUTO, "off"):
+        return text
+    if not text.isdecimal() or int(text) < LENGTH_MULTIPLE:
+        raise argparse.ArgumentTypeError(f"expected auto, off or at least {LENGTH_MULTIPLE} positions, got {text!r}")
+    return int(text)
+
+
+def recompute_modes(text: str) -> tuple[Recompute, ...]:
+    """A type of arguments: modes of recomputation, each once."""
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(Recompute) or len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(Recompute)}, got {text!r}")
+    return tuple(mode for mode in Recompute if mode in names)
+
+
+def layers_per_stage(text: str) -> str | tuple[float, ...]:
+    """A type of arguments: `AUTO`, `EQUAL`, or the layers of each virtual stage."""
+    from megatron_dynapipe.cost import parse_split
+
+    if text in (AUTO, EQUAL):
+        return text
+    expected = "layers as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"
+    try:
+        split = parse_split(text, expected=expected)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    if min(split) == 0:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return split
+
+
+_TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "device-memory-limit": (
+        "device-memory-mb",
+        {
+            "type": above_zero,
+            "metavar": "MB",
+            "help": "memory of a device that plans may use, 1 MB = 1e6 bytes (default: that of the cluster's file, in"
+            " training else the device's)",
+        },
+    ),
+    "limit-rc-type": (
+        "recompute",
+        {
+            "type": recompute_modes,
+            "metavar": "MODES",
+            "help": "of none,selective,full those that plans may choose among for a micro-batch (default: all, in"
+            " training what --recompute-granularity says)",
+        },
+    ),
+    "layout": (
+        "",
+        {
+            "choices": (AUTO, *BatchLayout),
+            "default": AUTO,
+            "help": "micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
+            " whichever plans find faster (default, where a kernel serves)",
+        },
+    ),
+    "slices": (
+        "",
+        {
+            "type": pieces,
+            "default": AUTO,
+            "metavar": "auto|off|N",
+            "help": "cut a GPT's long samples along their sequence into pieces that stages run one after another: where"
+            " plans are faster by it (default), never, or into pieces of at most N positions",
+        },
+    ),
+    "split-backward": (
+        "",
+        {
+            "choices": (AUTO, "on", "off"),
+            "default": AUTO,
+            "help": "run backward passes in two halves, the gradients of weights where a stage would wait: where plans"
+            " are faster by it (default), wherever it can be done, or never",
+        },
+    ),
+    "layers-per-stage": (
+        "layer-split",
+        {
+            "type": layers_per_stage,
+            "default": EQUAL,
+            "metavar": "N,N,…|auto|equal",
+            "help": "layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a"
+            " stage that ends at .5 has the attention of its last layer, and the next begins with its MLP; auto:"
+            " planned from costs and lengths, in training virtual stages too unless other flags split the layers"
+            " (default: equal, as Megatron's checkpoints of one layout need it)",
+        },
+    ),
+    "scatter-gather": (
+        "",
+        {
+            "choices": ("off", "on", AUTO),
+            "default": AUTO,
+            "help": "divide messages between stages over tensor-parallel ranks, which gather them: where the links'"
+            " speeds make that faster (auto, training's default), always, or never (commands' default, as the"
+            " published rules for transfers have it)",
+        },
+    ),
+    "expert-imbalance": (
+        "",
+        {
+            "type": above_zero,
+            "default": 1.25,
+            "metavar": "N",
+            "help": "tokens of the busiest of the ranks that share experts, over their mean: plans leave room for so"
+            " many, and take their experts' time so many times (default %(default)s)",
+        },
+    ),
+}
+"""By name without a prefix: how commands have spelled it before, if otherwise, and argparse's keywords."""
+
+
+def add_planning_flags(
+    parser: argparse._ActionsContainer, prefix: str = "--", *, without: Sequence[str] = (), **defaults: object
+) -> None:
+    """Declare the table's flags with a prefix.
+
+    Args:
+        parser: or a group of one.
+        prefix: `TRAINING`, or that of commands, whose old spellings are taken too.
+        without: names that are left out.
+        defaults: other defaults than the table's, by destination.
+    """
+    for name, (spelling, keywords) in _TABLE.items():
+        if name not in without:
+            names = [prefix + name, *([prefix + spelling] if spelling and prefix != TRAINING else [])]
+            parser.add_argument(*names, **keywords)
+    parser.set_defaults(**defaults)

@@ -1,0 +1,192 @@
+"""One batch of another trainer, planned: which samples run together, on which replica, in which order of passes."""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.cost import CostModel, Network, ScatterGather, Split, TableCostModel
+from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
+from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
+from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.transfer_rules import TransferRules
+from megatron_dynapipe.planning.partitioner import Partitioner
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import SplitBackward
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
+
+_MOST = 100_000
+"""Layers, or ranks of one kind, that anybody has."""
+_LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
+
+
+class BatchSettings(TypedDict, total=False):
+    """Settings of `plan_batch`: fields of `planning.settings.PlannerSettings`, which says what they are.
+
+    They have its defaults, but for `hidden_size` (the costs') and `micro_batch_layouts` (both).
+    """
+
+    hidden_size: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    chunks: int
+    layers_per_stage: Split
+    distributed_optimizer: bool
+    recompute: Sequence[str]
+    network: Network
+    scatter_gather: ScatterGather
+    micro_batch_layouts: Sequence[str]
+    element_bytes: int
+    sequence_parallel: bool
+    model_state_bytes: Sequence[int]
+    partition: Partitioner
+    schedule: ScheduleSettings
+    transfers: TransferRules
+    expert_layers: Sequence[int]
+    expert_parallel: int
+    expert_imbalance: float
+    split_backward: SplitBackward
+
+
+class PlannedBatch(NamedTuple):
+    """A planned batch.
+
+    Attributes:
+        micro_batches: of every replica, in the order in which they enter its pipeline; `sample_ids` are places in the
+            lengths given, `layout` says whether they are padded to the longest or packed in one row.
+        passes: of every replica and stage, in order: "F3" is the forward pass of its micro-batch 3, "B3" its backward.
+        predicted_ms: of forward and backward passes and messages, on the slowest replica.
+    """
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    passes: tuple[tuple[tuple[str, ...], ...], ...]
+    predicted_ms: float
+
+    @property
+    def samples(self) -> list[list[list[int]]]:
+        """Places in the lengths given: of every replica, micro-batch and row."""
+        return [[list(each.sample_ids) for each in replica] for replica in self.micro_batches]
+
+
+def plan_batch(
+    lengths: Iterable[int] | Iterable[Sequence[int]],
+    costs: CostModel | str | Path,
+    *,
+    layers: int | tuple[int, int],
+    memory_mb: float,
+    equal_counts: bool = False,
+    **settings: Unpack[BatchSettings],
+) -> PlannedBatch:
+    """Divide a batch into micro-batches, those over replicas, and order their passes; torch is not needed.
+
+    Args:
+        lengths: positions of every sample, or pairs, of its input and its target, for an encoder–decoder model.
+        costs: of the user's own model: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
+        layers: of the whole model, or of its encoder and decoder.
+        memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
+        equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
+            alike in time.
+        settings: as `data_parallel`, `pipeline_parallel`, `recompute`.
+
+    Raises:
+        ConfigError: lengths, or settings, that are not what is expected.
+        CostModelError: costs that cannot be read, or do not go with the settings.
+        PlanningError: no sample, or a number that does not divide where `equal_counts` is asked for.
+        InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
+    """
+    model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
+    planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
+    batch = _batch(lengths, model.family)
+    plan = planner.plan(batch, 0)
+    if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
+        raise PlanningError(
+            f"{len(batch)} samples cannot be divided into equally many micro-batches on each of"
+            f" {len(plan.replicas)} replicas",
+            hint="use a global batch that the replicas divide",
+        )
+    return PlannedBatch(
+        micro_batches=tuple(replica.micro_batches for replica in plan.replicas),
+        passes=tuple(tuple(_passes(stage) for stage in replica.stages) for replica in plan.replicas),
+        predicted_ms=plan.totals.predicted_ns / 1e6,
+    )
+
+
+def _settings(
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: BatchSettings
+) -> PlannerSettings:
+    if unknown := sorted(set(given) - set(BatchSettings.__annotations__)):
+        raise ConfigError(
+            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
+            hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
+        )
+    if model.hidden_size is None and "hidden_size" not in given:
+        raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
+    encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
+    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **given}
+    for name in ("layers", "layers of the decoder", "data_parallel", "tensor_parallel", "pipeline_parallel", "chunks"):
+        if isinstance(size := sizes.get(name), int) and size > _MOST:
+            raise ConfigError(f"expected {name} of at most {_MOST}, got {size}")
+    if not isinstance(memory_mb, int | float) or not 0 < memory_mb < math.inf:
+        raise ConfigError(f"expected memory_mb above 0, in megabytes of one device, got {memory_mb}")
+    chosen = {
+        "hidden_size": model.hidden_size,
+        "micro_batch_layouts": tuple(BatchLayout),
+        **given,
+        "family": model.family,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
+        "lockstep": lockstep,
+    }
+    try:
+        return msgspec.convert(chosen, PlannerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
+
+
+def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
+    """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
+    if not isinstance(lengths, Iterable):
+        raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
+    found = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
+    tokens = np.array(found, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
+    return GlobalBatch(
+        iteration=0,
+        sample_ids=np.arange(len(tokens)),
+        input_lengths=tokens[:, 0].astype(np.int32),
+        target_lengths=tokens[:, 1].astype(np.int32),
+    )
+
+
+def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
+    """A sample's positions of input and target, of which a decoder-only model has none."""
+    gpt = family is ModelFamily.GPT
+    try:
+        first, second = (sample, 0) if gpt else sample
+        positions = operator.index(first), operator.index(second)
+    except (TypeError, ValueError):
+        positions = 0, 0
+    within = all(each <= LARGEST_COORDINATE for each in positions)
+    if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
+        return positions
+    expected = f"an integer from 1 to {LARGEST_COORDINATE}"
+    if not gpt:
+        expected = f"a pair: of its input, {expected}, and of its target, from {_LEAST_TARGET}"
+    raise ConfigError(
+        f"lengths[{place}]: expected the positions of a sample, {expected}, got {sample!r}",
+        hint=f"leave samples out that have none; the costs are of a {family} model",
+    )
+
+
+def _passes(stage: StagePlan) -> tuple[str, ...]:
+    return tuple(format_instruction(step) for step in stage.instructions if isinstance(step, Pass))

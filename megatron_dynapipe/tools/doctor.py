@@ -1,0 +1,228 @@
+"""Installed packages, and whether it can train here: one check for each part, each with its finding."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.extras import DISTRIBUTION, missing
+from megatron_dynapipe.units import BYTES_PER_MB
+
+
+class Finding(NamedTuple):
+    """One check's result.
+
+    Attributes:
+        status: "fail" if training here cannot work because of it; "note" if it works, but less well; "absent" if it
+            is for training and was not installed.
+        found: what is there, with its version.
+        hint: what to do about it.
+    """
+
+    status: Literal["ok", "note", "absent", "fail"]
+    found: str
+    hint: str | None = None
+
+
+KNOWN_PYTHONS = ((3, 12), (3, 13))
+"""Versions of Python that `megatron-core` has wheels for."""
+
+OPTIONAL = ("data", "plots")
+"""Extras without which training works."""
+
+TO_TRAIN = f"pip install '{DISTRIBUTION}[train]'"
+NOT_INSTALLED = "not installed (for training)"
+NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
+"""Checks that also count on a host that only plans, without torch."""
+
+
+def run_checks(store_url_file: Path | None = None) -> dict[str, Finding]:
+    """Every check's finding, by its name; a check that itself breaks is a finding."""
+    checks = dict(CHECKS)
+    if store_url_file is not None:
+        checks["plan store"] = partial(check_store, store_url_file)
+    return {name: _guarded(name, check) for name, check in checks.items()}
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except DynaPipeError as error:
+        return Finding("fail", error.message, error.hint)
+    except ModuleNotFoundError as error:
+        problem = missing(error)
+        if problem is not None and problem.hint == TO_TRAIN:
+            return Finding("absent", f"{NOT_INSTALLED}: no {error.name}", TO_TRAIN)
+        hint = f"reinstall {error.name}" if problem is None else problem.hint
+        return Finding("fail", f"{error.name} is not installed", hint)
+    except Exception as error:  # noqa: BLE001 - a broken library can raise anything when imported; that is the finding
+        return Finding("fail", f"{type(error).__name__}: {error}", f"reinstall {name}")
+
+
+def check_python() -> Finding:
+    """The interpreter: one that the wheels exist for."""
+    text = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] in KNOWN_PYTHONS:
+        return Finding("ok", text)
+    known = " or ".join(f"{major}.{minor}" for major, minor in KNOWN_PYTHONS)
+    return Finding("fail", text, f"use Python {known}: megatron-core has wheels for these")
+
+
+def check_torch() -> Finding:
+    """PyTorch, imported for real, with its transports."""
+    import torch
+    import torch.distributed as dist
+
+    text = f"{torch.__version__} at {Path(torch.__file__).parent}"
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding("fail", f"{text}, without gloo", "install PyTorch's own wheel")
+    transports = [kind for kind, there in (("gloo", True), ("NCCL", dist.is_nccl_available())) if there]
+    return Finding("ok", f"{text}; {', '.join(transports)}")
+
+
+def check_device() -> Finding:
+    """The device that a run would compute on."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return Finding("ok", f"no CUDA device (PyTorch is {build}): runs use {cores} CPU cores")
+    devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    listed = ", ".join(f"{device.name} ({device.total_memory // 10**6:,} MB)" for device in devices)
+    return Finding("ok", f"{len(devices)} CUDA: {listed}; {cores} CPU cores")
+
+
+def check_megatron() -> Finding:
+    """Megatron with its training loop; a run checks at its start whether what it relies on is there."""
+    from megatron_dynapipe.checkout.version import PACKAGE, find_version, megatron_folders
+
+    version = find_version()
+    if version is None:
+        return Finding("absent", NOT_INSTALLED, TO_TRAIN)
+    if importlib.util.find_spec("megatron.training") is None:
+        text = f"{version}, without its training loop"
+        return Finding("fail", text, f"pip install '{PACKAGE}'")
+    return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
+
+
+def check_compiler() -> Finding:
+    """The compiler of kernels at run time, which GPUs need for Megatron's fused layers and for relative positions."""
+    import torch
+
+    from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
+
+    missing = missing_for_kernels()
+    if not missing:
+        return Finding("ok", "Triton, a C compiler and Python.h")
+    text = f"no {missing}, which fused layers on GPUs are compiled with"
+    return Finding("fail", text, HINT) if torch.cuda.is_available() else Finding("ok", f"{text}; runs here use none")
+
+
+def check_layers() -> Finding:
+    """Transformer Engine, which Megatron's fastest layers come from."""
+    return Finding("ok", _version("transformer-engine") or "not installed: Megatron's local layers are used")
+
+
+def check_apex() -> Finding:
+    """NVIDIA's apex is optional; the package of that name in the public index is another program."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Finding("ok", "not installed (optional)")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return Finding("ok", f"NVIDIA's, at {folders[0]}")
+    return Finding(
+        "fail",
+        f"an unrelated package, version {_version('apex') or 'unknown'}; Megatron would import it",
+        "pip uninstall apex (NVIDIA's is built from its source, and optional)",
+    )
+
+
+def check_store(url_file: Path | None = None) -> Finding:
+    """A plan store server: the one that is named, as it describes itself, else one really started and stopped."""
+    from megatron_dynapipe.store import StoreServer, find_address, open_store
+    from megatron_dynapipe.store.server import find_server_binary
+
+    if (address := find_address(url_file, os.environ)) is not None:
+        with open_store(address) as store:
+            info = store.info()
+        server = (
+            f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
+        )
+        memory, limit = (int(info.get(name, "0")) // BYTES_PER_MB for name in ("used_memory", "maxmemory"))
+        usage = f"{memory:,} MB used of {f'{limit:,} MB' if limit else 'no limit'}"
+        return Finding(
+            "ok", f"{server} at {address}: {usage}, {int(info.get('connected_clients', '1')) - 1} other clients"
+        )
+    with StoreServer() as started, open_store(started.address) as store:
+        store.put_all([("dynapipe:doctor", b"plan")])
+        store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")
+    return Finding("ok", f"a server starts and answers: {find_server_binary()}")
+
+
+def check_native_core() -> Finding:
+    """The compiled planner core, which is part of the package."""
+    from megatron_dynapipe.planning.native import core
+
+    return Finding("ok", f"loads: {Path(str(core.__file__)).name}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_requirements() -> Finding:
+    """The versions of what this package and its extras require, against those that were tried."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("note", f"{DISTRIBUTION} is not installed", "pip install .")
+    to_train = () if _version("torch") is None else ("train",)  # else said by the check of torch
+    unmet = {extra: lines for extra in ("", *to_train, *OPTIONAL) if (lines := _unmet(requirements, extra))}
+    if not unmet:
+        return Finding("ok", "required packages are of versions that were tried")
+    extras = ",".join(filter(None, unmet))
+    return Finding(
+        "note" if set(unmet) <= set(OPTIONAL) else "fail",
+        "; ".join(dict.fromkeys(line for lines in unmet.values() for line in lines)),
+        f"pip install --upgrade '{DISTRIBUTION}{f'[{extras}]' if extras else ''}', or install those versions",
+    )
+
+
+def _unmet(requirements: list[str], extra: str) -> list[str]:
+    """The requirements of an extra ("": of the package itself) that are absent, or of another version."""
+    from packaging.requirements import Requirement
+
+    lines = []
+    for requirement in map(Requirement, requirements):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        counts = always if extra == "" else not always and marker is not None and marker.evaluate({"extra": extra})
+        version = _version(requirement.name) if counts else None
+        if counts and (version is None or not requirement.specifier.contains(version, prereleases=True)):
+            lines.append(f"expected {requirement.name}{requirement.specifier}, found {version or 'none'}")
+    return lines
+
+
+CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
+    ("python", check_python),
+    ("torch", check_torch),
+    ("device", check_device),
+    ("megatron-core", check_megatron),
+    ("compiler", check_compiler),
+    ("transformer-engine", check_layers),
+    ("apex", check_apex),
+    ("plan store", check_store),
+    ("planner core", check_native_core),
+    ("versions", check_requirements),
+)

@@ -1,0 +1,1 @@
+"""What Megatron's own linears take of the modules."""

@@ -1,0 +1,60 @@
+"""Small T5s as values: what they are made of, and how their layers lie over stages."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.integration.models.config import ModelConfig
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.units import ModelFamily
+
+
+def t5_model(**changes: object) -> ModelConfig:
+    """A T5 of local layers with learned positions; Megatron's own configuration is made by the test."""
+    fields = {
+        "family": ModelFamily.T5,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "ffn": 128,
+        "kv_channels": 8,
+        "vocabulary": 512,
+        "max_positions": 24,
+        "longest": 24,
+        "transformer_impl": "local",
+        "attention": CoreAttention.SDPA,
+        "positions": Positions(),
+        "rope_scaling": None,
+        "tied": True,
+        "activation": None,
+        "softmax_scale": None,
+        "normalization": "LayerNorm",
+        "qk_layernorm": False,
+        "sequence_parallel": False,
+        "fp32_residual": False,
+        "fp16_cross_entropy": False,
+        "dropout": False,
+        "dtype": torch.float32,
+        "gradient_dtype": torch.float32,
+        "experts": None,
+        "megatron": None,
+    }
+    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+def t5_layout(
+    encoder: int, decoder: int, stages: int, split: Sequence[float] | None = None, *, chunks: int = 1
+) -> PipelineLayout:
+    """The layers of a T5 over `stages` ranks with `chunks` virtual stages each; the same number on each if None."""
+    if split is None:
+        return PipelineLayout.equal(ModelFamily.T5, encoder, decoder, stages * chunks, chunks)
+    return PipelineLayout(
+        family=ModelFamily.T5,
+        encoder_layers=encoder,
+        decoder_layers=decoder,
+        layers_per_stage=tuple(split),
+        chunks=chunks,
+    )

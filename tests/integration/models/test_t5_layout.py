@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.models.positions import Positions
+from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
+from megatron_dynapipe.planning.boundary import BoundaryTensor, boundary_tensors
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.t5_models import t5_layout, t5_model
+
+# encoder layers, decoder layers, split → (encoder, decoder) layers of each stage, stages with word embeddings,
+# stages with position embeddings
+TABLE = {
+    "one stage": (2, 2, [4], ["01|01"], [0], [0]),
+    "two stages": (2, 2, [2, 2], ["01|", "|01"], [0, 1], [0, 1]),
+    "four stages": (2, 2, [1, 1, 1, 1], ["0|", "1|", "|0", "|1"], [0, 2, 3], [0, 2]),
+    "boundary inside a stage": (3, 3, [2, 2, 2], ["01|", "2|0", "|12"], [0, 1, 2], [0, 1]),
+    "both stacks start on the first stage": (1, 4, [3, 2], ["0|01", "|23"], [0, 1], [0]),
+    "deeper encoder, uneven": (4, 1, [3, 1, 1], ["012|", "3|", "|0"], [0, 2], [0, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "decoder", "split", "layers", "words", "positions"), TABLE.values(), ids=TABLE.keys()
+)
+def test_splits(encoder, decoder, split, layers, words, positions):
+    layout = t5_layout(encoder, decoder, len(split), split)
+    stages = layout.virtual_stage_layers
+    drawn = ["|".join("".join(map(str, stack)) for stack in (stage.encoder, stage.decoder)) for stage in stages]
+    assert drawn == layers
+    assert holders(layout) == [words, positions]
+    assert holders(layout, tied=False) == [positions, positions]
+    encoder_stages = [stage for stage, name in enumerate(layers) if name[0] != "|"]
+    decoder_stages = [stage for stage, name in enumerate(layers) if name[-1] != "|"]
+    assert holders(layout, kind="relative") == [words, encoder_stages, decoder_stages]
+
+
+def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: bool = True) -> list[list[int]]:
+    """The stages with a copy of each shared weight."""
+    return [list(weight.stages) for weight in sharings(t5_model(positions=Positions(kind=kind), tied=tied), layout)]
+
+
+def test_virtual_stages_go_round_the_ranks():
+    layout = t5_layout(4, 4, 2, chunks=2)
+    assert layout.stages == 2 and holders(layout)[0] == [0, 2, 3]
+    assert layout.virtual_stage_layers == t5_layout(4, 4, 4).virtual_stage_layers
+
+
+def test_megatron_is_told_of_one_holder_of_embeddings():
+    assert embedding_ranks([3, 7]) == [3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 3, 2), "7 layers cannot be split equally over 2 stages"),
+        ((0, 3, 1), "expected a t5 model with layers of its kinds, got 0 encoder and 3 decoder layers"),
+        ((2, 2, 2, [4, 0]), r"at least 0.5 on every stage, got \[4, 0\]"),
+        ((2, 2, 2, [2, 3]), r"a layer split of 4 layers .* got \[2, 3\]"),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        t5_layout(*arguments)
+
+
+@st.composite
+def splits(draw):
+    split = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6).filter(lambda layers: sum(layers) > 1))
+    return draw(st.integers(1, sum(split) - 1)), split
+
+
+@given(splits())
+def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
+    encoder, split = case
+    decoder = sum(split) - encoder
+    stages = t5_layout(encoder, decoder, len(split), split).virtual_stage_layers
+    assert [i for stage in stages for i in stage.encoder] == list(range(encoder))
+    assert [i for stage in stages for i in stage.decoder] == list(range(decoder))
+    for happens_once in ("starts_encoder", "ends_encoder", "starts_decoder", "ends_decoder"):
+        assert sum(getattr(stage, happens_once) for stage in stages) == 1
+    layout = PipelineLayout(
+        family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=tuple(split)
+    )
+    counts = layout.counts(tuple(dict.fromkeys(layout.modules)))
+    assert counts[:, 1].tolist() == [len(stage.encoder) for stage in stages]
+    crossing = boundary_tensors(layout)
+    both = (BoundaryTensor.ENCODER, BoundaryTensor.DECODER)
+    assert crossing == tuple(both if stage.decoder else both[:1] for stage in stages[:-1])
