@@ -75,8 +75,9 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     from megatron_dynapipe.plan.codec import digest, encode
 
     start, processor_start = time.perf_counter(), time.process_time()
+    global_batch = batch.global_batch(iteration)
     try:
-        plan, seconds = planner.plan_timed(batch.global_batch(iteration), iteration)
+        plan, seconds = planner.plan_timed(global_batch, iteration)
     except (PlanningError, DataError) as error:
         seconds = {"total": time.perf_counter() - start}
         return _entry(batch, seconds) | {"error": error.message}, None
@@ -90,6 +91,7 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
         "padding_efficiency": totals.padding_efficiency,
         "shapes": len(plan.shapes),
         "digest": digest(plan),
+        **({} if planner.samples(global_batch).labels is None else {"head": "labels"}),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, plan
 
