@@ -96,14 +96,14 @@ ALL_SHARED = (
     [
         pytest.param("t5-v1.1", "", 1, None, id="t5-v1.1"),
         pytest.param("mixtral", ALL_SHARED, 4, None, id="mixtral, all shared", marks=pytest.mark.slow),
-        pytest.param("mixtral", ALL_SHARED, 4, 1e-2, id="mixtral, all shared, Adam", marks=pytest.mark.slow),
+        pytest.param("mixtral", ALL_SHARED, 4, 1e-8, id="mixtral, all shared, Adam", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_fine_tunes_as_its_source_does(
     tmp_path: Path, name: str, flags: str, ranks: int, eps: float | None
 ) -> None:
-    """Plain gradient descent shows a weight that is another one's multiple; Adam with a small eps enlarges rounding:
-    an update is the gradient's sign, however small it is."""
+    """Plain gradient descent shows a weight that is another one's multiple; Adam, whose updates are signs of gradients
+    however small, a gradient that is not the source's. Its settings have to be: Megatron decays and clips by default."""
     data, _ = converted(tmp_path, name, VOCABULARY)
     rate = 0.1 if eps is None else 0.01
     arguments = {"folder": str(tmp_path / "hf"), "data": str(data), "rate": rate, "steps": 4, "eps": eps}
