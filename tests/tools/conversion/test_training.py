@@ -102,8 +102,8 @@ ALL_SHARED = (
 def test_a_model_fine_tunes_as_its_source_does(
     tmp_path: Path, name: str, flags: str, ranks: int, eps: float | None
 ) -> None:
-    """Plain gradient descent shows a weight that is another one's multiple; Adam, whose updates are signs of gradients
-    however small, a gradient that is not the source's. Its settings have to be: Megatron decays and clips by default."""
+    """Plain gradient descent shows a weight that is another one's multiple; Adam, whose updates are gradients' signs
+    however small they are, any that is not the source's. Settings have to be: Megatron decays and clips by default."""
     data, _ = converted(tmp_path, name, VOCABULARY)
     rate = 0.1 if eps is None else 0.01
     arguments = {"folder": str(tmp_path / "hf"), "data": str(data), "rate": rate, "steps": 4, "eps": eps}
