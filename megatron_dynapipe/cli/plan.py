@@ -76,22 +76,23 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
     from megatron_dynapipe.planning.limits import limits
 
     start, processor_start = time.perf_counter(), time.process_time()
+    global_batch = batch.global_batch(iteration)
     try:
-        lengths = batch.global_batch(iteration)
-        plan, seconds = planner.plan_timed(lengths, iteration)
+        plan, seconds = planner.plan_timed(global_batch, iteration)
     except (PlanningError, DataError) as error:
         seconds = {"total": time.perf_counter() - start}
         return _entry(batch, seconds) | {"error": error.message}, None
     encode(plan)  # is part of planning
     seconds["total"] = time.perf_counter() - start
     processor_seconds = time.process_time() - processor_start
-    totals, bounds = plan.totals, limits(planner, lengths, plan)
+    totals, bounds = plan.totals, limits(planner, global_batch, plan)
     return _entry(batch, seconds) | {
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
         "padding_efficiency": totals.padding_efficiency,
         "shapes": len(plan.shapes),
         "digest": digest(plan),
+        **({} if planner.samples(global_batch).labels is None else {"head": "labels"}),
         "limits": {name: bound / 1e6 for name, bound in bounds._asdict().items()},
         "of_limits": bounds.causes(totals.predicted_ns),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),

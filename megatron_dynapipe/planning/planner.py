@@ -246,7 +246,9 @@ class Planner:
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
         samples = Samples.of(batch, self.settings.family)
-        return samples if self.settings.partition is None else self.settings.partition.pad(samples)
+        if self.settings.partition is None:
+            return samples
+        return replace(self.settings.partition.pad(samples), labels=None)  # others run all positions
 
     def problem(self, samples: Samples, *, forward_only: bool = False) -> BatchProblem:
         """What is to be partitioned and scheduled."""
@@ -256,6 +258,7 @@ class Planner:
             targets=samples.targets,
             input_positions=samples.input_positions,
             target_positions=samples.target_positions,
+            labels=samples.labels,
             layouts=s.micro_batch_layouts,
             modes=self.tables,
             layout=self.layout,

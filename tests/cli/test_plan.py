@@ -60,6 +60,24 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
 
 
+def test_plans_of_what_counts(tmp_path, cost_file, capsys):
+    """All that counts is planned as what does not say; less is faster, and says so."""
+    file, found = {"format": "dynapipe-batches/1"}, {}
+    tokens = [60, 50, 40, 30, 20, 9, 8, 1]
+    for name, labels in {
+        "absent": {},
+        "all": {"labels": [59, 49, 39, 29, 19, 8, 7, 1]},
+        "few": {"labels": [1] * 8},
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(file | {"batches": [{"id": "b0", "input": tokens} | labels]}))
+        assert main(arguments("plan", path, cost_file, "--json")) == 0
+        (found[name],) = report(capsys)["iterations"]
+    assert found["all"]["digest"] == found["absent"]["digest"]
+    assert [plan.get("head") for plan in found.values()] == [None, None, "labels"]
+    assert found["few"]["predicted_ms"] < found["all"]["predicted_ms"]
+
+
 def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):
     file = json.loads(cost_file.read_text())
     file["keys"]["tp2_none"] = file["keys"]["tp1_none"] | {"tp": 2}
