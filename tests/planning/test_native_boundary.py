@@ -47,7 +47,7 @@ def good() -> dict[str, Any]:
         "forward_only": False,
         "peak_covers_backward": False,
         "bytes_per_position": 2048,
-        "held_per_position": 1,
+        "held_per_position": 0,
         "decoder_forward": np.array([False]),
         "decoder_backward": np.array([False]),
         "latency_ns": np.array([0.0]),
@@ -82,9 +82,10 @@ def test_good_input() -> None:
     assert rows[8:12].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
 
 
-def test_partitions_that_fit_nowhere_are_no_start() -> None:
+def test_where_no_partition_fits_samples_run_alone() -> None:
     assert core.BatchProblem(**good() | {"memory_limit": 0}).search(**search_arguments()) == []
-    assert core.BatchProblem(**good()).search(**search_arguments() | {"partitions": []}) == []
+    ((_, sizes, *_),) = core.BatchProblem(**good()).search(**search_arguments() | {"partitions": [], "evaluations": 0})
+    assert sizes == [1, 1, 1]
 
 
 def with_values(change: Any) -> list[Any]:
