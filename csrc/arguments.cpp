@@ -86,6 +86,8 @@ Problem problem_of(Keywords given) {
         .chains = given.values<int32_t>("chains"),
         .extras = given.values<int64_t>("extras"),
         .rows = {.kinds = static_cast<size_t>(given.get<int64_t>("kinds")), .read = {}},
+        .labels = given.values<int64_t>("labels"),
+        .labelled = given.values<int64_t>("labelled"),
     };
     require(problem.division >= Division::kOff && problem.division < Division::kDivisions, "a division that there is");
     require(problem.rows.kinds >= 1 && problem.rows.kinds <= 4096, "between 1 and 4096 kinds of modules");

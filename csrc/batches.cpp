@@ -31,6 +31,7 @@ const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, size_t mode, bo
         for (int32_t place : samples) {
             shape.input = std::max(shape.input, problem_.inputs[order_[place]]);
             shape.target = std::max(shape.target, problem_.targets[order_[place]]);
+            if (problem_.counts_labels()) shape.labels += problem_.labels[order_[place]];
         }
         const CostRow& row = costs_.row(mode, shape);
         if (row.fits) batch.costs = &row.costs;

@@ -119,16 +119,18 @@ public:
 
     // [kCosts * micro-batches][virtual stages], by kind of cost as PassCosts has them; and whether the cost model covers each
     std::tuple<Out, std::vector<bool>> costs(const Ints& sizes, const Ints& inputs, const Ints& targets,
-                                             const Ints& modes) {
+                                             const Ints& modes, const Ints& labels) {
         const size_t count = sizes.size(), stages = problem_.modules.size();
-        require(inputs.size() == count && targets.size() == count && modes.size() == count,
-                "a size, lengths and a mode for every micro-batch");
+        require(inputs.size() == count && targets.size() == count && modes.size() == count && labels.size() == count,
+                "a size, lengths, a mode and labels for every micro-batch");
         Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
         const std::lock_guard<std::mutex> guard(mutex_);
         for (size_t i = 0; i < count; ++i) {
             const int64_t mode = modes.data()[i];
-            const Shape shape = checked_shape(sizes.data()[i], inputs.data()[i], targets.data()[i], mode);
+            Shape shape = checked_shape(sizes.data()[i], inputs.data()[i], targets.data()[i], mode);
+            require(labels.data()[i] >= 0 && labels.data()[i] <= kLargestCoordinate * kLargestCoordinate, "labels from 0 to 2^40");
+            shape.labels = labels.data()[i];
             const CostRow& row = costs_->row(mode, shape);
             covered[i] = row.covered;
             for (size_t kind = 0; kind < kCosts; ++kind)
@@ -331,7 +333,8 @@ NB_MODULE(_native, module) {
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),
-             "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each micro-batch.")
+             "modes"_a.noconvert(), "labels"_a.noconvert(),
+             "Rows of costs, and whether the cost model covers each micro-batch.")
         .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input_length"_a, "target_length"_a, "mode"_a,
              "The first virtual stage on which a padded micro-batch has no costs, or -1.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),

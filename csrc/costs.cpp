@@ -1,5 +1,7 @@
 #include "costs.h"
 
+#include <numeric>
+
 #include "memory.h"
 
 namespace dynapipe {
@@ -18,6 +20,8 @@ CostCache::CostCache(const Problem& problem)
     }
     type_summaries_.resize(types_.size());
     for (const StageModules& type : types_) ends_ = std::max(ends_, type.ends());
+    label_sum_ = std::accumulate(problem.labels.begin(), problem.labels.end(), int64_t{0});
+    input_sum_ = std::accumulate(problem.inputs.begin(), problem.inputs.end(), int64_t{0});
 }
 
 std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t input, int64_t target) {
@@ -35,6 +39,13 @@ std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t 
     made->summaries_.resize(std::min<int64_t>(problem_.samples(), grid.sizes.points[present - 1]));
     made->stage_costs_.reserve(types_.size() * (kStageQuantities + ends_) * sizes);
     for (const StageModules& type : types_) type.append_costs(module_costs, sizes, ends_, made->stage_costs_);
+    if (!problem_.counts_labels()) return made;
+    std::vector<int64_t> labelled(module_costs.size(), 0);
+    for (size_t i = 0; i < problem_.rows.read.size(); ++i) {
+        const size_t row = problem_.rows.read[i] * sizes;
+        if (problem_.scaled_by_labels[i]) std::copy_n(module_costs.begin() + row, sizes, labelled.begin() + row);
+    }
+    for (const StageModules& type : types_) type.append_costs(labelled, sizes, ends_, made->labelled_costs_);
     return made;
 }
 
@@ -50,6 +61,25 @@ bool CostCache::interpolate_type(const BySize& by_size, size_t type, const Axis:
     at[kPeak] = std::max(at[kPeak], at[kStored]);
     for (size_t end = 0; end < ends_; ++end) at[kPeak] = std::max(at[kPeak], value(kStageQuantities + end));
     return at[kForward] != kAbsent;
+}
+
+// Takes away what positions without a label would cost modules that leave them out.
+void CostCache::leave_out_others(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
+                                 StageCosts& at) const {
+    if (!problem_.counts_labels()) return;
+    const size_t sizes = by_size.sizes_->points.size();
+    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1);
+    for (const Quantity quantity : {kForward, kBackward, kStored, kWeight}) {
+        const int64_t* values = by_size.labelled_costs_.data() + (type * (kStageQuantities + ends_) + quantity) * sizes;
+        const int64_t all = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
+        const int64_t others = positions - std::min(shape.labels, positions);
+        at[quantity] -= std::min(at[quantity], static_cast<int64_t>(static_cast<__int128>(all) * others / positions));
+    }
+}
+
+// As many of so many padded positions as count in the batch's samples, where it is not known which samples they are of.
+int64_t CostCache::usual_labels(int64_t positions) const {
+    return static_cast<__int128>(positions) * label_sum_ / std::max<int64_t>(input_sum_, 1);
 }
 
 // Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps: two
@@ -70,9 +100,11 @@ int64_t CostCache::message_bytes(size_t v, int64_t held, int64_t inputs, int64_t
 
 Summary CostCache::summarize(const BySize& by_size, int64_t size) {
     const Axis::Cell cell = by_size.sizes_->cell(size);
+    const Shape shape{size, by_size.input_, 0, usual_labels(size * by_size.input_)};
     for (size_t type = 0; type < types_.size(); ++type) {
         StageCosts at;
         if (!interpolate_type(by_size, type, cell, at)) return {0, 0, 0, true};
+        leave_out_others(by_size, type, cell, shape, at);
         const int64_t time = at[kForward] + (problem_.pipeline.forward_only ? 0 : at[kBackward]);
         type_summaries_[type] = {time, at[kStored], at[kPeak] - at[kStored]};
     }
@@ -102,7 +134,7 @@ Summary CostCache::summarize(const BySize& by_size, int64_t size) {
 
 const CostRow& CostCache::row(size_t mode, const Shape& shape) {
     BySize& by_size = this->by_size(mode, shape.input, shape.target);
-    const auto [found, added] = by_size.rows_.try_emplace(shape.size);
+    const auto [found, added] = by_size.rows_.try_emplace(shape.size << 41 | shape.labels);
     if (added) compute(by_size, shape, found->second);
     return found->second;
 }
@@ -119,6 +151,7 @@ void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row)
                 by_type_.clear();
                 break;
             }
+            leave_out_others(by_size, type, cell, shape, at);
             std::copy_n(at, static_cast<size_t>(kStageQuantities), by_type_.begin() + type * kStageQuantities);
         }
     }
@@ -136,15 +169,17 @@ int64_t CostCache::uncovered_stage(size_t mode, const Shape& shape) {
 }
 
 void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
-    int64_t inputs = 0, targets = 0;
+    int64_t inputs = 0, targets = 0, labels = 0;
     for (int32_t sample : samples) {
+        if (problem_.counts_labels()) labels += problem_.labels[sample];
         inputs += problem_.input_positions[sample];
         targets += problem_.target_positions[sample];
     }
     inputs = round_up(inputs, problem_.row_multiple);
     targets = round_up(targets, problem_.row_multiple);
+    labels = round_up(std::max<int64_t>(labels, 1), problem_.row_multiple);
     by_type_.clear();
-    if (packed_.module_costs(mode, {samples, inputs, targets}, module_costs_)) stage_costs();
+    if (packed_.module_costs(mode, {samples, inputs, targets, labels}, module_costs_)) stage_costs();
     fill(inputs, targets, row);
 }
 

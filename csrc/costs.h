@@ -17,6 +17,7 @@ namespace dynapipe {
 // The padded shape of a micro-batch.
 struct Shape {
     int64_t size, input, target;
+    int64_t labels = 0;  // positions that count, where not all do
 };
 
 // A micro-batch in the terms of the partition.
@@ -48,8 +49,9 @@ public:
         const Axis* sizes_;
         int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
+        std::vector<int64_t> labelled_costs_;  // likewise, of what is of positions with labels
         std::vector<Summary> summaries_;
-        std::unordered_map<int64_t, CostRow> rows_;
+        std::unordered_map<int64_t, CostRow> rows_;  // by size and labels
     };
 
     explicit CostCache(const Problem& problem);
@@ -91,11 +93,14 @@ private:
 
     std::unique_ptr<BySize> make_by_size(size_t mode, int64_t input, int64_t target);
     Summary summarize(const BySize& by_size, int64_t size);
+    int64_t usual_labels(int64_t positions) const;
     int64_t message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const;
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
     void stage_costs();
     void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
+    void leave_out_others(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
+                          StageCosts& at) const;
 
     const Problem& problem_;
     std::vector<StageModules> types_;  // the distinct stages
@@ -106,6 +111,7 @@ private:
     };
     std::vector<TypeSummary> type_summaries_;  // [types], of the micro-batch being summarized
     size_t ends_ = 0;  // that a type has at most
+    int64_t label_sum_, input_sum_;  // of all samples
     PackedCosts packed_;
     std::vector<int64_t> module_costs_, one_size_, by_type_;  // buffers: [rows], [rows of a type], [types][kStageQuantities]
 };

@@ -19,7 +19,7 @@ namespace dynapipe {
 // The samples of a packed row, as places in the problem, and its positions.
 struct PackedRow {
     const std::vector<int32_t>& samples;
-    int64_t inputs, targets;
+    int64_t inputs, targets, labels;
 };
 
 class PackedCosts {
@@ -44,6 +44,8 @@ private:
     bool add(size_t mode, size_t sample, int64_t positions);
     void sum(int64_t positions);
     void scatter(std::vector<int64_t>& out) const;
+    int64_t with_labels(size_t i, size_t sample, int64_t value) const;
+    bool add_linear(size_t mode, int64_t inputs, int64_t targets, int64_t labels, std::vector<int64_t>& out) const;
     void derive(const Grid& grid, size_t sample, Shares& shares) const;
     void measured(const PackedGrid& grid, size_t sample, Shares& shares) const;
 

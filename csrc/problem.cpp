@@ -64,6 +64,12 @@ void Problem::check() const {
     for (const Grid& grid : modes) grid.check(rows.count());
     for (const PackedGrid& grid : packed) grid.check(rows.count());
     check_chains();
+    if (!counts_labels()) return;
+    require(labels.size() == samples(), "labels of every sample");
+    for (size_t i = 0; i < samples(); ++i)
+        require(labels[i] >= 0 && labels[i] <= input_positions[i], "no more labels than positions");
+    require(labelled.size() == 2 && labelled[0] >= -1 && labelled[1] >= 0, "kinds of the last MLP and of the head");
+    for (int64_t kind : labelled) require(kind < static_cast<int64_t>(rows.kinds), "kinds of modules that there are");
 }
 
 void Problem::check_chains() const {
@@ -102,7 +108,14 @@ void Problem::choose_rows() {
         for (const PackedGrid& grid : packed)
             is_read = is_read || (grid.measured() && (holds_more_than_zeros(grid.linear, row, rows.count()) ||
                                                       holds_more_than_zeros(grid.attention, row, rows.count())));
-        if (is_read) rows.read.push_back(row);
+        if (!is_read) continue;
+        rows.read.push_back(row);
+        if (!counts_labels()) continue;
+        const bool is_head = static_cast<int64_t>(kind) == labelled[1];
+        const bool is_labelled = is_head || static_cast<int64_t>(kind) == labelled[0];
+        const bool is_time = quantity == kForward || quantity == kBackward || quantity == kWeight;
+        over_labels.push_back(is_labelled && quantity < kEntryStored);
+        scaled_by_labels.push_back(is_labelled && (is_time || (is_head && quantity == kStored)));
     }
     require(!rows.read.empty(), "a module on some stage");
     for (StageModules& stage : modules) stage.keep_peaks(rows);

@@ -45,7 +45,14 @@ struct Problem {
     std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
     std::vector<int64_t> extras;  // [modes][samples][kPieceRows] what a piece costs modules besides its share
     Rows rows = {};
+    // Where the last MLP and the head run positions with labels alone.
+    std::vector<int64_t> labels = {};    // [samples] how many count; empty where all do
+    std::vector<int64_t> labelled = {};  // kinds of that MLP, or -1, and of the head
+    // [rows that are read] whether a row is of such positions: in measured packed rows all costs but those of a stage's
+    // beginning; in costs derived from padded micro-batches' times, and what the head stores.
+    std::vector<uint8_t> over_labels = {}, scaled_by_labels = {};
 
+    bool counts_labels() const { return !labels.empty(); }
     bool is_cut() const { return !chains.empty(); }
     bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }
 

@@ -14,13 +14,15 @@ project = "megatron_dynapipe"
 author = "the authors of megatron_dynapipe"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 3
 exclude_patterns = ["results/*.md"]  # a table that README shows as a chart
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 html_theme = "furo"
-html_title = f"megatron_dynapipe {version}"
+html_title = "megatron_dynapipe"  # a version beside it would not fit the sidebar
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 

@@ -56,7 +56,7 @@ def machine_of(wanted: str) -> Machine:
 def count_gpus() -> int:
     """GPUs that the ranks' PyTorch can use, as a process of its own finds them, where there is a driver at all."""
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return 0
     ask = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"

@@ -32,7 +32,7 @@ def fastest_layer(device: torch.device) -> ModuleSpec:
     """Transformer Engine's where it is, else Megatron's local one around PyTorch's attention in one kernel."""
     args = get_args()
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec()  # not run yet
+        return get_gpt_layer_with_transformer_engine_spec()  # rehearsed, not run on a GPU
     norm = local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)
     return local_layer(get_gpt_layer_local_spec(normalization=args.normalization), norm, CoreAttention.SDPA)
 

@@ -26,6 +26,9 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     of_run = "truncate longer inputs and targets (default: those of --data as the run file of --model-config has it)"
     add("--max-seq-len", type=positive, metavar="N", help=of_run)
     add("--max-target-len", type=positive, metavar="N", help="truncate longer targets (default: as inputs)")
+    add(
+        "--loss", choices=("targets", "everything"), help="of --data: which tokens count (default: as the dataset says)"
+    )
     add("--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})")
 
 
@@ -49,8 +52,9 @@ def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
             seed=SEED if args.data_seed is None else args.data_seed,
             max_seq_len=max_seq_len,
             max_target_len=max_target_len,
+            loss_on=args.loss,
         )
-    for name in ("global_batch_size", "tokens_per_global_batch", "data_seed"):
+    for name in ("global_batch_size", "tokens_per_global_batch", "data_seed", "loss"):
         if getattr(args, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} goes with --data, and --batches was given",

@@ -9,7 +9,15 @@ import numpy as np
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings, read_task_ids
+from megatron_dynapipe.sampling import (
+    GlobalBatch,
+    LengthTable,
+    LongSamples,
+    Sampler,
+    SamplerSettings,
+    SpanTable,
+    read_task_ids,
+)
 from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-batches/1"
@@ -27,6 +35,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
         target: tokens of every sample's target; absent for decoder-only models.
         max_seq_len: the most tokens that an input or a target may have; None where nobody said.
         max_target_len: the most that a target may have, where that is another number.
+        labels: how many positions of each decoder-only sample count, its last ones; absent where all do.
     """
 
     id: str
@@ -34,6 +43,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
     target: list[_Length] | None = None
     max_seq_len: _Length | None = None
     max_target_len: _Length | None = None
+    labels: list[Annotated[int, msgspec.Meta(lt=2**31)]] | None = None
 
     def global_batch(self, iteration: int) -> GlobalBatch:
         """The batch as the planner takes it, its samples numbered by their place."""
@@ -43,6 +53,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
             sample_ids=np.arange(len(self.input)),
             input_lengths=np.array(self.input, np.int32),
             target_lengths=np.array(targets, np.int32),
+            labels=None if self.labels is None else np.array(self.labels, np.int32),
         )
 
 
@@ -56,11 +67,12 @@ def dataset_batches(
     tokens: int | None = None,
     max_seq_len: int | None = None,
     max_target_len: int | None = None,
+    loss_on: str | None = None,
 ) -> list[NamedBatch]:
     """The first global batches of a dataset's training split, as a run with this seed draws them, tasks at their rates.
 
     Each has so many samples, or `tokens` at most; longer inputs (decoder-only: with their targets) and longer targets
-    are truncated.
+    are truncated. What counts is as `loss_on` (`data.spans.LossOn`), else as the dataset says.
 
     Raises:
         DataError: the dataset is missing or damaged.
@@ -79,22 +91,22 @@ def dataset_batches(
         max_target_length=(max_target_len or meta.max_target_length) if has_targets else 0,
         long_samples=LongSamples.TRUNCATE,
         task_rates=meta.task_rates,
+        labels=not has_targets and (loss_on or meta.loss) == "targets",
     )
-    sampler = Sampler(lengths, settings, read_task_ids(folder, "train", len(lengths)) if settings.task_rates else None)
+    task_ids = read_task_ids(folder, "train", len(lengths)) if settings.task_rates else None
+    sampler = Sampler(lengths, settings, task_ids, SpanTable.read(folder / "train") if settings.labels else None)
     longest = sampler.longest(2)
-    named = []
-    for iteration in range(batches):
-        batch = sampler.batch(iteration)
-        named.append(
-            NamedBatch(
-                id=f"iteration-{iteration}",
-                input=batch.input_lengths.tolist(),
-                target=batch.target_lengths.tolist() if has_targets else None,
-                max_seq_len=int(longest.input_lengths.max()),
-                max_target_len=int(longest.target_lengths.max()) if has_targets else None,
-            )
+    return [
+        NamedBatch(
+            id=f"iteration-{batch.iteration}",
+            input=batch.input_lengths.tolist(),
+            target=batch.target_lengths.tolist() if has_targets else None,
+            max_seq_len=int(longest.input_lengths.max()),
+            max_target_len=int(longest.target_lengths.max()) if has_targets else None,
+            labels=None if batch.labels is None else batch.labels.tolist(),
         )
-    return named
+        for batch in map(sampler.batch, range(batches))
+    ]
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -125,6 +137,7 @@ def read_batches(
     for batch in file.batches:
         if batch.target is not None and len(batch.target) != len(batch.input):
             raise DataError(f"{path}: batch {batch.id} has {len(batch.input)} inputs and {len(batch.target)} targets")
+        _check_labels(path, batch)
     chosen = [batch for batch in file.batches if (batch.target is not None) == (family is ModelFamily.T5)]
     if not chosen:
         kind = "with" if family is ModelFamily.T5 else "without"
@@ -146,11 +159,34 @@ def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
         seen.add(batch.id)
 
 
+def _check_labels(path: Path, batch: NamedBatch) -> None:
+    """As many as samples, each between none and the sample's positions: its tokens but the first."""
+    if batch.labels is None:
+        return
+    if batch.target is not None or len(batch.labels) != len(batch.input):
+        raise DataError(
+            f"{path}: batch {batch.id}: expected labels of {len(batch.input)} decoder-only samples, got"
+            f" {len(batch.labels)}" + ("" if batch.target is None else " of samples with targets of their own"),
+            hint="labels say how many positions of each decoder-only sample count; leave them out where all do",
+        )
+    for sample, (labels, tokens) in enumerate(zip(batch.labels, batch.input, strict=True)):
+        if not 0 <= labels <= max(tokens - 1, 1):
+            raise DataError(
+                f"{path}: batch {batch.id}, sample {sample}: expected 0 to {max(tokens - 1, 1)} labels of {tokens}"
+                f" tokens, got {labels}",
+                hint="every position but the last predicts a token, which may count",
+            )
+
+
 def _truncated(batch: NamedBatch, most_input: int | None, most_target: int | None) -> NamedBatch:
     if most_input is not None:
         known = batch.max_seq_len or most_input
         batch = msgspec.structs.replace(
-            batch, input=[min(n, most_input) for n in batch.input], max_seq_len=min(known, most_input)
+            batch,
+            input=[min(n, most_input) for n in batch.input],
+            max_seq_len=min(known, most_input),
+            labels=batch.labels
+            and [max(labels - max(n - most_input, 0), 0) for labels, n in zip(batch.labels, batch.input, strict=True)],
         )
     if most_target is not None and batch.target is not None:
         known = batch.max_target_len or batch.max_seq_len or most_target

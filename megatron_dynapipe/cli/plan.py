@@ -73,23 +73,28 @@ def run(args: argparse.Namespace) -> int:
 def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
     """The batch's entry in the report, and its plan, if there is one."""
     from megatron_dynapipe.plan.codec import digest, encode
+    from megatron_dynapipe.planning.limits import limits
 
     start, processor_start = time.perf_counter(), time.process_time()
+    global_batch = batch.global_batch(iteration)
     try:
-        plan, seconds = planner.plan_timed(batch.global_batch(iteration), iteration)
+        plan, seconds = planner.plan_timed(global_batch, iteration)
     except (PlanningError, DataError) as error:
         seconds = {"total": time.perf_counter() - start}
         return _entry(batch, seconds) | {"error": error.message}, None
     encode(plan)  # is part of planning
     seconds["total"] = time.perf_counter() - start
     processor_seconds = time.process_time() - processor_start
-    totals = plan.totals
+    totals, bounds = plan.totals, limits(planner, global_batch, plan)
     return _entry(batch, seconds) | {
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
         "padding_efficiency": totals.padding_efficiency,
         "shapes": len(plan.shapes),
         "digest": digest(plan),
+        **({} if planner.samples(global_batch).labels is None else {"head": "labels"}),
+        "limits": {name: bound / 1e6 for name, bound in bounds._asdict().items()},
+        "of_limits": bounds.causes(totals.predicted_ns),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, plan
 
@@ -116,6 +121,8 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
         "padding_efficiency": None,
         "shapes": None,
         "digest": None,
+        "limits": None,
+        "of_limits": None,
         "error": None,
         "replicas": [],
     }
@@ -167,4 +174,5 @@ def _line(entry: dict[str, Any]) -> str:
     return (
         f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches ({entry['shapes']} shapes), "
         f"padding efficiency {entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
+        f"\n  {entry['of_limits']}"
     )

@@ -82,6 +82,8 @@ def piece_costs(
     costs[:, 0, [Quantity.STORED, Quantity.PEAK]] += (2 * tables.key_value_channels * own * kept)[:, None]
     if tables.packed is None and tables.division is not None:
         _divide(costs, tables, tables.division, recompute, own, before)
+    # An MLP's peak lies above what its attention stores, a piece's too.
+    costs[:, 1, Quantity.PEAK] = np.maximum(costs[:, 0, Quantity.PEAK] - costs[:, 0, Quantity.STORED], 0)
     return costs
 
 

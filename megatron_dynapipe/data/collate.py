@@ -11,9 +11,12 @@ packed, sequences a b c d and x y z         packed, inputs a b c and d, targets 
   labels    b c d y z . . .                 decoder tokens  ^ x y . ^ z . .      positions as planned: one is spare
   loss mask 1 1 1 1 1 0 0 0                 labels          x y $ . z $ . .
                                             loss mask       1 1 1 0 1 1 0 0
+
+decoder-only, losses of targets d and z, of which alone the head is run
+  rows      2 4 0 0 0 0 0 0                 labels d z b b b b b b      loss mask 1 1 0 0 0 0 0 0
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,11 +26,11 @@ import torch
 from torch import Tensor
 
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
-from megatron_dynapipe.data.spans import LossOn, SpanTable, learned, truncated
+from megatron_dynapipe.data.spans import LossOn, learned, truncated
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling.long_samples import TruncationSide
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, input_positions
+from megatron_dynapipe.sampling import SpanTable, TruncationSide
+from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +41,13 @@ class RequiredFields:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).
         decoder_tokens: the decoder's input tokens, on the first decoder stage; encoder–decoder only.
         labels: labels and loss mask, on the last stage.
+        rows_alone: where a decoder-only model's losses are of targets, labels are those that count alone.
     """
 
     tokens: bool = False
     decoder_tokens: bool = False
     labels: bool = False
+    rows_alone: bool = False
 
     @property
     def text(self) -> bool:
@@ -67,6 +72,8 @@ class HostMicroBatch:
         labels: int64[b, t], decoder-only int64[b, s].
         loss_mask: float32 like labels, 1 where a label counts, 0 at padding.
         tasks: int64 like labels, the task of each position's sample; of evaluations alone.
+        rows: int64[n], position · b + sample of each label; then labels, loss mask and tasks are [1, n]. None where
+            there is a label for each position.
     """
 
     index: int
@@ -81,6 +88,7 @@ class HostMicroBatch:
     labels: Tensor | None
     loss_mask: Tensor | None
     tasks: Tensor | None = None
+    rows: Tensor | None = None
 
 
 class SampleReader(Protocol):
@@ -186,13 +194,10 @@ class Collator:
             put(loss_mask, starts[number], counts)
             if self.task_ids is not None:
                 put(tasks, starts[number], np.full(len(targets), self.task_ids[sample], np.int64))
-        arrays: dict[str, npt.NDArray[Any] | None] = {
-            "tokens": tokens,
-            "decoder_tokens": decoder_tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "tasks": tasks,
-        }
+        arrays: dict[str, npt.NDArray[Any] | None] = {"tokens": tokens, "decoder_tokens": decoder_tokens}
+        arrays |= {"labels": labels, "loss_mask": loss_mask, "tasks": tasks}
+        if loss_mask is not None and needed.rows_alone and not has_decoder and self.loss_on is LossOn.TARGETS:
+            arrays |= _rows_alone(loss_mask, {"labels": labels, "loss_mask": loss_mask, "tasks": tasks})
         return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
     def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
@@ -221,3 +226,22 @@ class Collator:
 
     def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
         return np.full((plan.shape.size, length), self.special.pad_id, np.int64)
+
+
+def _rows_alone(
+    counts: npt.NDArray[np.float32], of_positions: Mapping[str, npt.NDArray[Any] | None]
+) -> dict[str, npt.NDArray[Any] | None]:
+    """The positions that count, padded by some that do not, and what is theirs: `[b, s]` → `[1, n]`.
+
+    Nothing where that would be all positions.
+    """
+    counting = np.flatnonzero(counts.T)
+    length = max(round_up(len(counting)), LENGTH_MULTIPLE)
+    if length >= counts.size:
+        return {}
+    rows = np.pad(counting, (0, length - len(counting)))
+    taken = {name: None if array is None else array.T.reshape(1, -1)[:, rows] for name, array in of_positions.items()}
+    loss_mask = taken["loss_mask"]
+    assert loss_mask is not None
+    loss_mask[:, len(counting) :] = 0
+    return {**taken, "rows": rows}

@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import open_regular
+from megatron_dynapipe.sampling import spans_path
 from megatron_dynapipe.sampling.lengths import data_path, index_path, task_ids_path
 
 WHOLE_BYTES = 2_000_000_000
@@ -47,11 +48,6 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def checksums_path(prefix: Path) -> Path:
     """Where a split keeps the checksum of each sample: uint32[samples], CRC-32 of the bytes of its tokens."""
     return prefix.with_name(prefix.name + ".crc32.npy")
-
-
-def spans_path(prefix: Path) -> Path:
-    """Where a split keeps parts of inputs that are to be learned, too: int64[m, 3], (sample, first, end)."""
-    return prefix.with_name(prefix.name + ".spans.npy")
 
 
 def manifest_path(folder: Path) -> Path:

@@ -47,6 +47,8 @@ class BatchProblem:
         ordered_starts: bool,
         chains: npt.NDArray[np.int32],
         extras: _Ints,
+        labels: _Ints,
+        labelled: _Ints,
         division: int,
     ) -> None: ...
     def partition(
@@ -67,7 +69,9 @@ class BatchProblem:
         Per replica; empty where none fits. -1 evaluations take the default.
         """
 
-    def costs(self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
+    def costs(
+        self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints, labels: _Ints
+    ) -> tuple[_Ints, list[bool]]:
         """`[9 * micro-batches, virtual stages]`, by kind of cost, and whether the cost model covers each."""
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:

@@ -136,6 +136,7 @@ class _Trials:
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
+        self._counting = _share_that_counts(batches)
         self._work = self._alone()
 
     @property
@@ -218,11 +219,8 @@ class _Trials:
         """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
         s = self._settings
         layout = replace(s.layout, layers_per_stage=split)
-        times = (
-            stage_times(self._work, self._tables(s.recompute[0]).kinds, layout)
-            .reshape(-1, s.chunks, layout.stages)
-            .sum(axis=1)
-        )
+        times = stage_times(self._work, self._tables(s.recompute[0]).kinds, layout, self._counting)
+        times = times.reshape(-1, s.chunks, layout.stages).sum(axis=1)
         warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
         return int(times.sum(axis=0).max() // s.data_parallel + warmup)
 
@@ -280,6 +278,7 @@ class _Trials:
                     sample_ids=batch.sample_ids[rows],
                     input_lengths=batch.input_lengths[rows],
                     target_lengths=batch.target_lengths[rows],
+                    labels=None if batch.labels is None else batch.labels[rows],
                 )
             )
         return batches, left_out
@@ -300,16 +299,28 @@ class _Trials:
             return None
 
 
-def stage_times(work: IntArray, kinds: Sequence[Kind], layout: PipelineLayout) -> IntArray:
+def stage_times(work: IntArray, kinds: Sequence[Kind], layout: PipelineLayout, counting: float = 1.0) -> IntArray:
     """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
 
     Args:
         work: modules' costs of every micro-batch, `[micro-batches, kinds, len(Quantity)]`.
         kinds: of the modules.
         layout: modules of every virtual stage.
+        counting: share of positions that count, over which alone the last MLP and the head run.
     """
     times = work[:, :, Quantity.FORWARD] + work[:, :, Quantity.BACKWARD]
-    return np.asarray(times @ layout.counts(kinds).T)
+    by_stage = times @ layout.counts(kinds).T
+    last = len(layout.modules) - 1
+    for module in (last - 1, last) if counting < 1 else ():
+        left_out = np.rint(times[:, kinds.index(layout.modules[module])] * (1 - counting)).astype(np.int64)
+        by_stage[:, np.searchsorted(layout.cuts, module, side="right")] -= left_out
+    return np.asarray(by_stage)
+
+
+def _share_that_counts(batches: Sequence[GlobalBatch]) -> float:
+    """Of the positions of batches of decoder-only samples."""
+    labels = [batch.input_lengths if batch.labels is None else batch.labels for batch in batches]
+    return sum(int(some.sum()) for some in labels) / max(sum(int(batch.input_lengths.sum()) for batch in batches), 1)
 
 
 def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:

@@ -188,6 +188,7 @@ def of_pieces(
         inputs=round_up_all(own),
         targets=np.zeros_like(own),
         starts=pieces.start,
+        labels=None if samples.labels is None else _labels(samples.labels[pieces.sample], pieces),
     )
     extras = [
         piece_costs(
@@ -206,8 +207,14 @@ def of_pieces(
         targets=entries.targets,
         input_positions=entries.input_positions,
         target_positions=entries.target_positions,
+        labels=entries.labels,
         chains=pieces.chains.astype(np.int32),
         piece_costs=np.stack(extras),
     )
     partitioned = OrderedPartitions(order=by_length(entries.inputs, entries.targets), partitions=())
     return CutBatch(pieces=pieces, samples=entries, problem=cut_problem, partitioned=partitioned)
+
+
+def _labels(of_samples: IntArray, pieces: Pieces) -> IntArray:
+    """Positions of each piece that count, where a sample's last ones do."""
+    return np.asarray(np.maximum(pieces.end - np.maximum(pieces.start, pieces.length - of_samples), 0), np.int64)

@@ -60,15 +60,15 @@ class Planner:
         self.cost_model = cost_model
         self.layout = settings.layout
         self._links = settings.links
-        self._tables = tuple(settings.tables(cost_model, mode) for mode in settings.recompute)
-        if self.layout.has_halves and not all(tables.division for tables in self._tables):
+        self.tables = tuple(settings.tables(cost_model, mode) for mode in settings.recompute)
+        if self.layout.has_halves and not all(tables.division for tables in self.tables):
             raise CostModelError(
                 f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
                 f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
                 hint="give whole layers, or measure the model with `megatron-dynapipe profile`",
             )
-        self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables)
-        states = np.stack([self._model_state(tables) for tables in self._tables])
+        self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
+        states = np.stack([self._model_state(tables) for tables in self.tables])
         self.model_state_bytes: IntArray = states.max(axis=0)
         if self.model_state_bytes.max() >= settings.memory_limit_bytes:
             stage = int(self.model_state_bytes.argmax())
@@ -246,7 +246,9 @@ class Planner:
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
         samples = Samples.of(batch, self.settings.family)
-        return samples if self.settings.partition is None else self.settings.partition.pad(samples)
+        if self.settings.partition is None:
+            return samples
+        return replace(self.settings.partition.pad(samples), labels=None)  # others run all positions
 
     def problem(self, samples: Samples, *, forward_only: bool = False) -> BatchProblem:
         """What is to be partitioned and scheduled."""
@@ -256,8 +258,9 @@ class Planner:
             targets=samples.targets,
             input_positions=samples.input_positions,
             target_positions=samples.target_positions,
+            labels=samples.labels,
             layouts=s.micro_batch_layouts,
-            modes=self._tables,
+            modes=self.tables,
             layout=self.layout,
             model_state_bytes=self.model_state_bytes,
             memory_limit_bytes=s.memory_limit_bytes,
@@ -297,7 +300,7 @@ class Planner:
 
         So it is where packed rows cost what is derived from padded ones: they cost no more.
         """
-        derived = all(tables.packed is None for tables in self._tables)
+        derived = all(tables.packed is None for tables in self.tables)
         return derived and set(self.settings.micro_batch_layouts) == set(BatchLayout)
 
     def _partition(self, problem: BatchProblem, orders: list[IntArray]) -> OrderedPartitions:

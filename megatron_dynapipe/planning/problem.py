@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostTables, Links, PipelineLayout, Quantity
+from megatron_dynapipe.cost.tables import HEAD, MLP
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
@@ -104,6 +105,8 @@ class BatchProblem:
             follow one another.
         piece_costs: int64[modes, samples, 2, len(Quantity)], what pieces cost besides (`cost.pieces`).
         division: whether backward passes may be divided: where that is faster, or all that can be.
+        labels: int64[samples], positions that count, over which alone the head and, but for experts, the last MLP run;
+            None where all count.
     """
 
     inputs: IntArray
@@ -126,6 +129,7 @@ class BatchProblem:
     chains: npt.NDArray[np.int32] | None = None
     piece_costs: IntArray | None = None
     division: SplitBackward = "off"
+    labels: IntArray | None = None
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -135,6 +139,14 @@ class BatchProblem:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
         layout, kinds = self.layout, self.modes[0].kinds if self.modes else ()
+        modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
+        labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
+        if self.labels is not None:
+            labels, labelled = np.ascontiguousarray(self.labels), np.array([-1, kinds.index(HEAD)])
+            if layout.modules[-2] == MLP and self.modes[0].state.expert_kind != MLP:
+                # The last MLP gets a kind of its own. Experts may want all positions (`integration.models.experts`).
+                doubled = kinds.index(MLP)
+                modules[-2] = labelled[0] = len(kinds)
         try:
             return core.BatchProblem(
                 inputs=np.ascontiguousarray(self.inputs),
@@ -143,10 +155,12 @@ class BatchProblem:
                 target_positions=np.ascontiguousarray(self.target_positions),
                 may_pad=BatchLayout.PADDED in self.layouts,
                 may_pack=BatchLayout.PACKED in self.layouts,
-                modes=[_mode(tables) for tables in self.modes],
-                packed=[_packed_mode(tables) for tables in self.modes],
-                kinds=len(kinds),
-                modules=np.array([kinds.index(kind) for kind in layout.modules], np.int64),
+                modes=[_mode(tables, doubled) for tables in self.modes],
+                packed=[_packed_mode(tables, doubled) for tables in self.modes],
+                kinds=len(kinds) + (doubled is not None),
+                modules=modules,
+                labels=labels,
+                labelled=labelled,
                 cuts=layout.cuts,
                 even_two=layout.decoder_layers > 0 or len(layout.expert_layers) > 0,
                 chunks=layout.chunks,
@@ -189,7 +203,11 @@ class BatchProblem:
         covered = np.zeros(len(members), np.bool_)
         if not packed.all():
             shapes = [self.shape(samples) for samples, each in zip(members, packed, strict=True) if not each]
-            rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed])
+            labels = None
+            if self.labels is not None:
+                rows_of = zip(members, packed, strict=True)
+                labels = np.array([self.labels[samples].sum() for samples, each in rows_of if not each], np.int64)
+            rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed], labels)
         if packed.any():
             chosen = [samples for samples, each in zip(members, packed, strict=True) if each]
             sizes = np.array([len(samples) for samples in chosen], np.int64)
@@ -199,19 +217,25 @@ class BatchProblem:
             rows[:, packed] = found.reshape(_COSTS, len(chosen), -1)
         return self._schedule_problem(rows), covered
 
-    def costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple["ScheduleProblem", BoolArray]:
+    def costs(
+        self, shapes: Sequence[Shape] | IntArray, modes: IntArray, labels: IntArray | None = None
+    ) -> tuple["ScheduleProblem", BoolArray]:
         """Costs of micro-batches on every virtual stage, and whether the cost model covers each: bool[micro-batches].
 
         Args:
             shapes: of each micro-batch; `[micro-batches, 3]`.
             modes: int64[micro-batches], its recompute mode as an index of `modes`.
+            labels: int64[micro-batches], positions that count; None for all.
         """
-        rows, covered = self._padded_costs(shapes, modes)
+        rows, covered = self._padded_costs(shapes, modes, labels)
         return self._schedule_problem(rows), covered
 
-    def _padded_costs(self, shapes: Sequence[Shape] | IntArray, modes: IntArray) -> tuple[IntArray, BoolArray]:
+    def _padded_costs(
+        self, shapes: Sequence[Shape] | IntArray, modes: IntArray, labels: IntArray | None
+    ) -> tuple[IntArray, BoolArray]:
         sizes, inputs, targets = (np.ascontiguousarray(column) for column in np.asarray(shapes, np.int64).T)
-        rows, covered = self.native.costs(sizes=sizes, inputs=inputs, targets=targets, modes=modes)
+        labels = sizes * inputs if labels is None else labels
+        rows, covered = self.native.costs(sizes=sizes, inputs=inputs, targets=targets, modes=modes, labels=labels)
         return rows.reshape(_COSTS, len(sizes), -1), np.array(covered, np.bool_)
 
     def _schedule_problem(self, rows: IntArray) -> "ScheduleProblem":
@@ -229,18 +253,23 @@ class BatchProblem:
         )
 
 
-def _mode(tables: CostTables) -> tuple[IntArray, ...]:
+def _with(values: IntArray, doubled: int | None) -> IntArray:
+    """Costs by kind, with one of the kinds again at the end."""
+    return np.ascontiguousarray(values if doubled is None else np.concatenate([values, values[doubled : doubled + 1]]))
+
+
+def _mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...]:
     separate = tables.values if tables.separate is None else tables.separate
-    return (tables.sizes, tables.inputs, tables.targets, *map(np.ascontiguousarray, (tables.values, separate)))
+    return (tables.sizes, tables.inputs, tables.targets, _with(tables.values, doubled), _with(separate, doubled))
 
 
-def _packed_mode(tables: CostTables) -> tuple[IntArray, ...]:
+def _packed_mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...]:
     """Costs of packed rows; empty where they are derived."""
     packed = tables.packed
     if packed is None:
         axis, values = np.zeros(0, np.int64), np.zeros((0, 0, 0, 0), np.int64)
         return axis, axis, values, axis, axis, values
-    linear, attention = np.ascontiguousarray(packed.linear), np.ascontiguousarray(packed.attention)
+    linear, attention = _with(packed.linear, doubled), _with(packed.attention, doubled)
     return packed.row_inputs, packed.row_targets, linear, packed.inputs, packed.targets, attention
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_dynapipe.cost import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
@@ -23,7 +24,12 @@ from megatron_dynapipe.units import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Samples with their lengths in tokens, in positions and in padded positions: int64[samples] each."""
+    """Samples with their lengths in tokens, in positions and in padded positions: int64[samples] each.
+
+    Attributes:
+        labels: positions of each that count; None where all do.
+        starts: where samples are cut: the first position of each entry, which may be a piece (`planning.pieces`).
+    """
 
     ids: IntArray
     input_tokens: IntArray
@@ -32,8 +38,8 @@ class Samples:
     target_positions: IntArray
     inputs: IntArray
     targets: IntArray
+    labels: IntArray | None = None
     starts: IntArray | None = None
-    """Where samples are cut: the first position of each entry, which may be a piece of a sample (`planning.pieces`)."""
 
     def pieces_of(self, members: IntArray) -> tuple[Piece, ...]:
         """The positions of each of some entries, if one of them is a piece; else none."""
@@ -72,6 +78,7 @@ class Samples:
             target_positions=targets,
             inputs=round_up_all(inputs),
             targets=round_up_all(targets),
+            labels=None if all_count(batch.labels, inputs) else np.asarray(batch.labels, np.int64),
         )
 
     def padded(self, input_length: int | None, target_length: int | None) -> Self:
@@ -90,6 +97,11 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
         return replace(self, inputs=inputs, targets=targets)
+
+
+def all_count(labels: npt.NDArray[np.int32] | None, positions: IntArray) -> bool:
+    """Whether all positions of all samples count."""
+    return labels is None or bool((labels >= positions).all())
 
 
 def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
@@ -126,7 +138,7 @@ def _alone(problem: BatchProblem) -> list[tuple[BoolArray, IntArray]]:
     shapes = np.stack([np.ones_like(problem.inputs), problem.inputs, problem.targets], axis=1)
     found = []
     for mode in range(len(problem.modes)):
-        costs, covered = problem.costs(shapes, np.full(len(shapes), mode, np.int64))
+        costs, covered = problem.costs(shapes, np.full(len(shapes), mode, np.int64), problem.labels)
         found.append((covered, costs.bytes_alone - memory_bytes))
     return found
 

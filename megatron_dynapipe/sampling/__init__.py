@@ -4,3 +4,4 @@ from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, TruncationSide
 from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings, long_by_task
+from megatron_dynapipe.sampling.spans import SpanTable, spans_path

@@ -17,6 +17,7 @@ from megatron_dynapipe.sampling.batches import (
 )
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
+from megatron_dynapipe.sampling.spans import SpanTable
 from megatron_dynapipe.units import ModelFamily
 
 MOST_SHUFFLED = 2**22
@@ -37,6 +38,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
         last_batch: what becomes of an epoch's end that does not fill a batch.
         epochs: after which no samples come; None for never.
+        labels: whether batches say how many positions count: those of targets, and of earlier turns.
     """
 
     family: ModelFamily
@@ -49,6 +51,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokens_per_iteration: int | None = None
     last_batch: LastBatch = LastBatch.CONTINUE
     epochs: int | None = None
+    labels: bool = False
 
     def __post_init__(self) -> None:
         least = {
@@ -77,12 +80,14 @@ class GlobalBatch:
         sample_ids: int64[n], documents of the split.
         input_lengths: int32[n]; for decoder-only models, of input and target together.
         target_lengths: int32[n]; 0 for decoder-only models.
+        labels: int32[n], positions of decoder-only samples that count; None where all do.
     """
 
     iteration: int
     sample_ids: npt.NDArray[np.int64]
     input_lengths: npt.NDArray[np.int32]
     target_lengths: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -105,6 +110,7 @@ class GlobalBatch:
                 sample_ids=self.sample_ids[at],
                 input_lengths=self.input_lengths[at],
                 target_lengths=self.target_lengths[at],
+                labels=None if self.labels is None else self.labels[at],
             )
             for at in places
             if len(at)
@@ -121,6 +127,7 @@ class Sampler:
         lengths: tokens of every sample of the split.
         settings: what decides the order.
         task_ids: int16[n], the task of each sample; where `settings.task_rates`.
+        spans: what counts besides targets; where `settings.labels`.
 
     Attributes:
         report: how many samples were longer than the maximum, and what was done with them.
@@ -132,9 +139,15 @@ class Sampler:
     """
 
     def __init__(
-        self, lengths: LengthTable, settings: SamplerSettings, task_ids: npt.NDArray[np.int16] | None = None
+        self,
+        lengths: LengthTable,
+        settings: SamplerSettings,
+        task_ids: npt.NDArray[np.int16] | None = None,
+        spans: SpanTable | None = None,
     ) -> None:
         self.settings = settings
+        self._table = lengths
+        self._turns = None if spans is None or not len(spans.rows) else spans.tokens(len(lengths))
         self.report: LongSampleReport
         self._usable, self.report = apply_maximum(lengths, settings)
         self._order = self._order_of(lengths, task_ids)
@@ -168,7 +181,16 @@ class Sampler:
 
     def _batch(self, iteration: int, ids: npt.NDArray[np.int64]) -> GlobalBatch:
         inputs, targets = self._usable.lengths(ids)
-        return GlobalBatch(iteration=iteration, sample_ids=ids, input_lengths=inputs, target_lengths=targets)
+        labels = self._labels(ids, inputs) if self.settings.labels else None
+        return GlobalBatch(
+            iteration=iteration, sample_ids=ids, input_lengths=inputs, target_lengths=targets, labels=labels
+        )
+
+    def _labels(self, ids: npt.NDArray[np.int64], planned: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Positions that count, where samples lose their last tokens if they lose any."""
+        table, turns = self._table, 0 if self._turns is None else self._turns[ids]
+        lost = table.input[ids] + table.target[ids] - planned
+        return np.clip(table.target[ids] + turns - lost, 0, np.maximum(planned - 1, 1)).astype(np.int32)
 
     def _tokens(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens of the samples at places of the stream."""

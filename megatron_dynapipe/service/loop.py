@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.plan.codec import encode_entries
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.sampling import LengthTable, Sampler, read_task_ids
+from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import PlanStore
@@ -54,7 +54,8 @@ def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
     """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
     lengths = LengthTable.read(folder, split.name)
     tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.task_rates else None
-    return Sampler(lengths, split.sampler, tasks)
+    spans = SpanTable.read(folder / split.name) if split.sampler.labels else None
+    return Sampler(lengths, split.sampler, tasks, spans)
 
 
 _LOOK_S = 5.0

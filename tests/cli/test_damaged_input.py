@@ -23,6 +23,12 @@ def file_of(*batches: dict[str, Any]) -> bytes:
 
 
 NAMES = ["../../outside", "/tmp/outside", "a/b", ".", "..", ".hidden", "", "a\0b", "x" * 129]
+LABELS = [
+    ([5, -1], "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got -1"),
+    ([5, 8], "batch a, sample 1: expected 0 to 7 labels of 8 tokens, got 8"),
+    ([5], "batch a: expected labels of 2 decoder-only samples, got 1"),
+    ([5, 6, 7], "batch a: expected labels of 2 decoder-only samples, got 3"),
+]
 UNREADABLE = [
     # content of a batches file, a part of the message
     *((text, "is not a batches file") for text in (b"{", b"", b"[" * 100_000)),
@@ -33,6 +39,7 @@ UNREADABLE = [
     *((file_of({"id": "b0", "input": [8, n]}), "$.batches[0].input[1]") for n in (-1, 0, 2**31, 2**70, 1.5)),
     *((file_of({"id": name, "input": [8, 9]}), "letters, digits, dots, dashes or underscores") for name in NAMES),
     (file_of({"id": "b", "input": [8]}, {"id": "b", "input": [9]}), "expected every id once, got 'b' twice"),
+    *((file_of({"id": "a", "input": [9, 8], "labels": labels}), said) for labels, said in LABELS),
 ]
 
 

@@ -27,6 +27,8 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
     assert all(set(stage) == passes for stage in replica["stages"])
     assert good["predicted_ms"] == max(replica["predicted_ms"] for replica in good["replicas"])
     assert len(good["digest"]) == 32
+    ladder = [*good["limits"].values(), good["predicted_ms"]]
+    assert list(good["limits"]) == ["devices", "stages", "memory", "micro_batches"] and ladder == sorted(ladder)
     assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
 
 
@@ -34,7 +36,8 @@ def test_plan_for_people(batches_file, cost_file, tmp_path, capsys) -> None:
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path / "plans"))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("b0: ") and " shapes), padding efficiency" in lines[0]
-    assert lines[1].startswith("b1: no plan")
+    assert "% of the limit: stages " in lines[1]
+    assert lines[2].startswith("b1: no plan")
     assert main(["verify", str(tmp_path / "plans" / "b0.plan")]) == 0
     for command in ("plan", "compare"):  # 1 where no batch has a plan, 0 where some have
         capsys.readouterr()
@@ -55,6 +58,24 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     assert main(arguments("plan", batches_file, cost_file, "--layer-split", "auto")) == 0
     assert re.match(r"layers per stage: \d,\d\n", capsys.readouterr().out)
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
+
+
+def test_plans_of_what_counts(tmp_path, cost_file, capsys):
+    """All that counts is planned as what does not say; less is faster, and says so."""
+    file, found = {"format": "dynapipe-batches/1"}, {}
+    tokens = [60, 50, 40, 30, 20, 9, 8, 1]
+    for name, labels in {
+        "absent": {},
+        "all": {"labels": [59, 49, 39, 29, 19, 8, 7, 1]},
+        "few": {"labels": [1] * 8},
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(file | {"batches": [{"id": "b0", "input": tokens} | labels]}))
+        assert main(arguments("plan", path, cost_file, "--json")) == 0
+        (found[name],) = report(capsys)["iterations"]
+    assert found["all"]["digest"] == found["absent"]["digest"]
+    assert [plan.get("head") for plan in found.values()] == [None, None, "labels"]
+    assert found["few"]["predicted_ms"] < found["all"]["predicted_ms"]
 
 
 def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):

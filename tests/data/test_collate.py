@@ -11,10 +11,10 @@ import torch
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import in_one_buffer
-from megatron_dynapipe.data.spans import LossOn, SpanTable
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling import TruncationSide
+from megatron_dynapipe.sampling import SpanTable, TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
@@ -194,6 +194,39 @@ def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens
     assert rows(batch.tokens)[0][: planned - 1] == tokens
     assert rows(batch.loss_mask) == [[*counts, *[0] * (9 - planned)]]
     assert rows(batch.labels)[0][: planned - 2] == tokens[1:]
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        # Position · samples + sample of each label: an earlier turn's, then the target's; some that do not count.
+        (([0], Shape(1, 16), [9]), ([1, 2, 5, 6, 7, 0, 0, 0], [3, 4, 7, 8, 9, 2, 2, 2], 5)),
+        (([0, 1], Shape(2, 8), [9, 4]), ([2, 4, 5, 10, 12, 14, 0, 0], [3, 4, 8, 7, 8, 9, 2, 2], 6)),
+        (([2], Shape(1, 16), [6]), ([0] * 8, [7] * 8, 0)),
+        (([0], Shape(1, 8), [9]), None),  # as many rows as positions
+    ],
+)
+def test_rows_of_what_counts(plan: tuple[list[int], Shape, list[int]], expected: tuple[list[int], ...] | None) -> None:
+    ids, shape, planned = plan
+    reader = [*CHAT, ([5, 6, 7], [8]), ([6, 7, 8, 9, 1, 2], [])]
+    collator = Collator(
+        required=RequiredFields(labels=True, rows_alone=True),
+        reader=[(np.array(given, np.int64), np.array(wanted, np.int64)) for given, wanted in reader],
+        special=SimpleNamespace(pad_id=0, bos_id=1, eos_id=2),
+        loss_on=LossOn.TARGETS,
+        spans=TURNS,
+        task_ids=np.array([4, 5, 6], np.int16),
+    )
+    batch = collator(0, micro_batch(ids, shape, inputs=planned, targets=[0] * len(ids)), ModelFamily.GPT)
+    if expected is None:
+        assert batch.rows is None and rows(batch.loss_mask) == [[0, 1, 1, 0, 0, 1, 1, 1]]
+        return
+    places, labels, counting = expected
+    assert rows(batch.rows) == places
+    assert rows(batch.labels) == [labels]
+    assert rows(batch.loss_mask) == [[1] * counting + [0] * (8 - counting)]
+    assert rows(batch.tasks)[0][:counting] == [4 + ids[place % len(ids)] for place in places[:counting]]
+    assert in_one_buffer(batch, pin=False).rows is not None
 
 
 @pytest.mark.parametrize("family", ["gpt", "t5"])

@@ -30,6 +30,7 @@ NOT_RUN = {
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
     r"torchrun (--nnodes|--nproc-per-node [48] pretrain|… --dynapipe)": "needs 4 to 32 GPUs; tests/configs takes each"
     " run file through Megatron's checks on so many ranks, and plans for its cluster",
+    r"torchrun (\{\}|--standalone) --nproc-per-node (\{\}|8)": "of the layout that `tune` has found; cli/test_tune.py",
     r"megatron-dynapipe data prepare --mixture configs/data": "downloads; configs/test_mixtures.py reads local copies",
     r"torchrun with `-m": "no whole line; docs/cost-models.md has it",
     r"python examples/elastic_module.py --profile costs.json  ": "as docs/your-own-model.md has it",

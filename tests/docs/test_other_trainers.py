@@ -67,20 +67,9 @@ class DpBalancedScheduler:
     """As upstream constructs it, `BasePackingScheduler` included."""
 
     def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None,
-        max_num_seqs: int | None = None,
+        self, max_seqlen_per_dp_cp_rank, cp_size, dp_size, microbatch_group_size_per_vp_stage, max_num_seqs=None
     ) -> None:
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
-        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
-        self.max_num_seqs = max_num_seqs
-        self.max_seq_len_all_ranks = max_seqlen_per_dp_cp_rank * cp_size
-        self.is_dynamic_cp = False
+        vars(self).update(locals(), max_seq_len_all_ranks=max_seqlen_per_dp_cp_rank * cp_size, is_dynamic_cp=False)
 
 
 def test_megatron(monkeypatch: pytest.MonkeyPatch) -> None:

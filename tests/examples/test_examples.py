@@ -11,7 +11,9 @@ from tests.helpers.commands import ROOT
 def run(script: str, *words: str, bin_folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     fake = bin_folder / "python"
     fake.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    (bin_folder / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (bin_folder / "srun").write_text(
+        '#!/bin/sh\nshift\nwhile [ "${1#--container}" != "$1" ]; do shift; done\nexec "$@"\n'
+    )
     (bin_folder / "scontrol").write_text("#!/bin/sh\necho node7\nsleep 0.2\nexec echo node8\n")
     for tool in bin_folder.iterdir():
         tool.chmod(0o755)
@@ -41,7 +43,11 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path):
     assert value(words, "--dynapipe-store-bind") == "node7"
     assert value(words, "--nnodes") == "2"
     assert value(words, "--dynapipe-config") == config
+    assert value(words, "--save") == value(words, "--load") == "checkpoints/dynapipe"
     assert words[-2:] == ["--lr", "1"]
+    job |= {"SAVE": "/scratch/a", "CONTAINER": "image.sqsh", "SLURM_JOB_NAME": "b"}
+    done = run("slurm/train.sbatch", "pretrain_t5_multitask.py", config, bin_folder=tmp_path, **job)
+    assert "--save\n/scratch/a\n" in done.stdout
 
 
 def test_missing_arguments_are_told(tmp_path):

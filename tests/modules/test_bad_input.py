@@ -153,40 +153,32 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    ("example", "names"),
-    [
-        (torch.zeros(2), ["x"]),
-        ((1, 2), ["x", "y"]),
-        ((1, 2, 3, 4), ["x", "y", "z"]),
-        ({"z": 1, "x": 2, "labels": 3}, ["z", "x"]),
-        ({"y": 1}, ConfigError),
-        ({"x": 1, "colour": 2}, ConfigError),
-    ],
-)
-def test_entries_of_an_example(example, names):
-    if isinstance(names, list):
-        assert list(Inputs.of(Model(), example).names) == names
-        return
-    with pytest.raises(names):
-        Inputs.of(Model(), example)
+NAMED = {"x": 1, "y": 2}
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("of_batch", "entries", "expected"),
     [
-        ((1, 2), {"x": 1, "y": 2}),
-        ([1, 2, 3], {"x": 1, "y": 2, "labels": 3}),
-        ({"x": 1, "y": 2, "labels": 3}, {"x": 1, "y": 2, "labels": 3}),
-        ((1,), DataError),
-        ({"x": 1}, DataError),
-        ({"x": 1, "y": 2, "colour": 3}, DataError),
+        (False, torch.zeros(2), ["x"]),
+        (False, (1, 2), ["x", "y"]),
+        (False, (1, 2, 3, 4), ["x", "y", "z"]),
+        (False, {"z": 1, "x": 2, "labels": 3}, ["z", "x"]),
+        (False, {"y": 1}, ConfigError),
+        (False, {"x": 1, "colour": 2}, ConfigError),
+        (True, (1, 2), NAMED),
+        (True, [1, 2, 3], NAMED | {"labels": 3}),
+        (True, NAMED | {"labels": 3}, NAMED | {"labels": 3}),
+        (True, (1,), DataError),
+        (True, {"x": 1}, DataError),
+        (True, NAMED | {"colour": 3}, DataError),
     ],
 )
-def test_entries_of_a_batch(batch, found):
-    inputs = Inputs.of(Model(), (1, 2))
-    if isinstance(found, dict):
-        assert inputs.name(batch) == found
-        return
-    with pytest.raises(found):
-        inputs.name(batch)
+def test_entries_of_an_example_and_of_batches_after_it(of_batch, entries, expected):
+    def named() -> Any:
+        return Inputs.of(Model(), (1, 2)).name(entries) if of_batch else list(Inputs.of(Model(), entries).names)
+
+    if isinstance(expected, type):
+        with pytest.raises(expected):
+            named()
+    else:
+        assert named() == expected

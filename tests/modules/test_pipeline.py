@@ -295,28 +295,25 @@ def checkpoint_names(folder: str) -> list[str]:
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def missing(rank: int, world_size: int, folder: str) -> str:
+def refused(rank: int, world_size: int, folders: list[str]) -> list[str]:
     from megatron_dynapipe.errors import DataError
 
     _, pipeline = toy_pipeline(split_points=["layers.1"])
-    try:
-        pipeline.load(folder)
-    except DataError as error:
-        return str(error)
-    return ""
+    said = []
+    for folder in folders:
+        with pytest.raises(DataError) as raised:
+            pipeline.load(folder)
+        said.append(str(raised.value))
+    return said
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_on_every_rank(tmp_path):
-    for said in run_ranks(missing, 2, {"folder": str(tmp_path / "none")}):
-        assert "cannot read the checkpoint" in said
-
-
-def test_a_changed_file_of_a_checkpoint_is_named_on_every_rank(tmp_path):
+def test_a_checkpoint_that_is_not_there_or_was_changed_is_refused_on_every_rank(tmp_path):
     folder = tmp_path / "checkpoint"
     run_ranks(first_half, 2, {"folder": str(folder), "stages": 2})
     file = folder / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    for said in run_ranks(missing, 2, {"folder": str(folder)}):
-        assert "expected the files that were saved, found others under __1_0.distcp" in said
+    for missing, changed in run_ranks(refused, 2, {"folders": [str(tmp_path / "none"), str(folder)]}):
+        assert "cannot read the checkpoint" in missing
+        assert "expected the files that were saved, found others under __1_0.distcp" in changed

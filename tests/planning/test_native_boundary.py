@@ -47,13 +47,15 @@ def good() -> dict[str, Any]:
         "forward_only": False,
         "peak_covers_backward": False,
         "bytes_per_position": 2048,
-        "held_per_position": 1,
+        "held_per_position": 0,
         "decoder_forward": np.array([False]),
         "decoder_backward": np.array([False]),
         "latency_ns": np.array([0.0]),
         "gbps": np.array([100.0]),
         "chains": np.zeros(0, np.int32),
         "extras": ints(),
+        "labels": ints(),
+        "labelled": ints(),
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
@@ -72,15 +74,18 @@ def test_good_input() -> None:
     ((_, sizes, _, packed, _),) = problem.search(**search_arguments())
     assert sorted(sizes) in ([1, 1, 1], [1, 2], [3])
     assert packed == [False] * len(sizes)
-    rows, covered = problem.costs(sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0))
+    rows, covered = problem.costs(
+        sizes=ints(4, 5), inputs=ints(8, 8), targets=ints(0, 0), modes=ints(0, 0), labels=ints(0, 0)
+    )
     assert covered == [True, False]
     assert rows[:8].tolist() == [[1, 2], [0, 0]] * 4  # the last stage has the head besides
     assert rows[8:12].tolist() == [[5243, 0], [0, 0], [0, 5243], [0, 0]]  # 4 · 8 · 2048 bytes at 100 Gbit/s
 
 
-def test_partitions_that_fit_nowhere_are_no_start() -> None:
+def test_where_no_partition_fits_samples_run_alone() -> None:
     assert core.BatchProblem(**good() | {"memory_limit": 0}).search(**search_arguments()) == []
-    assert core.BatchProblem(**good()).search(**search_arguments() | {"partitions": []}) == []
+    ((_, sizes, *_),) = core.BatchProblem(**good()).search(**search_arguments() | {"partitions": [], "evaluations": 0})
+    assert sizes == [1, 1, 1]
 
 
 def with_values(change: Any) -> list[Any]:
@@ -102,6 +107,11 @@ def put(index: tuple[int, ...], value: int) -> Any:
     [
         ({"inputs": ints()}, "between 1 and 2\\^24 samples"),
         ({"targets": ints(0)}, "as many target lengths as input lengths"),
+        ({"labels": ints(1)}, "labels of every sample"),
+        ({"labels": ints(8, 6, 8), "labelled": ints(-1, 1)}, "no more labels than positions"),
+        ({"labels": ints(8, -1, 8), "labelled": ints(-1, 1)}, "no more labels than positions"),
+        ({"labels": ints(8, 5, 8), "labelled": ints(1)}, "kinds of the last MLP and of the head"),
+        ({"labels": ints(8, 5, 8), "labelled": ints(0, 2)}, "kinds of modules that there are"),
         ({"inputs": ints(8, -1, 8)}, "lengths from 0 to 2\\^20"),
         ({"modules": ints(0, -1, 1)}, "kinds of modules that there are"),
         ({"modules": ints(0, 2, 1)}, "kinds of modules that there are"),
@@ -154,7 +164,7 @@ def test_wrong_problems_raise(change: dict[str, Any], message: str) -> None:
 CALLS = {
     "partition": {"orders": [ints(0, 1, 2)], "improve": False},
     "search": search_arguments(),
-    "costs": {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0)},
+    "costs": {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0), "labels": ints(0)},
     "packed_costs": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
 }
 
@@ -175,7 +185,7 @@ CALLS = {
         ("costs", {"inputs": ints(-1)}, "lengths from 0"),
         ("costs", {"targets": ints(2**40)}, "lengths from 0"),
         ("costs", {"modes": ints(1)}, "modes that there are"),
-        ("costs", {"modes": ints()}, "a mode for every micro-batch"),
+        ("costs", {"modes": ints()}, "a mode and labels for every micro-batch"),
         ("packed_costs", {"sizes": ints(0)}, "samples of every row"),
         ("packed_costs", {"sizes": ints(3)}, "samples of every row"),
         ("packed_costs", {"samples": ints(0, 3)}, "samples that there are"),

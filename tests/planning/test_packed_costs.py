@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, CostTables, PackedTables, Quantity, packed_costs
 from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.planning.layer_split import stage_times
-from megatron_dynapipe.planning.problem import BatchProblem
-from megatron_dynapipe.units import BatchLayout
+from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
+from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 from tests.planning.packed_oracle import derived_costs
 from tests.planning.partition_oracle import batch_problems
+from tests.planning.planner_cases import batch, planner
 
 PACKED = (BatchLayout.PACKED,)
 
@@ -75,6 +77,40 @@ def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataO
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
         assert all(abs(f - e) <= len(rows) + 1 for f, e in zip(found.ravel().tolist(), expected, strict=True))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_last_mlp_and_the_head_cost_what_counts(measured: bool, packed: bool) -> None:
+    """All that counts costs what everything does; times lie on a line between that and nothing."""
+    gpt = ModelFamily.GPT
+    made = planner(gpt, micro_batch_layouts=tuple(BatchLayout))
+    problem = made.problem(made.samples(batch(gpt, 12)))
+    if not measured:
+        problem = replace(problem, modes=tuple(replace(tables, packed=None) for tables in problem.modes))
+    positions = problem.input_positions
+    members, layout = [np.arange(12)], BatchLayout.PACKED if packed else BatchLayout.PADDED
+    padded = len(positions) * int(problem.inputs.max())
+
+    def costs(labels: IntArray | None) -> ScheduleProblem:
+        return replace(problem, labels=labels).costs_of(members, [layout], np.zeros(1, np.int64))[0]
+
+    everything, whole, nothing = costs(None), costs(positions), costs(0 * positions)
+    half = costs(positions // 2)
+    for name in ("forward_ns", "backward_ns"):
+        first, last = getattr(everything, name)[0]
+        times = [getattr(problem_of, name)[0] for problem_of in (whole, half, nothing)]
+        assert [time[0] for time in times] == [first] * 3, "stages before the last run all positions"
+        share = 1 if packed else int(positions.sum()) / padded  # padding never counts
+        rest = times[2][1]
+        assert times[0][1] == pytest.approx(rest + share * (last - rest), abs=20)
+        part = (positions // 2).sum() / positions.sum()
+        assert times[1][1] == pytest.approx(rest + part * (times[0][1] - rest), rel=0.02)
+        assert rest < 0.8 * last
+    assert nothing.stored_bytes[0, 1] < half.stored_bytes[0, 1] < everything.stored_bytes[0, 1], "logits are memory"
+    if packed:
+        assert whole.peak_bytes.tolist() == everything.peak_bytes.tolist()
+        assert not measured or nothing.peak_bytes[0, 1] < everything.peak_bytes[0, 1]
 
 
 def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:

@@ -110,11 +110,13 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
             layer = packed_costs(tables, own, np.zeros_like(own))
             assert layer is not None and found.problem.piece_costs is not None
             layer[:2] += found.problem.piece_costs[number, row].sum(axis=0)
-            forward, _, stored, peak, *_ = layer[:2].sum(axis=0)
+            forward, _, stored, *_ = layer[:2].sum(axis=0)
+            peak = layer[0, Quantity.PEAK]
             assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=32)
             assert costs.stored_bytes[at, 0] == pytest.approx(15 * stored + stored * 3 / 4, abs=32)
             kept = costs.stored_bytes[at, 0]
-            assert costs.peak_bytes[at, 0] == pytest.approx(max(kept, 15 * stored + peak), abs=32)
+            assert costs.peak_bytes[at, 0] >= max(kept, 15 * stored + peak - stored / 4) - 32  # less what the MLP keeps
+            assert costs.peak_bytes[at, 0] <= max(kept, 15 * stored + peak) + 32
             pairs = int((own * own).sum())  # what a prefix adds to what is stored is divided as the rest is
             mlp = max(400 * own.sum() / (401 * own.sum() + pairs), 1 / 4)
             assert costs.stored_bytes[at, 1] == pytest.approx(16 * stored + stored * mlp, rel=0.005)

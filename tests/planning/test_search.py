@@ -1,11 +1,15 @@
 """The order search on random batches of a small model: valid, repeatable, and never slower than what it begins with."""
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import Network, ScatterGather
 from megatron_dynapipe.cost.analytic import A100_RATES
+from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
@@ -15,7 +19,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.search import default_evaluations
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import cost_model, of_lengths, settings
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -74,23 +78,23 @@ def time_of(plan: IterationPlan) -> int:
 def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, chunks, samples, memory_gb):
     layout = {"chunks": chunks, "memory_gb": memory_gb}
     for seed in range(2):
-        given = batch(samples, family, seed)
-        found = planner(family, pp, dp, search_evaluations=300, **layout).plan(given, 0)
+        lengths = batch(samples, family, seed)
+        found = planner(family, pp, dp, search_evaluations=300, **layout).plan(lengths, 0)
         verify(found, expected_samples=range(samples))
         assert all(replica.micro_batches for replica in found.replicas)
-        plain = planner(family, pp, dp, method="1f1b", **layout).plan(given, 0)
+        plain = planner(family, pp, dp, method="1f1b", **layout).plan(lengths, 0)
         assert time_of(found) <= time_of(plain) * (1.02 if memory_gb < 40 else 1)
 
 
 def test_more_evaluations_make_no_worse_plan():
-    given = batch(100, ModelFamily.T5, 3)
-    times = [time_of(planner(ModelFamily.T5, 4, search_evaluations=n).plan(given, 0)) for n in (0, 300, 3000)]
+    lengths = batch(100, ModelFamily.T5, 3)
+    times = [time_of(planner(ModelFamily.T5, 4, search_evaluations=n).plan(lengths, 0)) for n in (0, 300, 3000)]
     assert times[1] <= times[0] and times[2] < times[0]
 
 
 def test_another_seed_may_give_another_plan():
-    given = batch(60, ModelFamily.GPT, 4)
-    assert len({digest(planner(GPT, 4, search_evaluations=300, seed=seed).plan(given, 0)) for seed in (0, 1)}) == 2
+    lengths = batch(60, ModelFamily.GPT, 4)
+    assert len({digest(planner(GPT, 4, search_evaluations=300, seed=seed).plan(lengths, 0)) for seed in (0, 1)}) == 2
 
 
 @pytest.mark.parametrize("family", ModelFamily)
@@ -120,3 +124,30 @@ def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, mo
     assert [record.message for record in caplog.records] == [
         "notice: large batches are searched with fewer evaluations than 2500, so that they take seconds"
     ]
+
+
+@given(
+    samples=st.integers(8, 40),
+    seed=st.integers(0, 999),
+    memory_gb=st.sampled_from([2.5, 3.0, 4.0]),
+    simpler=st.sampled_from(
+        [{"memory_gb": 0.9}, {"memory_gb": 0.97}, {"slices": "off"}, {"split_backward": "off"}, {"slices": 256}]
+    ),
+)
+@hypothesis.settings(max_examples=8)
+def test_no_plan_is_much_slower_than_in_less_memory_or_with_fewer_choices(samples, seed, memory_gb, simpler):
+    """Searches differ by some percent of each other; the cliffs that there were took 1.3 to 3 times as long."""
+    lengths, everything = batch(samples, GPT, seed), {"slices": "auto", "split_backward": "auto"}
+    everything["micro_batch_layouts"] = tuple(BatchLayout)
+
+    def predicted(memory_gb, **changes):
+        made = planner(GPT, 4, memory_gb=memory_gb)
+        return time_of(Planner(msgspec.structs.replace(made.settings, **changes), made.cost_model).plan(lengths, 0))
+
+    less = memory_gb * simpler.get("memory_gb", 1)
+    changes = {name: value for name, value in simpler.items() if name != "memory_gb"}
+    try:
+        limit = predicted(less, **everything | changes)
+    except InfeasibleError:
+        return
+    assert predicted(memory_gb, **everything) <= 1.05 * limit

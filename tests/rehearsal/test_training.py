@@ -113,6 +113,7 @@ SMALL: dict[str, Any] = {
     "seq-length": 96,
     "decoder-seq-length": 24,
     "max-position-embeddings": 96,
+    "padded-vocab-size": 512,
     "global-batch-size": 16,
     "tensor-model-parallel-size": 2,
     "pipeline-model-parallel-size": 2,

@@ -40,7 +40,12 @@ def plans(request):
 
 
 @pytest.mark.parametrize(
-    "job", [Job(), Job(tensor=2), Job(tensor=2, is_sharded=lambda *_: True)], ids=("plain", "tensor", "sharded")
+    "job",
+    [
+        pytest.param(Job(), id="plain"),
+        pytest.param(Job(tensor=2), id="tensor", marks=pytest.mark.slow),
+        pytest.param(Job(tensor=2, is_sharded=lambda *_: True), id="sharded"),
+    ],
 )
 def test_devices_work_off_what_is_launched(plans, job):
     for plan in plans:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings
+from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings, SpanTable
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -54,6 +54,17 @@ def test_long_samples(family: str, policy: str, expected: dict[int, tuple[int, i
     assert {int(row): (int(inputs), int(targets)) for row, inputs, targets in rows} == expected
     assert batch.sample_ids.dtype == np.int64
     assert batch.input_lengths.dtype == batch.target_lengths.dtype == np.int32
+
+
+def test_positions_that_count() -> None:
+    """Those of targets and of earlier turns; what is truncated is lost at the end, and the first token is no label."""
+    spans = SpanTable(np.array([[0, 0, 3], [2, 1, 3], [2, 5, 6]]))
+    gpt = {"family": ModelFamily.GPT, "long_samples": LongSamples.TRUNCATE, "samples_per_iteration": 5}
+    batch = Sampler(table(PAIRS), settings(**gpt, labels=True), spans=spans).batch(0)
+    assert batch.labels is not None and batch.labels.dtype == np.int32
+    assert dict(zip(batch.sample_ids.tolist(), batch.labels.tolist(), strict=True)) == {0: 3, 1: 0, 2: 2, 3: 5, 4: 0}
+    assert np.concatenate([part.labels for part in batch.divided(10)]).tolist() == batch.labels.tolist()
+    assert Sampler(table(PAIRS), settings(**gpt)).batch(0).labels is None
 
 
 def test_long_samples_are_counted() -> None:

@@ -22,6 +22,7 @@ from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
+from megatron_dynapipe.integration.hooks.active_run import count_samples, log_line, micro_batch_shape
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.units import ModelFamily
 
@@ -29,8 +30,14 @@ if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.session import Session
 
 __all__ = [
-    *("add_arguments", "check_arguments", "count_samples", "dataset_provider", "finish", "log_line"),
-    *("micro_batch_shape", "schedule"),
+    "add_arguments",
+    "check_arguments",
+    "count_samples",
+    "dataset_provider",
+    "finish",
+    "log_line",
+    "micro_batch_shape",
+    "schedule",
 ]
 
 _session: "Session | None" = None

@@ -22,6 +22,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import batch_maker, gpt_step, required_fields, t5_step
@@ -82,6 +83,7 @@ class MegatronPipeline:
         planner: plans; its settings say what the model is and how it is laid out. On a GPU its plans are made under the
             rules of transfers there, if its settings have none of their own (`plan.transfer_rules`).
         tokens: what collation adds.
+        loss_on: which tokens of a GPT's samples count; where targets alone do, its head runs over these alone.
         seed: of dropouts.
         first_iteration: number of the first step, for a run that is resumed.
         timeout_s: deadline of every transfer.
@@ -102,6 +104,7 @@ class MegatronPipeline:
         planner: Planner,
         *,
         tokens: SpecialTokens = Tokens(),
+        loss_on: LossOn = LossOn.EVERYTHING,
         seed: int = 0,
         first_iteration: int = 0,
         timeout_s: float = 300.0,
@@ -116,7 +119,7 @@ class MegatronPipeline:
         self._configure()
         self._step_function = gpt_step if self._family is ModelFamily.GPT else t5_step
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._required, self._tokens = required_fields(models), tokens
+        self._required, self._tokens, self._loss_on = required_fields(models), tokens, loss_on
         dtype = self._config.pipeline_dtype or self._config.params_dtype
         steps = open_runner(
             self._control, planner.settings, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=True
@@ -184,7 +187,7 @@ class MegatronPipeline:
         plan, plan_digest = self._agreed(batch, plan, forward_only=forward_only)
         entry = StageEntry.of(plan, self._replica, self._runner.steps.stage, plan_digest=plan_digest)
         reader = reader_of(batch) if self._required.text else None
-        collate = Collator(required=self._required, reader=reader, special=self._tokens)
+        collate = Collator(required=self._required, reader=reader, special=self._tokens, loss_on=self._loss_on)
         self._runner.settings = self.planner.settings
         result, _, _ = self._runner.run(
             entry,

@@ -14,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
 from megatron_dynapipe.integration.models.experts import finish_iteration
+from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
 
@@ -73,6 +74,7 @@ class MegatronStage:
         self._during_weights, self._after_weights = during_weights, after_weights
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
+        self._gather, self._rows = row_gather(models), dict[int, torch.Tensor | None]()
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
@@ -85,6 +87,7 @@ class MegatronStage:
         self._prepare(instruction.micro_batch)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
+        self._gather.rows = self._rows.get(instruction.micro_batch)  # for what is computed again
         if isinstance(instruction, Backward):
             self._before_backward(instruction)
         elif isinstance(instruction, Forward):
@@ -103,6 +106,7 @@ class MegatronStage:
         """Run a chunk through Megatron's step function."""
         model, config = self._models[chunk], self._config
         is_last = self._is_last and chunk == len(self._models) - 1
+        self._rows[micro_batch] = self._gather.rows = data.get("rows")
         set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         set_input_tensor(list(received) if received else [None])
         with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
@@ -120,6 +124,7 @@ class MegatronStage:
             is_last_stage=is_last,
         )
         set_input_tensor([None])  # the model must not keep what was received, nor the graph behind it
+        self._gather.rows = None
         self._tokens = self._tokens + tokens
         return output if is_last or isinstance(output, tuple | list) else (output,)
 
@@ -139,6 +144,7 @@ class MegatronStage:
 
     def finalize(self, *, force_all_reduce: bool) -> None:
         """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
+        self._gather.rows = None
         if self._config.finalize_model_grads_func is not None:
             self.labels = self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None
             self._config.finalize_model_grads_func(

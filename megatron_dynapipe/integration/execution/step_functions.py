@@ -39,7 +39,9 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
             labels=any(stage.ends_decoder for stage in stages),
         )
     return RequiredFields(
-        tokens=any(chunk.pre_process for chunk in chunks), labels=any(chunk.post_process for chunk in chunks)
+        tokens=any(chunk.pre_process for chunk in chunks),
+        labels=any(chunk.post_process for chunk in chunks),
+        rows_alone=True,
     )
 
 
@@ -95,7 +97,9 @@ def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, tasks: torch.Tens
 def gpt_batch(
     host: HostMicroBatch, device: torch.device, *, explicit_mask: bool, row_format: RowFormat = RowFormat.LOCAL
 ) -> DeviceBatch:
-    """What `gpt_step` takes: tokens and labels [b, s] where the stage has them, positions, causal mask or packed row.
+    """What `gpt_step` takes: tokens [b, s] and labels where the stage has them, positions, causal mask or packed row.
+
+    Labels and their mask are [b, s], or those of `rows` alone ([1, n]), which `MegatronStage` has the model take.
 
     Args:
         host: the collated micro-batch.
@@ -105,8 +109,8 @@ def gpt_batch(
     """
     segments = host.input_segments
     packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
-    texts = (host.tokens, host.labels, host.loss_mask, host.tasks)
-    tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
+    texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows)
+    tokens, labels, loss_mask, tasks, rows, *moved = copy_to(device, (*texts, *packed))
     length, row = host.shape.input_length, None
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
@@ -120,6 +124,7 @@ def gpt_batch(
         "loss_mask": loss_mask,
         "tasks": tasks,
         "packed_seq_params": row,
+        "rows": rows,
     }
 
 

@@ -35,9 +35,8 @@ def check_trackers(args: argparse.Namespace) -> None:
                 " would begin anew and write over them",
                 hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
             )
-    has_step = getattr(args, "ckpt_step", None)
-    is_tracked = any(os.path.lexists(folder / TRACKER) for folder in folders)
-    if args.exit_on_missing_checkpoint and not has_step and not is_tracked:
+    there = getattr(args, "ckpt_step", None) or any(os.path.lexists(folder / TRACKER) for folder in folders)
+    if args.exit_on_missing_checkpoint and not there:
         raise ConfigError(
             f"expected a checkpoint to load, found no {TRACKER} in {', '.join(map(str, folders)) or '--load'}",
             hint="--exit-on-missing-checkpoint asks for one; leave it out to begin anew",

@@ -73,6 +73,30 @@ def with_steps_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[A
     return load
 
 
+def with_step_of_any_adam(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`load_state_dict` that finds the count of steps where the saving run's Adam kept it.
+
+    PyTorch's counts for each parameter, Transformer Engine's and apex's for each group: a run that begins or ceases to
+    have these would go on as from its first step.
+    """
+
+    @functools.wraps(load_state_dict)
+    def load(self: Any, state: Any) -> None:
+        load_state_dict(self, state)
+        for group in self.optimizer.param_groups:
+            states = [(p, self.optimizer.state[p]) for p in group["params"] if self.optimizer.state.get(p)]
+            if not _is_pytorchs_adam(self):
+                for step in [of_parameter.pop("step") for _, of_parameter in states if "step" in of_parameter]:
+                    group.setdefault("step", int(step))
+            elif "step" in group:
+                step = float(group.pop("step"))
+                for parameter, of_parameter in states:
+                    device = parameter.device if group.get("fused") else None
+                    of_parameter.setdefault("step", torch.tensor(step, device=device))
+
+    return load
+
+
 def without_step(set_states: Callable[[Any, Any, dict[str, Any]], None]) -> Callable[[Any, Any, dict[str, Any]], None]:
     """`_set_main_param_and_optimizer_states` that leaves the count of steps as it was loaded.
 
@@ -91,7 +115,7 @@ def without_step(set_states: Callable[[Any, Any, dict[str, Any]], None]) -> Call
 
 
 def _is_pytorchs_adam(optimizer: Any) -> bool:
-    """Whether a distributed optimizer wraps the Adam that Megatron takes without fused ones.
+    """Whether an optimizer wraps the Adam that Megatron takes without fused ones.
 
     Those of Transformer Engine and apex keep one count of steps elsewhere, as Megatron's code expects.
     """
@@ -128,6 +152,16 @@ PATCHES: tuple[Replacement, ...] = (
         make=without_step,
         parameters=("self", "model_param", "tensors"),
         why="loses the count of steps of PyTorch's Adam, and copies into a leaf that requires gradients",
+    ),
+    *(
+        Replacement(
+            owner=f"megatron.core.optimizer.optimizer.{name}",
+            name="load_state_dict",
+            make=with_step_of_any_adam,
+            parameters=("self", "state_dict"),
+            why="leaves the count of steps of a checkpoint where another Adam had it",
+        )
+        for name in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
     ),
 )
 """Everything that is patched."""

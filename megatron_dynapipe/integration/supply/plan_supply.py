@@ -20,7 +20,7 @@ import torch
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
-from megatron_dynapipe.data.spans import LossOn, SpanTable
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import PlanError, PlannerFailedError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -29,7 +29,7 @@ from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.sampling import read_task_ids
+from megatron_dynapipe.sampling import SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource

@@ -23,6 +23,7 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
+from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -67,6 +68,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         padding_efficiency: real tokens over positions, from 0 to 1.
         micro_batches: of all replicas.
         shapes: different shapes of micro-batches.
+        of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
         idle: share of all stages' time in which no pass runs.
     """
 
@@ -77,6 +79,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     shapes: int
     idle: float
+    of_limits: str | None = None
 
 
 def predict(
@@ -99,8 +102,13 @@ def predict(
     if method == DYNAMIC_CP:
         return _predict_dynamic_cp(batch, longest, settings, cost_model)
     planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
-    plan = Planner(method_settings(method, longest, settings), cost_model).plan(planned, 0)
-    return prediction_of(plan, tokens=batch.tokens)
+    planner = Planner(method_settings(method, longest, settings), cost_model)
+    plan = planner.plan(planned, 0)
+    prediction = prediction_of(plan, tokens=batch.tokens)
+    if method != "dynapipe":
+        return prediction
+    causes = limits(planner, planned, plan).causes(plan.totals.predicted_ns)
+    return msgspec.structs.replace(prediction, of_limits=causes)
 
 
 def _predict_dynamic_cp(

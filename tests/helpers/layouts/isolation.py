@@ -26,7 +26,7 @@ def change(layout: Layout) -> list[dict[str, float]]:
     start(layout, split)
     model = build(layout, split)[0].eval()
     MicroBatchContext([model], seed=1)
-    batch = samples(ROW)
+    batch = samples(Layout(samples=ROW))
     before = logits(model, layout.kind, batch)
     found = []
     for index, parts in enumerate(batch):

@@ -57,6 +57,7 @@ class Layout:
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
     engine: bool = False  # layers of Transformer Engine
+    targets: bool = False  # losses of targets alone, of which some samples have none
 
     @property
     def ranks(self) -> int:
@@ -74,18 +75,18 @@ class Layout:
     @property
     def model(self) -> "Layout":
         """The same model and samples on one rank: what the layout's reference trains."""
-        kept = ("family", "positions", "tied", "hidden", "depth", "samples")
+        kept = ("family", "positions", "tied", "hidden", "depth", "samples", "targets")
         return Layout(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in kept})
 
 
-def samples(numbers: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Tokens of input and target."""
-    found = []
-    for number in numbers:
+def samples(layout: Layout) -> list[tuple[list[int], list[int]]]:
+    """Tokens of input and target; where losses are of targets, every fourth sample has none."""
+    tokens = []
+    for number in layout.samples:
         draw = np.random.default_rng(number)
-        parts = [draw.integers(3, VOCABULARY, n).tolist() for n in (INPUTS[number], TARGETS[number])]
-        found.append((parts[0], parts[1]))
-    return found
+        given, wanted = (draw.integers(3, VOCABULARY, n).tolist() for n in (INPUTS[number], TARGETS[number]))
+        tokens.append((given + wanted, []) if layout.targets and number % 4 == 3 else (given, wanted))
+    return tokens
 
 
 def on_ranks(function: str, layout: Layout, *, deadline_s: float = 120, **arguments: object) -> list[Any]:
@@ -136,6 +137,7 @@ PHRASES: dict[str, dict[str, Any]] = {
     "Transformer Engine's layers": {"fused": True, "engine": True},
     "gathered in passes": {"gather": True},
     "samples reversed": {"samples": ALL[::-1]},
+    "losses of targets": {"targets": True},
 }
 """What a row of a table may say of a layout, besides numbers."""
 

@@ -37,9 +37,11 @@ def train_one_by_one(layout: Layout, *, steps: int = 5) -> dict[str, object]:
 
 def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
     total, tokens = 0.0, 0
-    for parts in samples(layout.samples):
-        given, wanted = (torch.tensor(part)[None] for part in parts)
+    for parts in samples(layout):
+        given, wanted = (torch.tensor(part, dtype=torch.int64)[None] for part in parts)
         losses = (t5_losses if layout.kind is ModelFamily.T5 else gpt_losses)(model, given, wanted)
+        if layout.targets:
+            losses = losses[:, losses.size(1) - wanted.size(1) :]
         losses.sum().backward()
         total, tokens = total + losses.sum().item(), tokens + losses.numel()
     return total, tokens

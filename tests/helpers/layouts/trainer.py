@@ -7,6 +7,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import chains
@@ -57,8 +58,9 @@ class Trainer:
             **scale,
         )
         self.optimizer = get_megatron_optimizer(options, self.models)
-        self.pipeline = MegatronPipeline(self.models, self.optimizer, planner(layout), seed=SEED)
-        self.batch = samples(layout.samples)
+        loss_on = LossOn.TARGETS if layout.targets else LossOn.EVERYTHING
+        self.pipeline = MegatronPipeline(self.models, self.optimizer, planner(layout), loss_on=loss_on, seed=SEED)
+        self.batch = samples(layout)
 
     def gradients(self) -> tuple[float, list[Part]]:
         """Loss and gradients of one iteration."""

@@ -129,12 +129,32 @@ HALVED = (
     "t5 1x4x2, layers 1.5+0.5+0.5+1.5, relative positions, overlapped",
     "t5 2x2x1, layers 2.5+1.5, sequence parallel, recompute mixed, packed",
 )
+TARGETS = (
+    "gpt 1x1x1, losses of targets, recompute mixed, also of MLPs",
+    "gpt 1x2x1, losses of targets, untied, packed",
+    "gpt 2x2x1, losses of targets, sequence parallel, rotary positions, recompute mixed, rows mixed *",
+    "gpt 2x2x1, losses of targets, recompute mixed",
+    "gpt 4x1x1, losses of targets, Megatron's attention",
+    "gpt 4x2x1, losses of targets, sequence parallel, full",
+    "gpt 1x2x2, losses of targets, layers 3.5+0.5, overlapped, every second divided *",
+    "gpt 1x2x2, losses of targets, layers 4+0, overlapped",
+    "gpt 1x2x1, losses of targets, layers 3.5+0.5, slices of 16, full *",
+    "gpt 1x3x1, losses of targets, layers 1.5+2+0.5, recompute mixed, packed",
+    "gpt 1x2x1, losses of targets, two chunks, slices of 16, recompute mixed, divided",
+    "gpt 1x2x2, losses of targets, slices of 8, overlapped, distributed optimizer",
+    "gpt 1x2x2, losses of targets, two chunks, overlapped, distributed optimizer, one replica without samples",
+    "gpt 2x2x2, losses of targets, sequence parallel, overlapped, distributed optimizer",
+    "gpt 2x2x1, losses of targets, sequence parallel, every second divided, Transformer Engine's linears",
+    "gpt 1x1x4, losses of targets, overlapped, divided",
+)
 HALF = (
     "gpt 1x2x1, divided, fp16",
     "gpt 1x2x1, every second divided, bf16",
     "gpt 1x2x1, slices of 16, recompute mixed, bf16",
     "gpt 1x2x1, slices of 16, fp16",
     "gpt 1x2x1, bf16 *",
+    "gpt 1x2x1, losses of targets, recompute mixed, packed, bf16",
+    "gpt 2x2x1, losses of targets, sequence parallel, fp16",
     "gpt 2x2x1, two chunks, recompute mixed, bf16",
     "gpt 1x2x2, distributed optimizer, fp16",
     "t5 1x2x2, distributed optimizer, bf16",
@@ -146,7 +166,7 @@ HALF = (
 )
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED))
+@pytest.mark.parametrize("layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED + TARGETS))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)

@@ -19,19 +19,17 @@ from tests.helpers.processes import run_ranks
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("patch", optimizer_patches.PATCHES, ids=lambda patch: patch.name)
 def test_methods_have_the_parameters_relied_on(patch, version):
-    (owner,) = (
-        n
-        for n in ast.parse(source(version, optimizer_patches.MODULE)).body
-        if getattr(n, "name", "") == optimizer_patches.CLASS
-    )
+    module, _, name = patch.owner.rpartition(".")
+    (owner,) = (n for n in ast.parse(source(version, module)).body if getattr(n, "name", "") == name)
     (method,) = (n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == patch.name)
     assert tuple(argument.arg for argument in method.args.args) == patch.parameters
 
 
 def in_force(owner: type) -> bool:
-    """Of all patches or none."""
-    (found,) = {hasattr(getattr(owner, patch.name), "__wrapped__") for patch in optimizer_patches.PATCHES}
-    return found
+    """Whether all patches of a class are, or none."""
+    names = [patch.name for patch in optimizer_patches.PATCHES if patch.owner.endswith(f".{owner.__name__}")]
+    (answer,) = {hasattr(getattr(owner, name), "__wrapped__") for name in names}
+    return answer
 
 
 def switch(*, rank: int, world_size: int) -> list[bool]:
@@ -104,3 +102,15 @@ def test_a_state_is_gathered_with_its_padding_and_sizes_are_put_back():
     seen = optimizer_patches.with_padding(lambda self: (buffer.numel_unpadded, bucket.numel_unpadded))(of)
     assert seen == (256, 128)
     assert (buffer.numel_unpadded, bucket.numel_unpadded) == (228, 100)
+
+
+def test_the_count_of_steps_is_found_where_the_saving_runs_adam_had_it():
+    weight = torch.nn.Parameter(torch.ones(2))
+    for kind, of_parameter, of_group in ((torch.optim.AdamW, {}, {"step": 3}), (torch.optim.SGD, {"step": 3.0}, {})):
+        optimizer = kind([weight], lr=0.1)
+        optimizer.state[weight] = {"exp_avg": weight} | {name: torch.tensor(n) for name, n in of_parameter.items()}
+        optimizer.param_groups[0] |= of_group
+        load = optimizer_patches.with_step_of_any_adam(lambda *_: None)
+        load(SimpleNamespace(optimizer=optimizer), {})
+        steps = [place["step"] for place in (optimizer.state[weight], optimizer.param_groups[0]) if "step" in place]
+        assert steps == [3] and ("step" in optimizer.state[weight]) is (kind is torch.optim.AdamW)

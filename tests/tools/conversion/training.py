@@ -38,10 +38,13 @@ def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:
     return None
 
 
-def their_losses(*, rank: int, world_size: int, folder: str, data: str, rate: float, steps: int) -> list[float]:
-    """Losses of plain gradient descent on all of a dataset's training samples, of a HuggingFace folder's model."""
+def their_losses(
+    *, rank: int, world_size: int, folder: str, data: str, rate: float, steps: int, eps: float | None
+) -> list[float]:
+    """Losses of a HuggingFace folder's model on all of a dataset's training samples: by Adam, or plain descent."""
     model, losses = _read(Path(folder)), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    weights = model.parameters()
+    optimizer = torch.optim.SGD(weights, lr=rate) if eps is None else torch.optim.Adam(weights, lr=rate, eps=eps)
     for _ in range(steps):
         optimizer.zero_grad()
         losses.append(_mean_loss(model, Path(data), train=True))

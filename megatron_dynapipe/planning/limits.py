@@ -1,0 +1,269 @@
+"""What no plan of a batch can beat: a ladder of lower bounds, each at least the one before, and what lies between them.
+
+    devices        every sample's least work, over all devices
+    stages         the best split of the modules into stages: a stage's least work, and the forward work before it
+    memory         the same with as much recomputation as memory asks for
+    micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it
+    the plan
+
+A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
+pieces, where these are allowed. Costs count as if they never fell with length (each is taken for the least of all that
+are as long or longer), so that a share is below what any micro-batch takes for the sample.
+
+Memory: a stage holds what a sample stores from its forward to its backward, at least while the sample goes on to the
+last stage and back. Over T this is at most memory · T. For every price p of memory, with x the choice of modes,
+
+    T ≥ before + Σ x · time  and  Σ x · stored · held ≤ memory · T   give   T ≥ (before + min Σ x · (time + p / memory ·
+    stored · held)) / (1 + p),
+
+which is the dual of the linear programme over modes; the largest of a few prices is taken.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dynapipe.cost import ABSENT, CostTables, ModelState, Quantity
+from megatron_dynapipe.cost.pieces import prefix_costs
+from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.plan.instructions import Forward, Pass
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.planning.pieces import can_cut
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import IntArray
+from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.sampling import GlobalBatch
+
+PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
+"""Of memory, from none."""
+INPUT = len(Quantity)
+"""Of a backward pass, what is not its second half: after the quantities of the tables."""
+MOST_LENGTHS = 400
+"""Different samples that are told apart; of more, lengths are rounded down."""
+
+
+class Limits(NamedTuple):
+    """Lower bounds on a batch's time, in ns."""
+
+    devices: int
+    stages: int
+    memory: int
+    micro_batches: int
+
+    def causes(self, plan_ns: int) -> str:
+        """How near a plan is to the first bound, and what the rest of its time is lost to."""
+        steps = [*self, plan_ns]
+        lost = zip(("stages", "memory", "micro-batches", "order"), steps[1:], steps, strict=False)
+        parts = ", ".join(f"{name} {(above - below) / plan_ns:.0%}" for name, above, below in lost)
+        return f"{self.devices / plan_ns:.0%} of the limit: {parts}"
+
+
+def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
+    """The bounds of a training iteration.
+
+    Args:
+        planner: what made the plan: model, layout, memory, costs, what is allowed.
+        batch: what was planned.
+        plan: its plan.
+    """
+    work = _LeastWork(planner, planner.samples(batch))
+    devices = work.everywhere()
+    stages = max(devices, work.best_split(PRICES[:1]))
+    memory = max(stages, work.best_split(PRICES))
+    own = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
+    return Limits(devices, stages, memory, max(memory, own))
+
+
+class _LeastWork:
+    """Least times and bytes of modules.
+
+    Attributes:
+        time, stored: a sample's share of a module of each kind, `[modes, samples, kinds]`.
+        round_trip: forward and input-gradient time of a whole micro-batch that holds it, `[samples, kinds]`.
+        forward: forward time of any micro-batch, `[kinds]`.
+    """
+
+    def __init__(self, planner: Planner, samples: Samples) -> None:
+        s = planner.settings
+        self.layout, self.stages, self.replicas = planner.layout, planner.layout.stages, s.data_parallel
+        self.limit, self.divides = s.memory_limit_bytes, s.division != "off"
+        inputs, targets, self.counts = _different(samples)
+        cut = s.may_cut and can_cut(planner.problem(samples))
+        modes = [_LeastCosts(tables) for tables in planner.tables]
+        self.time = np.stack([mode.times(inputs, targets, cut=cut) for mode in modes])
+        self.stored = np.stack([mode.share(Quantity.STORED, inputs, targets) for mode in modes])
+        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if cut else (inputs, targets)
+        forward = np.min([mode.whole(Quantity.FORWARD, *shortest) for mode in modes], axis=0)
+        backward = np.min([mode.whole(INPUT, *shortest) for mode in modes], axis=0)
+        self.round_trip = np.broadcast_to(forward + backward, (len(inputs), forward.shape[1]))
+        self.forward, self.backward = forward.min(axis=0), backward.min(axis=0)
+        self.has_halves = all(tables.division is not None for tables in planner.tables)
+        kinds = planner.tables[0].kinds
+        self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
+        self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
+        self.state = np.zeros(len(self.modules) + 1)
+        if s.model_state_bytes is None:
+            self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
+
+    def _state(self, state: ModelState, sharded: bool) -> Floats:
+        """Bytes of model state of the first modules, experts left out, with the embedding."""
+        parameters = np.array([state.modules.get(kind, 0) for kind in self.layout.modules], np.float64)
+        parameters[[kind == state.expert_kind for kind in self.layout.modules]] -= state.expert_bytes
+        parameters[0] += state.embedding_bytes
+        times = (2 + state.gradient_bytes) / 2 + 6 / (self.replicas if sharded else 1)
+        return np.asarray(np.cumsum(parameters) * times)
+
+    def everywhere(self) -> int:
+        """All work, over all devices."""
+        each = self.time.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(each @ self.counts) / self.replicas - self.rounding
+        return int(max(total / self.stages, 0))
+
+    def best_split(self, prices: tuple[float, ...]) -> int:
+        """The least time of the busiest stage, with its fill before it, over all splits."""
+        count, step = len(self.modules), 1 if self.has_halves else 2
+        ends = [*range(0, count - 1, step), count]  # the head stays with the last module
+        if self.layout.pattern:
+            ends = [*range(count - 1), count]
+        before, back = (
+            np.concatenate([[0.0], np.cumsum(each[self.modules])]) for each in (self.forward, self.backward)
+        )
+        if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
+            fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
+            return self.everywhere() + int(fill)
+        bound = np.full((len(ends), len(ends)), np.inf)
+        for first, row in zip(
+            range(len(ends) - 1),
+            self._segments(ends, before, before * 0 if self.divides else back, prices),
+            strict=True,
+        ):
+            bound[first, first + 1 :] = row
+        np.fill_diagonal(bound, 0.0)  # a stage may be empty
+        best = bound[0]
+        for _ in range(self.stages - 1):
+            best = np.maximum(best[:, None], bound).min(axis=0)
+        return int(max(best[-1] - self.rounding, 0)) if np.isfinite(best[-1]) else 0
+
+    def _segments(self, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]) -> Iterator[Floats]:
+        """For each first module in turn, the bounds of stages from there to every later end."""
+        one_hot = np.eye(self.time.shape[2])[self.modules]
+        upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
+        state = self.state
+        for at, first in enumerate(ends[:-1]):
+            counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
+            time, stored = self.time @ counts.T, self.stored @ counts.T  # [modes, samples, ends]
+            rest = upto[-1] - upto[ends[at + 1 :]]
+            held = self.round_trip @ rest.T
+            room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
+            around = before[first] + back[first]
+            bounds = [
+                (around + (time + (price / room) * stored * held).min(axis=0).T @ self.counts / self.replicas)
+                / (1 + price)
+                for price in prices
+            ]
+            yield np.max(bounds, axis=0)
+
+
+class _LeastCosts:
+    """Costs under one mode that never fall with length: each the least of all that are as long or longer."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables, self.packed = tables, tables.packed
+        self.values = _never_falling(tables.values if tables.separate is None else tables.separate)
+        if self.packed is not None:
+            positions = np.maximum(self.packed.row_inputs[:, None] + self.packed.row_targets, 1)
+            linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
+            self.by_position = (linear / positions).min(axis=(2, 3))  # [kinds, len(Quantity)]
+            self.linear, self.attention = (_never_falling(each) for each in (self.packed.linear, self.packed.attention))
+
+    def whole(self, quantity: int, inputs: IntArray, targets: IntArray) -> Floats:
+        """Of any micro-batch that holds a sample of these positions: `[samples, kinds]`."""
+        least = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
+        if (packed := self.packed) is not None:
+            row = _at(self.linear[:, quantity], packed.row_inputs, packed.row_targets, inputs, targets)
+            least = np.minimum(
+                least, row + _at(self.attention[:, quantity], packed.inputs, packed.targets, inputs, targets)
+            )
+        return np.asarray(least)
+
+    def share(self, quantity: Quantity, inputs: IntArray, targets: IntArray) -> Floats:
+        """The least share of a sample of these positions in a micro-batch, `[samples, kinds]`."""
+        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
+        least = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
+        if self.packed is not None:
+            own = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
+            least = np.minimum(least, self.by_position[:, quantity] * (inputs + targets)[:, None] + own)
+        return np.asarray(least)
+
+    def times(self, inputs: IntArray, targets: IntArray, *, cut: bool) -> Floats:
+        """The least time of a sample, forward and backward, whole or in any pieces: `[samples, kinds]`."""
+        sums = [self.share(quantity, inputs, targets) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
+        if not cut:
+            return np.asarray(sum(sums))
+        axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
+        ends = np.unique(np.concatenate([axis[axis > 0] for axis in axes]))
+        fitting = np.searchsorted(ends, inputs, side="right") - 1
+        for number, (_, _, pair, unit) in enumerate(prefix_costs(self.tables)[:2]):
+            half = np.zeros(len(self.tables.kinds))
+            half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
+            pieces = self.share((Quantity.FORWARD, Quantity.BACKWARD)[number], ends, np.zeros_like(ends))
+            by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
+            least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
+            sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
+        return np.asarray(sum(sums))
+
+
+def _never_falling(values: IntArray) -> Floats:
+    """The least over all lengths from each on, infinite where nothing is known of any: `[kinds, INPUT + 1, …]`."""
+    costs = np.where(values == ABSENT, np.inf, values.astype(np.float64))
+    backward, weight = costs[:, Quantity.BACKWARD], costs[:, Quantity.WEIGHT]
+    rest = np.where(np.isfinite(backward), 0.0, np.inf)
+    np.subtract(backward, weight, out=rest, where=np.isfinite(backward) & np.isfinite(weight))
+    costs = np.concatenate([costs, rest[:, None]], axis=1)
+    for axis in (-2, -1):
+        costs = np.flip(np.minimum.accumulate(np.flip(costs, axis), axis), axis)
+    return np.asarray(costs)
+
+
+def _at(values: Floats, first: IntArray, second: IntArray, x: IntArray, y: IntArray) -> Floats:
+    """Values of `[…, first, second]` at queries (x, y): `[queries, …]`, infinite above the axes."""
+    along, rows = np.moveaxis(values, (-1, -2), (0, 1))[:, None], np.arange(len(x))  # [second, 1, first, …]
+    for axis, at, row in ((second, y, 0 * rows), (first, x, rows)):
+        inside = np.clip(at, axis[0], axis[-1])
+        low = np.maximum(np.searchsorted(axis, inside, side="right") - 1, 0)
+        high = np.minimum(low + 1, len(axis) - 1)
+        part = (inside - axis[low]) / np.maximum(axis[high] - axis[low], 1)
+        below, above = along[low, row], along[high, row]
+        weight = part.reshape(-1, *[1] * (below.ndim - 1))
+        along = np.where(weight > 0, below * (1 - weight) + np.where(weight > 0, above, 0) * weight, below)
+        along = np.moveaxis(along, 1, 0) if row is not rows else along  # [first, queries, …]
+    outside = ((x > first[-1]) | (y > second[-1])).reshape(-1, *[1] * (along.ndim - 1))
+    return np.where(outside, np.inf, along)
+
+
+def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions of inputs and targets that occur, rounded down where they are many, and how often each does."""
+    pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
+    while True:
+        rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
+        found, counts = np.unique(rounded, axis=1, return_counts=True)
+        if found.shape[1] <= MOST_LENGTHS:
+            return found[0], found[1], counts
+        step *= 2
+
+
+def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:
+    """A stage's work and the least forward work before it, of the micro-batches that a replica runs."""
+    forward = np.zeros((len(replica.micro_batches), len(replica.stages)), np.int64)
+    backward, work = np.zeros_like(forward), np.zeros(len(replica.stages), np.int64)
+    for stage, plan in enumerate(replica.stages):
+        for event in plan.predicted:
+            step, time = event.instruction, event.end_ns - event.start_ns
+            work[stage] += time
+            if isinstance(step, Pass) and step.chunk == 0:
+                (forward if isinstance(step, Forward) else backward)[step.micro_batch, stage] += time
+    if not len(forward):
+        return 0
+    around = forward if divides else forward + backward
+    return max(int(around[:, :stage].sum(axis=1).min() + work[stage]) for stage in range(len(work)))
