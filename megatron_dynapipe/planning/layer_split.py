@@ -90,7 +90,9 @@ def choose_layer_split(
     trials.choose_batches(starts)
     best = trials.improved(min(starts, key=trials.predicted_ns), (2,))
     if halves and trials.know_halves:  # From the best of whole layers, so that halves are never behind it.
-        best = trials.improved(min(best, trials.evened(best, 1), key=trials.predicted_ns), (1, 2))
+        begin = settings.layout.layers_per_stage  # which several moves may part from that
+        best = min(best, trials.evened(best, 1), trials.evened(begin, 1), key=trials.predicted_ns)
+        best = trials.improved(best, (1, 2))
     return best
 
 
