@@ -91,16 +91,22 @@ class _LeastWork:
         inputs, targets, self.counts = _different(samples)
         cut = s.may_cut and can_cut(planner.problem(samples))
         modes = [_LeastCosts(tables) for tables in planner.tables]
-        self.time = np.stack([mode.times(inputs, targets, cut=cut) for mode in modes])
-        self.stored = np.stack([mode.share(Quantity.STORED, inputs, targets) for mode in modes])
+        self.time: Floats = np.stack([mode.times(inputs, targets, cut=cut) for mode in modes])
+        self.stored: Floats = np.stack([mode.share(Quantity.STORED, inputs, targets) for mode in modes])
         shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if cut else (inputs, targets)
         forward = np.min([mode.whole(Quantity.FORWARD, *shortest) for mode in modes], axis=0)
         backward = np.min([mode.whole(INPUT, *shortest) for mode in modes], axis=0)
-        self.round_trip = np.broadcast_to(forward + backward, (len(inputs), forward.shape[1]))
-        self.forward, self.backward = forward.min(axis=0), backward.min(axis=0)
+        self.round_trip: Floats = np.broadcast_to(forward + backward, (len(inputs), forward.shape[1]))
+        self.forward: Floats = np.asarray(forward.min(axis=0), np.float64)
+        self.backward: Floats = np.asarray(backward.min(axis=0), np.float64)
         self.has_halves = all(tables.division is not None for tables in planner.tables)
         kinds = planner.tables[0].kinds
         self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
+        if samples.labels is not None:  # the last MLP and the head, which run over labels alone, are left out
+            self.modules[-2:] = len(kinds)
+            self.time, self.stored = _with_free_kind(self.time), _with_free_kind(self.stored)
+            self.forward, self.backward = _with_free_kind(self.forward), _with_free_kind(self.backward)
+            self.round_trip = _with_free_kind(self.round_trip)
         self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
         self.state = np.zeros(len(self.modules) + 1)
         if s.model_state_bytes is None:
@@ -212,6 +218,11 @@ class _LeastCosts:
             least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
             sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
         return np.asarray(sum(sums))
+
+
+def _with_free_kind(costs: Floats) -> Floats:
+    """Costs of one kind more, which takes nothing: `[…, kinds + 1]`."""
+    return np.concatenate([costs, np.zeros_like(costs[..., :1])], axis=-1)
 
 
 def _never_falling(values: IntArray) -> Floats:

@@ -22,7 +22,7 @@ PAGES = [page for page in PAGES if "results" not in page.parts]
 OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --rdzv-conf --max-restarts",
-    "sbatch and srun": "--nodes --signal",
+    "sbatch and srun": "--nodes --signal --partition --account --time --requeue",
     "Megatron's dev branch": "--thd-max-packed-sequences",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",

@@ -1,5 +1,6 @@
 """Bounds that no plan can beat, against the best order of passes that there is, and against plans of all kinds."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,13 +32,16 @@ def test_what_a_plan_loses_adds_up() -> None:
     split=st.sampled_from(["off", "auto"]),
     slices=st.sampled_from(["off", "auto"]),
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
+    counting=st.sampled_from([None, 0, 0.1]),
 )
 @settings(max_examples=25)
-def test_no_plan_is_faster_than_its_limits(family, pairs, stages, replicas, memory, split, slices, layouts):
+def test_no_plan_is_faster_than_its_limits(family, pairs, stages, replicas, memory, split, slices, layouts, counting):
     t5 = family is ModelFamily.T5
     changes = {"split_backward": split, "micro_batch_layouts": layouts, "slices": "off" if t5 else slices}
     changes |= {"pipeline_parallel": stages, "data_parallel": replicas, "memory_limit_bytes": memory}
     lengths = batch_of(*[(first, second * t5) for first, second in pairs])
+    if counting is not None and not t5:
+        lengths = replace(lengths, labels=(lengths.input_lengths * counting).astype(np.int32))
     try:
         made = planner(family, **changes)
         plan = made.plan(lengths, 0)

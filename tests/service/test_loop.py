@@ -89,7 +89,7 @@ def test_it_ends_when_all_is_planned(settings, source, store) -> None:
 def test_iterations_are_shared_by_their_number_ahead_of_training(
     settings, source, store, planner, planners, progress, planned
 ) -> None:
-    job = only_train(settings(planner=planner, planners=planners, look_ahead=4, idle_timeout_s=0.3))
+    job = only_train(settings(planner=planner, planners=planners, look_ahead=4, idle_timeout_s=1.0))
     announce(job, store, "train", progress)
     with running(job, source, store):
         until(lambda: len(source.planned) == len(planned))
@@ -97,7 +97,7 @@ def test_iterations_are_shared_by_their_number_ahead_of_training(
 
 
 def test_splits_take_turns_and_what_training_has_left_behind_is_deleted(settings, source, store) -> None:
-    job = settings(look_ahead=1, keep_behind=1, idle_timeout_s=1.0)
+    job = settings(look_ahead=1, keep_behind=1, idle_timeout_s=2.0)
     with running(job, source, store):
         until(lambda: len(source.planned) == 4)
         assert source.planned == [("train", 0), ("valid", 0), ("train", 1), ("valid", 1)]
@@ -127,7 +127,7 @@ class FullStore(PlanStore):
 
 
 def test_a_full_store_holds_whole_iterations_and_stops_nothing(settings, source) -> None:
-    job = only_train(settings(look_ahead=8, keep_behind=0, idle_timeout_s=1.0))
+    job = only_train(settings(look_ahead=8, keep_behind=0, idle_timeout_s=3.0))
     store = FullStore(job.store, limit=7)
     with running(job, source, store):
         for iteration in range(6):
@@ -137,7 +137,7 @@ def test_a_full_store_holds_whole_iterations_and_stops_nothing(settings, source)
 
 
 def test_a_store_that_fails_is_asked_again_and_filled_again(settings, source, store, monkeypatch) -> None:
-    job = only_train(settings(look_ahead=2, idle_timeout_s=1.0))
+    job = only_train(settings(look_ahead=2, idle_timeout_s=3.0))
     failed = []
 
     def gone(topics: Sequence[str]) -> None:

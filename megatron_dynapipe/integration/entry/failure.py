@@ -27,7 +27,6 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
-from megatron_dynapipe.integration.entry.resume_record import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
@@ -66,6 +65,9 @@ def reported() -> Iterator[None]:
 
 
 def _last_checkpoint() -> str:
+    # Imports Megatron, before which the device has to be known.
+    from megatron_dynapipe.integration.entry.resume_record import last_iteration
+
     saved = early_flags(sys.argv[1:]).save
     last = last_iteration(Path(saved)) if saved else None
     if last is None:

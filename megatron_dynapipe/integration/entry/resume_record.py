@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -28,8 +28,10 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
-from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.service.settings import PlanInputs
+
+if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before the CPU platform is in force
+    from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
@@ -63,7 +65,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
-def record_of(run: RunConfig, inputs: PlanInputs) -> ResumeRecord:
+def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
@@ -143,7 +145,7 @@ def _write_digests(folder: Path) -> None:
         logger.warning("no digests of the checkpoint %s, which is not compared when it is loaded: %s", folder, error)
 
 
-def checkpoint_records(run: RunConfig, inputs: PlanInputs) -> list[CheckpointRecords]:
+def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
     """The records of the checkpoints that a run saves, lasting and not; empty where it saves none."""
     saved, local = run.checkpoints.save, run.checkpoints.local_folder
     if saved is None:
@@ -177,7 +179,7 @@ def newest(checkpoints: Path) -> Path | None:
     return None
 
 
-def loaded(checkpoints: CheckpointConfig) -> Path | None:
+def loaded(checkpoints: "CheckpointConfig") -> Path | None:
     """The folder of the checkpoint whose weights Megatron is going to load: to go on from, or to begin from."""
     if (folder := resumed(checkpoints)) is not None:
         return folder
@@ -185,7 +187,7 @@ def loaded(checkpoints: CheckpointConfig) -> Path | None:
     return next((checkpoint for folder in folders if (checkpoint := newest(folder)) is not None), None)
 
 
-def resumed(checkpoints: CheckpointConfig) -> Path | None:
+def resumed(checkpoints: "CheckpointConfig") -> Path | None:
     """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
     folder, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
     if folder is None:
@@ -199,7 +201,7 @@ def resumed(checkpoints: CheckpointConfig) -> Path | None:
     return checkpoint_of(folder, lasting)
 
 
-def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Split | None:
+def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> Split | None:
     """The layers per stage in which the checkpoint to go on from has to be loaded; None where any will do.
 
     Raises:
@@ -216,7 +218,7 @@ def split_to_keep(checkpoints: CheckpointConfig, layers: int, stages: int) -> Sp
     return even
 
 
-def check_resumed(checkpoints: CheckpointConfig, record: ResumeRecord) -> str | None:
+def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str | None:
     """Compare a run with the checkpoint that it resumes; what to tell the user, if anything.
 
     Raises:

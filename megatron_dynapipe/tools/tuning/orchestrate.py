@@ -283,7 +283,8 @@ class OrchestrationProblem:
         for stage, (source, target) in enumerate(itertools.pairwise(choice.placements), 1):
             latency, rate = self.topology.transfer(source, target)
             transfer[stage] = np.rint(latency + rate * crossing[stage])
-        rows = (forward, backward, stored, stored, transfer[1:], transfer[:-1], np.zeros(stages, np.int64))
+        none = np.zeros(stages, np.int64)  # no second halves of backward passes, and messages that take no memory
+        rows = (forward, backward, stored, stored, transfer[1:], transfer[:-1], none, none, none)
         _, finished, peaks, _, stalled = core.simulate(
             [np.ascontiguousarray(np.tile(row, (units, 1))) for row in rows],
             1,

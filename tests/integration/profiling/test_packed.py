@@ -42,5 +42,5 @@ def test_the_first_rows_tell_all_coefficients(part):
     terms = np.array([row_terms(*row) for row in rows[:FEWEST_ROWS]])
     terms /= np.abs(terms).max(axis=0)
     assert np.linalg.matrix_rank(terms, tol=1e-3) == terms.shape[1]
-    positions = [sum(row.inputs) + sum(row.targets) for row in rows[:FEWEST_ROWS]]
+    positions = [sum(map(sum, row)) for row in rows[:FEWEST_ROWS]]
     assert max(positions) >= 4 * min(positions)

@@ -63,6 +63,7 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
         replicas=1,
         links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
         bytes_per_position=1,
+        held_per_position=0,
     )
 
 
