@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.planning import batch
+from megatron_dynapipe.tools import batch
 from megatron_dynapipe.units import ModelFamily
 
 PAGE = Path(__file__).parents[2] / "docs/other-trainers.md"

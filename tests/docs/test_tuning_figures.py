@@ -27,7 +27,7 @@ def test_the_command_prints_what_the_page_shows(capsys, monkeypatch):
     assert main(shlex.split(block[1])[1:]) == 0
     shown, printed = block[2].splitlines(), capsys.readouterr().out.splitlines()
     assert [line.rstrip() for line in printed[: len(shown)]] == shown
-    figures = dict(zip(("time", "reduction", "tokens", "memory"), shown[1].split()[4:8], strict=True))
+    figures = dict(zip(("time", "reduction", "tokens", "mfu", "memory"), shown[1].split()[4:9], strict=True))
     computed = {what: float(figure) for what, _, figure in FORMULAS}
     for name, start in (("reduction", "gradient reduction"), ("memory", "together")):
         of_page = next(figure for what, figure in computed.items() if what.startswith(start))

@@ -17,4 +17,4 @@ def test_one_stage_is_megatrons_own_t5():
 def test_process_groups_made_for_another_model_are_refused():
     for message in run_ranks(f"{RANKS}:build_without_embedding_ranks", 2):  # Megatron's default
         assert "expected embedding groups of one rank, got one of 2: Megatron would reduce" in message
-        assert "give pretrain the split's embedding_ranks" in message
+        assert "give pretrain t5_stage.embedding_ranks" in message
