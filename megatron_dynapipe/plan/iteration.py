@@ -140,6 +140,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     """Predicted time of the slowest replica: forward, backward and transfers."""
     cut_samples: int = 0
     """Samples that were cut into pieces along their sequence."""
+    left_out: int = 0
+    """Positions without a label, which the last MLP and the head leave out."""
 
     @property
     def padding_efficiency(self) -> float:
@@ -184,6 +186,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
+            left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels),
         )
 
 

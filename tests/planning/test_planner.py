@@ -68,7 +68,9 @@ def test_a_plan_read_back_has_the_times_of_its_labels(changes: dict[str, Any]) -
     plan = decode_plan(encode(labelled.plan(lengths, 0)))
     for replica in plan.replicas:
         batches = replica.micro_batches
-        tokens, labels = (np.concatenate(column) for column in zip(*((b.input_lengths, b.labels) for b in batches)))
+        tokens, labels = (
+            np.concatenate(column) for column in zip(*((b.input_lengths, b.labels) for b in batches), strict=True)
+        )
         problem = labelled.problem(labelled.samples(replace(of_lengths(tokens), labels=labels)))
         members = np.split(np.arange(len(tokens)), np.cumsum([len(b.sample_ids) for b in batches])[:-1])
         modes = np.array([labelled.settings.recompute.index(b.recompute) for b in batches])
