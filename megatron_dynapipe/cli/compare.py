@@ -1,14 +1,12 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
-from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_dynapipe.tools.rivals.methods import Longest
 
 FORMAT = "dynapipe-compare/1"
-CHARTS = (".png", ".svg")
 _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes")
 
@@ -30,21 +27,13 @@ def add_parser(subparsers: SubParsers) -> None:
         help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
     )
     add_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw a chart of all methods")
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
-    from megatron_dynapipe.extras import require
-    from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-    from megatron_dynapipe.tools.report.comparison import draw_comparison, geometric_means
+    from megatron_dynapipe.tools.report.comparison import geometric_means
     from megatron_dynapipe.tools.rivals.methods import METHODS
 
-    if args.output is not None:
-        if args.output.suffix not in CHARTS:
-            raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
-        check_replaceable(args.output, is_ours=marked(GENERATOR))
-        require("matplotlib")  # before minutes of planning
     cost_model, settings = costs_and_settings(args)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)
@@ -56,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             say(_table(batch.id, methods))
     over = geometric_means(entries)
-    if args.output is not None:
-        print(f"chart: {draw_comparison(entries, args.output)}", file=sys.stderr)
     if args.json:
         report = {"format": FORMAT, "cluster": described, "methods": over, "batches": entries}
         print_json(report)

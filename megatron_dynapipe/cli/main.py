@@ -39,7 +39,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"plan {_COMPUTED} --pipeline-parallel 4 --limit 4 --json > planned.json",
     ),
     "compare": (
-        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4 --output methods.png",
+        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4",
         f"compare {_COMPUTED} --pipeline-parallel 4 --limit 1 --json > compared.json",
     ),
     "tune": (

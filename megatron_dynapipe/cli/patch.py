@@ -9,7 +9,7 @@ from megatron_dynapipe.cli import SubParsers, print_json
 from megatron_dynapipe.errors import PatchError
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.checkout.patching import Survey
+    from megatron_dynapipe.checkout.survey import Survey
 
 FORMAT = "dynapipe-patch/2"
 
@@ -31,7 +31,8 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
-    from megatron_dynapipe.checkout.patching import State, change, survey
+    from megatron_dynapipe.checkout.survey import State, survey
+    from megatron_dynapipe.tools.patch import change
 
     if args.check:
         return _check(args.checkout, as_json=args.json)
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    from megatron_dynapipe.checkout.patching import UNKNOWN, refusal, survey
+    from megatron_dynapipe.checkout.survey import UNKNOWN, survey
+    from megatron_dynapipe.tools.patch import refusal
 
     checkout, error = None, None
     try:
@@ -92,7 +94,7 @@ def _as_text(checkout: "Survey", action: str) -> str:
 
 
 def _summary(checkout: "Survey", action: str) -> str:
-    from megatron_dynapipe.checkout.patching import State
+    from megatron_dynapipe.checkout.survey import State
 
     if action == "reversed":
         return "reversed: the patches are out" + ("" if checkout.state is State.RELEASED else ", your changes are in")

@@ -1,10 +1,6 @@
 """`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
 
 import argparse
-import re
-import shutil
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
         raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")
     if args.picture is None and args.trace is None:
-        text = "\n\n".join(_text(plan, replica) for replica in replicas)
-        print(_wrapped(text) if sys.stdout.isatty() else text)
+        print("\n\n".join(_text(plan, replica) for replica in replicas))
         return 0
     from megatron_dynapipe.report.trace import write_trace
 
@@ -82,20 +77,6 @@ def _text(plan: "IterationPlan", replica: int) -> str:
         for sample, chain in chains(share.micro_batches).items()
     ]
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
-
-
-def _wrapped(text: str) -> str:
-    """Long lines in the width of the terminal, for eyes; files and pipes get lines that parse back."""
-    fold = _Wrapper(
-        shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(fold.fill(line) for line in text.splitlines())
-
-
-class _Wrapper(textwrap.TextWrapper):
-    """Breaks lists of numbers, too, which have no spaces."""
-
-    wordsep_simple_re = re.compile(r"(\s+|(?<=,))")
 
 
 def _panel(plan: "IterationPlan", replica: int) -> "Panel":

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.data.identity import FileDigests, manifest_path, meta_path, names_of
+from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, meta_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
@@ -203,8 +203,6 @@ def open_split(folder: Path, split: str) -> IndexedReader:
 
 def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
     """Raise a DataError where the dataset's tokenizer is not the one that its manifest describes, or is missing."""
-    from megatron_dynapipe.data.tokenizer import fingerprint  # late: statistics need no tokenizer
-
     path = tokenizer_folder(folder)
     try:
         actual = fingerprint(path) if meta.tokenizer else ""

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_dynapipe import checkout_hooks
 from megatron_dynapipe.checkout import patching
-from megatron_dynapipe.checkout.patching import State, change, load_all, survey
+from megatron_dynapipe.checkout.survey import State, load_all, survey
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.tools.patch import change
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.outputs import lock_folder, replace_bytes, replace_folder, restore_folder, strangers
+from megatron_dynapipe.outputs import lock_folder, replace_bytes
+from megatron_dynapipe.tools.folders import replace_folder, restore_folder, strangers
 
 RECORD = ".dynapipe-run.json"
 _PREFIX = "iteration_"

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
-from megatron_dynapipe.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, sentinel_ids
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.outputs import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.processes import set_parent_death_signal
+from megatron_dynapipe.tools.folders import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.sources import Source, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
@@ -35,6 +35,7 @@ from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, TextSample
 from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
 from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer, sentinel_ids
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
