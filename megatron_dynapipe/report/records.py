@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.plan.iteration import Totals
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import Shape
@@ -227,9 +228,7 @@ class RecordFile:
                 is_kept = isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride)
             if is_kept:
                 kept[sized].append(line)
-        fresh = self.path.with_name(f".{self.path.name}.unfinished")
-        fresh.write_bytes(b"".join(kept[False] + kept[True]))
-        fresh.replace(self.path)
+        replace_bytes(self.path, b"".join(kept[False] + kept[True]))
         self._bytes = sum(map(len, kept[True]))
 
     def _write(self, data: bytes) -> None:

@@ -2,60 +2,29 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, Network, ScatterGather, Split, TableCostModel
+from megatron_dynapipe.cost import CostModel, TableCostModel
 from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.partitioner import Partitioner
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.problem import SplitBackward
-from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
 
 _MOST = 100_000
 """Layers, or ranks of one kind, that anybody has."""
+_SET_HERE = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
+"""Fields of `PlannerSettings` that follow from the other arguments."""
 _LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
-
-
-class BatchSettings(TypedDict, total=False):
-    """Settings of `plan_batch`: fields of `planning.settings.PlannerSettings`, which says what they are.
-
-    They have its defaults, but for `hidden_size` (the costs') and `micro_batch_layouts` (both).
-    """
-
-    hidden_size: int
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    chunks: int
-    layers_per_stage: Split
-    distributed_optimizer: bool
-    recompute: Sequence[str]
-    network: Network
-    scatter_gather: ScatterGather
-    micro_batch_layouts: Sequence[str]
-    element_bytes: int
-    sequence_parallel: bool
-    model_state_bytes: Sequence[int]
-    partition: Partitioner
-    schedule: ScheduleSettings
-    transfers: TransferRules
-    expert_layers: Sequence[int]
-    expert_parallel: int
-    expert_imbalance: float
-    split_backward: SplitBackward
 
 
 class PlannedBatch(NamedTuple):
@@ -85,7 +54,7 @@ def plan_batch(
     layers: int | tuple[int, int],
     memory_mb: float,
     equal_counts: bool = False,
-    **settings: Unpack[BatchSettings],
+    **settings: Any,
 ) -> PlannedBatch:
     """Divide a batch into micro-batches, those over replicas, and order their passes; torch is not needed.
 
@@ -96,7 +65,8 @@ def plan_batch(
         memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
         equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
             alike in time.
-        settings: as `data_parallel`, `pipeline_parallel`, `recompute`.
+        settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`. Without them `hidden_size` is
+            that of the costs, and `micro_batch_layouts` are both.
 
     Raises:
         ConfigError: lengths, or settings, that are not what is expected.
@@ -122,11 +92,12 @@ def plan_batch(
 
 
 def _settings(
-    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: BatchSettings
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: Mapping[str, Any]
 ) -> PlannerSettings:
-    if unknown := sorted(set(given) - set(BatchSettings.__annotations__)):
+    known = [name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE]
+    if unknown := sorted(set(given) - set(known)):
         raise ConfigError(
-            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
+            f"expected settings among {', '.join(known)}, got {', '.join(unknown)}",
             hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
         )
     if model.hidden_size is None and "hidden_size" not in given:
