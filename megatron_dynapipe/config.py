@@ -13,10 +13,9 @@ others. A cluster file gives a device's memory and the links: `read_cluster`.
 """
 
 import argparse
-import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, near_name
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import BYTES_PER_MB
 
@@ -181,11 +180,6 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
         raise ConfigError(message, hint=f"did you mean {near[0]}?" if near else "--help lists all flags")
 
     parser.error = refuse  # type: ignore[method-assign]
-
-
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that somebody who wrote `name` may have meant; None where there is none."""
-    return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
 
 
 def _mapping(

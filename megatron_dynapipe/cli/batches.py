@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.sampling import (
@@ -78,8 +79,6 @@ def dataset_batches(
         DataError: the dataset is missing or damaged.
         ConfigError: no samples, or a seed below 0.
     """
-    from megatron_dynapipe.data.meta import read_meta
-
     meta, lengths, has_targets = read_meta(folder), LengthTable.read(folder, "train"), family is ModelFamily.T5
     longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length)
     settings = SamplerSettings(

@@ -1,39 +1,38 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
+import msgspec
+
+from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
+from megatron_dynapipe.cli.batches import NamedBatch
+from megatron_dynapipe.cli.planning_arguments import (
+    add_planning_arguments,
+    cluster_line,
+    costs_and_settings,
+    describe_cluster,
+)
+from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.errors import DataError, PlanningError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.report.comparison import geometric_means
+from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict
 from megatron_dynapipe.units import ModelFamily
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.cost import CostModel
-    from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.tools.rivals.methods import Longest
 
 FORMAT = "dynapipe-compare/1"
 _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes")
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
-    )
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_planning_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
-    from megatron_dynapipe.tools.report.comparison import geometric_means
-    from megatron_dynapipe.tools.rivals.methods import METHODS
-
     cost_model, settings = costs_and_settings(args)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)
@@ -57,14 +56,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned else 1
 
 
-def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[NamedBatch]") -> "Longest":
+def _longest(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBatch]) -> Longest:
     """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
 
     Raises:
         DataError: the file gives a maximum length that a sample exceeds.
     """
-    from megatron_dynapipe.tools.rivals.methods import Longest
-
     if batch.max_seq_len is None:
         inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
         targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
@@ -80,13 +77,9 @@ def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[Named
 
 
 def _predict(
-    method: str, batch: "NamedBatch", longest: "Longest", settings: "PlannerSettings", cost_model: "CostModel"
+    method: str, batch: NamedBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> dict[str, Any]:
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
-    import msgspec
-
-    from megatron_dynapipe.tools.rivals.methods import predict
-
     try:
         prediction = predict(method, batch.global_batch(0), longest, settings, cost_model)
     except (PlanningError, DataError) as error:

@@ -6,18 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.cost.format import is_cost_file
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.outputs import check_replaceable
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure a model's layers on this machine, for a cost model file",
-        epilog="Flags of Megatron and of DynaPipe follow after --: the run's own, such as"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.epilog = (
+        "Flags of Megatron and of DynaPipe follow after --: the run's own, such as"
         " `-- --dynapipe-config configs/demo_t5.yaml`. With several ranks, start it by torchrun with"
-        " `-m megatron_dynapipe profile`: the links between them are measured too.",
+        " `-m megatron_dynapipe profile`: the links between them are measured too."
     )
     parser.add_argument("--model", required=True, choices=("t5", "gpt"), help="kind of model")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the cost model file (.json)")
@@ -33,10 +33,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; print the file's path on rank 0."""
-    from megatron_dynapipe import config, cpu
-    from megatron_dynapipe.cost.format import is_cost_file
-    from megatron_dynapipe.outputs import check_replaceable
-
     flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
     if args.budget_minutes <= 0 or args.tensor_parallel < 1 or args.max_positions < 8:
         raise ConfigError(

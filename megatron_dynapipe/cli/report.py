@@ -4,8 +4,14 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers, print_json
+import msgspec
+
+from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.outputs import check_replaceable
+from megatron_dynapipe.report.summary import format_summary, summarise
+from megatron_dynapipe.tools.report.page import PAGE, is_page, write_page
+from megatron_dynapipe.tools.report.run import read_run
 
 FORMAT = "dynapipe-report/1"
 """Of `--json`: the page's path, the summary's fields, and losses by split, name and iteration."""
@@ -13,9 +19,8 @@ _MOST_TASKS = 8
 """Named on a line; the page has all."""
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("report", help="a run's records as a summary and as one HTML page")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the run's --dynapipe-report-dir")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="the page (default RUN_DIR/report.html)")
     parser.add_argument("--json", action="store_true", help="print the summary for a machine to read")
@@ -23,13 +28,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page; print the summary and the page's path."""
-    import msgspec
-
-    from megatron_dynapipe.outputs import check_replaceable
-    from megatron_dynapipe.report.summary import format_summary, summarise
-    from megatron_dynapipe.tools.report.page import PAGE, is_page, write_page
-    from megatron_dynapipe.tools.report.run import read_run
-
     if args.output is not None and args.output.suffix != ".html":
         raise ConfigError(f"expected a page named .html, got --output {args.output}")
     path = args.output or args.folder / PAGE

@@ -89,6 +89,8 @@ def test_plans_are_made_shown_and_verified_without_extras(folder: Path) -> None:
     for argv in (["show", str(plan)], ["show", str(plan), "--trace", "trace.json"], ["verify", str(plan)]):
         done = without_extras(*argv, folder=folder)
         assert done.returncode == 0, done.stderr
+    done = without_extras("show", str(plan), "--picture", "timeline.svg", folder=folder)
+    assert done.returncode == 2 and "the package matplotlib, which the extra [plots] brings" in done.stderr
 
 
 def test_the_planner_process_needs_no_extra() -> None:
@@ -100,7 +102,6 @@ def test_the_planner_process_needs_no_extra() -> None:
 @pytest.mark.parametrize(
     ("argv", "package", "extra"),
     [
-        (["compare", *PLANNING, "--output", "methods.png"], "matplotlib", "plots"),
         (["data", "demo", "--output", "demo"], "tokenizers", "data"),
         (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
     ],
