@@ -56,7 +56,6 @@ class Cluster:
     """A device's memory and the links, as a cluster file gives them.
 
     Attributes:
-        path: of the file.
         device: name of the device by which the file was found; empty where the user named the file.
         memory_limit_bytes: of one device that plans may use.
         links: between devices of a node, and between nodes.

@@ -31,7 +31,6 @@ class NamedBatch(msgspec.Struct, frozen=True):
     """One global batch: lengths in tokens. Other keys are ignored.
 
     Attributes:
-        id: its name.
         input: tokens of every sample's input.
         target: tokens of every sample's target; absent for decoder-only models.
         max_seq_len: the most tokens that an input or a target may have; None where nobody said.

@@ -61,7 +61,6 @@ class HostMicroBatch:
 
     Attributes:
         index: number of the micro-batch in its replica's plan.
-        family: kind of model.
         shape: (b, s, t); t is 0 for decoder-only models.
         input_lengths: int32[samples], real positions of s.
         decoder_lengths: int32[samples], real positions of t (target and one more); None for decoder-only models.

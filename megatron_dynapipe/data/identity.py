@@ -31,7 +31,6 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A file of a dataset in its manifest.
 
     Attributes:
-        size: bytes.
         quick: its digest, as `file_digest`.
         whole: digest of everything; not written any more.
     """

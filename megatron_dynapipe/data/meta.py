@@ -62,7 +62,6 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape.
         bos_id: starts every decoder input.
-        eos_id: ends every target.
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without start and end tokens.
         tokenizer: fingerprint of the tokenizer; empty in datasets of version 1.

@@ -62,7 +62,6 @@ class LiveStorages(TorchDispatchMode):
     before (parameters, inputs, masks) do not count; a view is its base's storage.
 
     Attributes:
-        bytes: alive now.
         peak_bytes: the most that were alive at once, between operations.
     """
 

@@ -48,9 +48,6 @@ class MessageBuffers:
     device has passed the transfer; a host that runs ahead of the device would hold more than the plan counts. A buffer
     is used again once nothing refers to it but its pool: what comes next on any stream follows, on the device, what has
     used it.
-
-    Args:
-        device: where they are.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -174,7 +174,6 @@ class PassContext:
     """What the handlers of one step share.
 
     Attributes:
-        model: runs the passes.
         stage, stages, chunks: this rank's place in the pipeline, and the virtual stages of each rank.
         forward_only: nothing is kept for a backward pass.
         losses_left: forward passes of the last virtual stage that are still to run on this rank.

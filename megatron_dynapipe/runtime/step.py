@@ -55,7 +55,6 @@ class Step:
         model: runs the list's passes.
         dtypes: those of a transfer's tensors, where they are not all the runner's.
         agreement: of all ranks, that they can run the step; None where they agreed before.
-        forward_only: an evaluation.
         around: entered while the list runs.
         finish: reduces the gradients after a training step's list; it may wait for the sums over all ranks.
     """

@@ -157,13 +157,7 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
 
 
 def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[ListWatchdog | None]:
-    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself.
-
-    Args:
-        device: of the rank.
-        deadline_s: of its process groups.
-        rank: its number, for the message.
-    """
+    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself."""
     if device.type != "cuda":
         return nullcontext()
     # A thread begins with device 0 as its current one: asking an event there would make a context on it for every rank.

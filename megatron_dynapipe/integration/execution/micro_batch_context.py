@@ -31,10 +31,6 @@ _TENSOR_PARALLEL_STATE = "model-parallel-rng"
 class MicroBatchContext:
     """Sets this rank's model chunks for the micro-batch that runs next.
 
-    Args:
-        models: this rank's model chunks.
-        seed: of the run.
-
     Raises:
         ConfigError: the models were built with something that cannot be set for a micro-batch.
     """
@@ -78,9 +74,6 @@ class RecomputeSwitch:
 
     "full" recomputes every layer by itself, unless Megatron's `--recompute-method` and `--recompute-num-layers` say
     otherwise; "selective" recomputes the modules of `--recompute-modules`, by default the core attention.
-
-    Args:
-        models: this rank's model chunks.
 
     Raises:
         ConfigError: modules are to be recomputed that cannot be switched.

@@ -62,12 +62,7 @@ class RowInjection:
 
 
 class EitherAttention(nn.Module):
-    """Megatron's core attention for padded rows, ours for packed ones; neither has parameters.
-
-    Args:
-        attention: whose core attention it is.
-        padded: Megatron's.
-    """
+    """Megatron's core attention for padded rows, ours for packed ones; neither has parameters."""
 
     def __init__(self, attention: Attention, padded: nn.Module) -> None:
         super().__init__()

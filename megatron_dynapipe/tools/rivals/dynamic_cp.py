@@ -29,7 +29,6 @@ class Group:
     """Ranks that share a row of a micro-batch.
 
     Attributes:
-        ranks: their number.
         samples: of the row, as indices.
         positions: of the row on each rank.
         work: of attention on each rank, in squared positions.
@@ -135,7 +134,6 @@ class DynamicRun:
     """What `default_dynamic_cp` comes to on a batch.
 
     Attributes:
-        schedules: of every rank.
         shapes: of the rows of all ranks.
     """
 

@@ -66,7 +66,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: real tokens, without padding, over that time.
         peak_memory_mb: of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
-        micro_batches: of all replicas.
         shapes: different shapes of micro-batches.
         of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
         idle: share of all stages' time in which no pass runs.

@@ -9,13 +9,7 @@ from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 
 
 def partitions(problem: BatchProblem, order: IntArray, offered: Iterable[IntArray]) -> tuple[Partition, ...]:
-    """Of those offered, every one that fits with one micro-batch in flight, by recompute mode.
-
-    Args:
-        problem: samples, costs, memory.
-        order: every sample once.
-        offered: sizes of micro-batches that divide the order.
-    """
+    """Of those offered, every one that fits with one micro-batch in flight, by recompute mode."""
     inputs, targets = problem.inputs[order], problem.targets[order]
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     fitting = []

@@ -116,7 +116,6 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
     """What may be placed after what: states are the free devices, state 0 the whole cluster.
 
     Attributes:
-        counts: of every placement.
         free: devices left in every state.
         choices: of every state, (placement, state after it).
     """
