@@ -268,14 +268,14 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
     nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
     flags = layout_flags(best, settings).items()
-    given = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
+    flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
         word for name, value in flags if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
     )  # fmt: skip
     is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")
     model = args.model_config if is_run_file else "MODEL.yaml"
     script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data DATA"
-    return f"train: torchrun {where} --nproc-per-node {ranks} {script} {given}"
+    return f"train: torchrun {where} --nproc-per-node {ranks} {script} {flags}"
 
 
 def _row(layout: TunedLayout) -> str:

@@ -52,11 +52,11 @@ class Entry:
         self.tensors: Sequence[torch.Tensor] = tensors
         self._gradients: list[torch.Tensor | None] = []
         self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        wanted = [tensor.detach() for tensor, wants in zip(tensors, differentiable, strict=True) if wants]
-        if wanted and torch.is_grad_enabled():
-            self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in wanted]
-            self._gradients = [None] * len(wanted)
-            placed = iter(_Enter.apply(self, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
+        entering = [tensor.detach() for tensor, wants in zip(tensors, differentiable, strict=True) if wants]
+        if entering and torch.is_grad_enabled():
+            self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in entering]
+            self._gradients = [None] * len(entering)
+            placed = iter(_Enter.apply(self, _ANCHOR, *entering))  # type: ignore[no-untyped-call]
             self.tensors = [next(placed) if wants else t for t, wants in zip(tensors, differentiable, strict=True)]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -126,9 +126,9 @@ class StageGraph:
             Gradients of the differentiable tensors that were received.
         """
         if self.loss is None:
-            wanted = [(edge, g) for edge, g in zip(self.edges, gradients, strict=True) if edge is not None]
-            if wanted:
-                torch.autograd.backward([edge for edge, _ in wanted], [gradient for _, gradient in wanted])
+            leaving = [(edge, g) for edge, g in zip(self.edges, gradients, strict=True) if edge is not None]
+            if leaving:
+                torch.autograd.backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
         elif self.loss.requires_grad:
             torch.autograd.backward(self.loss if scale is None else scale(self.loss))
         return self.entry.take_gradients()
@@ -210,13 +210,14 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
     received = buffers.tensors(Buffer.INPUT, micro_batch, chunk) if stage else ()
     with torch.set_grad_enabled(not context.forward_only):
         entry = Entry(received, model.differentiable(micro_batch, stage - 1) if stage else ())
-        made = model.forward(micro_batch, chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
+        outputs = model.forward(micro_batch, chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
         if context.is_last(chunk):
-            graph = StageGraph.to_loss(entry, made)
+            graph = StageGraph.to_loss(entry, outputs)
         else:
-            buffers.put(Buffer.OUTPUT, micro_batch, chunk, [tensor.detach() for tensor in made])
-            wanted = _floating(made) if (flags := model.differentiable(micro_batch, stage)) is None else flags
-            graph = StageGraph.to_outputs(entry, [t for t, wants in zip(made, wanted, strict=True) if wants])
+            buffers.put(Buffer.OUTPUT, micro_batch, chunk, [tensor.detach() for tensor in outputs])
+            flags = model.differentiable(micro_batch, stage)
+            wants = _floating(outputs) if flags is None else flags
+            graph = StageGraph.to_outputs(entry, [t for t, is_wanted in zip(outputs, wants, strict=True) if is_wanted])
     if not context.forward_only:
         context.graphs[micro_batch, chunk] = graph
     if context.is_last(chunk):
@@ -229,9 +230,9 @@ def _backward(context: PassContext, instruction: Backward | BackwardInput, buffe
     micro_batch, chunk = instruction.micro_batch, instruction.chunk
     context.model.begin_pass(instruction)
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
-    made = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
+    input_gradients = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
     if context.virtual_stage(chunk):
-        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, made)
+        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, input_gradients)
 
 
 def _backward_weight(context: PassContext, instruction: BackwardWeight, buffers: BufferTable) -> None:

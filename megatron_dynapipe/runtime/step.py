@@ -159,8 +159,8 @@ class StepRunner:
             chunks=self.chunks,
             forward_only=step.forward_only,
         )
-        passes = [each for each in step.plan.instructions if isinstance(each, Forward)]
-        context.losses_left = sum(context.is_last(each.chunk) for each in passes)
+        passes = [instruction for instruction in step.plan.instructions if isinstance(instruction, Forward)]
+        context.losses_left = sum(context.is_last(instruction.chunk) for instruction in passes)
         return context
 
 

@@ -44,7 +44,7 @@ class PlannedBatch(NamedTuple):
     @property
     def samples(self) -> list[list[list[int]]]:
         """Places in the lengths given: of every replica, micro-batch and row."""
-        return [[list(each.sample_ids) for each in replica] for replica in self.micro_batches]
+        return [[list(micro_batch.sample_ids) for micro_batch in replica] for replica in self.micro_batches]
 
 
 def plan_batch(
@@ -78,7 +78,7 @@ def plan_batch(
     planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
     batch = _batch(lengths, model.family)
     plan = planner.plan(batch, 0)
-    if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
+    if any(micro_batch.is_filler for replica in plan.replicas for micro_batch in replica.micro_batches):
         raise PlanningError(
             f"{len(batch)} samples cannot be divided into equally many micro-batches on each of"
             f" {len(plan.replicas)} replicas",
@@ -92,18 +92,18 @@ def plan_batch(
 
 
 def _settings(
-    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: Mapping[str, Any]
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, settings: Mapping[str, Any]
 ) -> PlannerSettings:
     known = [name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE]
-    if unknown := sorted(set(given) - set(known)):
+    if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(
             f"expected settings among {', '.join(known)}, got {', '.join(unknown)}",
             hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
         )
-    if model.hidden_size is None and "hidden_size" not in given:
+    if model.hidden_size is None and "hidden_size" not in settings:
         raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
     encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
-    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **given}
+    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **settings}
     for name in ("layers", "layers of the decoder", "data_parallel", "tensor_parallel", "pipeline_parallel", "chunks"):
         if isinstance(size := sizes.get(name), int) and size > _MOST:
             raise ConfigError(f"expected {name} of at most {_MOST}, got {size}")
@@ -112,7 +112,7 @@ def _settings(
     chosen = {
         "hidden_size": model.hidden_size,
         "micro_batch_layouts": tuple(BatchLayout),
-        **given,
+        **settings,
         "family": model.family,
         "encoder_layers": encoder,
         "decoder_layers": decoder,
@@ -129,8 +129,8 @@ def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
-    found = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
-    tokens = np.array(found, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
+    positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
+    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
     return GlobalBatch(
         iteration=0,
         sample_ids=np.arange(len(tokens)),
@@ -147,7 +147,7 @@ def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
         positions = operator.index(first), operator.index(second)
     except (TypeError, ValueError):
         positions = 0, 0
-    within = all(each <= LARGEST_COORDINATE for each in positions)
+    within = all(length <= LARGEST_COORDINATE for length in positions)
     if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
         return positions
     expected = f"an integer from 1 to {LARGEST_COORDINATE}"

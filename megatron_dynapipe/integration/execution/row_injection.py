@@ -56,9 +56,9 @@ class RowInjection:
     def _give(self, _model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self._row is None:
             return arguments, keywords
-        given = [None if place == _MASK else value for place, value in enumerate(arguments)]
+        positional = [None if place == _MASK else value for place, value in enumerate(arguments)]
         unmasked = {"attention_mask": None} if "attention_mask" in keywords else {}
-        return tuple(given), {**keywords, **unmasked, "packed_seq_params": self._row}
+        return tuple(positional), {**keywords, **unmasked, "packed_seq_params": self._row}
 
 
 class EitherAttention(nn.Module):

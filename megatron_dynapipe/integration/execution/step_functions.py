@@ -152,7 +152,7 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
     texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask, host.tasks)
     if host.input_segments is not None and host.decoder_segments is not None:
         segments = host.input_segments, host.decoder_segments
-        packed = [tensor for each in segments for tensor in (each.offsets, each.positions)]
+        packed = [tensor for segment in segments for tensor in (segment.offsets, segment.positions)]
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
         encoder, decoder = _on_device(segments[0], moved[:2]), _on_device(segments[1], moved[2:])
         cross = attention_row(decoder, encoder, row_format)
