@@ -44,7 +44,7 @@ _LAZY = {
     for name in names.split()
 }
 _HOOKS = "checkout_hooks"
-"""What patched checkouts import: a module's name here, which stays, so that they work with later versions."""
+"""The module that patched checkouts import: its name here stays, so that they work with later versions."""
 
 __all__ = [
     "CutPoint",

@@ -30,7 +30,7 @@ from megatron_dynapipe.units import BYTES_PER_MB
 CONFIG_FLAG = "--dynapipe-config"
 UNSET_FLAG = "--dynapipe-unset"
 MOST_BYTES = 10_000_000
-"""Of a file."""
+"""Size of a file."""
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
@@ -45,7 +45,7 @@ BY_DEVICE: tuple[tuple[str, str], ...] = (
 )
 MEMORY, DEVICES = "device-memory-mb", "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
-"""Of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
+"""Keys of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
 
 # A number that Python does not convert is a ValueError, as is text that is no UTF-8.
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
@@ -207,7 +207,7 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def load_yaml(path: Path) -> object:
-    """What a YAML file says; raises OSError, ValueError, RecursionError or YAMLError."""
+    """The contents of a YAML file; raises OSError, ValueError, RecursionError or YAMLError."""
     return yaml.load(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
 
 

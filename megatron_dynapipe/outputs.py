@@ -23,14 +23,14 @@ from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.files import open_regular
 
 GENERATOR = "megatron-dynapipe"
-"""What pictures, pages and traces name as the program that made them."""
+"""The name that pictures, pages and traces give as the program that made them."""
 
 _HEAD_BYTES = 4096
 _FULL_MB = 1.0
 _MOST_SHOWN = 200
 LOCK = ".dynapipe-lock"
 LOCK_SHARE = 0.8
-"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
+"""A share of the deadline of exchanges: rank 0 waits so long for the folder's lock while others wait for rank 0."""
 _POLL_S = 0.2
 _locks: dict[Path, int] = {}
 """Descriptors of the lock files that this process holds."""

@@ -158,7 +158,7 @@ def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
 
 
 def _check_labels(path: Path, batch: NamedBatch) -> None:
-    """As many as samples, each between none and the sample's positions: its tokens but the first."""
+    """Refuse labels unless each sample has some number from 0 to its positions, which are its tokens but the first."""
     if batch.labels is None:
         return
     if batch.target is not None or len(batch.labels) != len(batch.input):

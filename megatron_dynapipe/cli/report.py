@@ -14,7 +14,7 @@ from megatron_dynapipe.tools.report.page import PAGE, is_page, write_page
 from megatron_dynapipe.tools.report.run import read_run
 
 FORMAT = "dynapipe-report/1"
-"""Of `--json`: the page's path, the summary's fields, and losses by split, name and iteration."""
+"""The format of `--json`: the page's path, the summary's fields, and losses by split, name and iteration."""
 _MOST_TASKS = 8
 """Named on a line; the page has all."""
 

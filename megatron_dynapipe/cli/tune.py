@@ -178,7 +178,7 @@ def _tuned(args: argparse.Namespace) -> Tuning:
 
 
 def _peak_flops(args: argparse.Namespace) -> float | None:
-    """Of the device that costs are of, or the cluster's."""
+    """The peak of the device that costs are of, or of the cluster's."""
     file = _cost_file(args)
     rates = rates_of(read_file(file)[0].device if file else args.device or args.cluster.stem)
     return None if rates is None else rates.flops_per_second / PRODUCTS

@@ -114,7 +114,7 @@ class Scope:
 
 
 def device_properties(device: object = None) -> types.SimpleNamespace:
-    """What `torch.cuda.get_device_properties` would say of the host: memory in bytes, processors, capability 8.0."""
+    """The host's answer to `torch.cuda.get_device_properties`: memory in bytes, processors, capability 8.0."""
     return types.SimpleNamespace(
         name="cpu",
         major=8,

@@ -35,7 +35,7 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredFields:
-    """Which tensors one pipeline stage reads; the stages in the middle read none and open no text.
+    """The tensors that one pipeline stage reads; the stages in the middle read none and open no text.
 
     Attributes:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).

@@ -41,7 +41,7 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """What a manifest says of a file; raises as `file_digest`."""
+        """A manifest's entry of a file; raises as `file_digest`."""
         return cls(quick=file_digest(path), size=path.stat().st_size)
 
 

@@ -203,7 +203,7 @@ ALIGNMENT = 16
 
 
 def pinning(device: torch.device) -> Callable[[HostMicroBatch], HostMicroBatch]:
-    """What the thread that reads ahead does to each micro-batch of a run on a device."""
+    """The part of the thread that reads ahead in each micro-batch of a run on a device."""
     if device.type != "cuda":
         return lambda batch: batch
 

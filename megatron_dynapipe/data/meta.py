@@ -45,7 +45,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a dataset folder holds: its manifest.
+    """The manifest of a dataset folder.
 
     Attributes:
         format: name and version of this form.

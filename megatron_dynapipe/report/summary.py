@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[int]) -> "Spread":
-        """Of at least one value."""
+        """The spread of at least one value."""
         numbers = sorted(values)
         return cls(minimum=numbers[0], median=median(numbers), maximum=numbers[-1])
 
@@ -46,7 +46,7 @@ class Summary:
     micro_batches: Spread
     """Per iteration, over all replicas."""
     packed_share: float
-    """Of the micro-batches, packed rows."""
+    """The share of the micro-batches that are packed rows."""
     sizes: Spread
     input_lengths: Spread
     target_lengths: Spread
@@ -67,7 +67,7 @@ class Summary:
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
     memory: MemoryRecord | None = None
-    """Of the rank with the most fragments; None without GPUs."""
+    """The memory of the rank with the most fragments; None without GPUs."""
 
 
 def summarise(

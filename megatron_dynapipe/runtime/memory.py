@@ -99,7 +99,7 @@ class LiveStorages(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCounts:
-    """What the allocator has counted so far.
+    """The allocator's counts so far.
 
     Attributes:
         allocated_bytes: of tensors, at their peak since peaks were last reset.

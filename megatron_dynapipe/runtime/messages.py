@@ -70,7 +70,7 @@ class MessageBuffers:
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """What refers to a tensor's memory: tensors, and graphs that keep them."""
+    """The number of references to a tensor's memory: tensors, and graphs that keep them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -29,7 +29,7 @@ from megatron_dynapipe.plan.instructions import (
 from megatron_dynapipe.runtime.executor import BufferTable, Handlers
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes autograd give received tensors a place in a graph; it never gets a gradient."""
+"""An input by which autograd gives received tensors a place in a graph; it never gets a gradient."""
 
 
 class Entry:
@@ -89,7 +89,7 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageGraph:
-    """What a backward pass needs of its forward.
+    """The part of a forward pass that its backward pass needs.
 
     Attributes:
         entry: where the graph begins.
@@ -135,13 +135,13 @@ class StageGraph:
 
 
 class StageModel(Protocol):
-    """What a rank's passes run in one step: Megatron's model chunks, or a part of any other model.
+    """The model that a rank's passes run in one step: Megatron's model chunks, or a part of any other model.
 
     Virtual stage `chunk × stages + stage` is chunk `chunk` of stage `stage`; boundary v follows virtual stage v.
     """
 
     def load(self, micro_batch: int) -> Any:
-        """What the forward passes of a micro-batch read besides received tensors, on the device."""
+        """The inputs of a micro-batch's forward passes besides received tensors, on the device."""
         ...
 
     def begin_pass(self, instruction: Pass) -> None:
@@ -149,7 +149,7 @@ class StageModel(Protocol):
         ...
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool] | None:
-        """Which tensors of a boundary have gradients; None says that those of a floating dtype have."""
+        """Flags of a boundary's tensors that have gradients; None says that those of a floating dtype have."""
         ...
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Any) -> Any:
@@ -161,7 +161,7 @@ class StageModel(Protocol):
         ...
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What gradients are taken of."""
+        """The loss that gradients are taken of."""
         ...
 
     def totals(self) -> torch.Tensor:
@@ -171,7 +171,7 @@ class StageModel(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class PassContext:
-    """What the handlers of one step share.
+    """The state that the handlers of one step share.
 
     Attributes:
         stage, stages, chunks: this rank's place in the pipeline, and the virtual stages of each rank.

@@ -12,7 +12,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
 
 TRANSFER_BLOCKS = 8
-"""Of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
+"""Thread blocks of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,5 +157,5 @@ def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
 
 
 def backend_of(device: torch.device) -> str:
-    """Which backend moves tensors of a device."""
+    """The backend that moves tensors of a device."""
     return "nccl" if device.type == "cuda" else "gloo"

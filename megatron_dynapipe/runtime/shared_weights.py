@@ -66,7 +66,7 @@ class SharedWeights:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Those over which this rank sums gradients."""
+        """The groups over which this rank sums gradients."""
         return [weight.group for weight in self._weights]
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class SharedWeights:
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:
-    """What gradients are accumulated into: Megatron's `main_grad` where there is one."""
+    """The tensor that gradients are accumulated into: Megatron's `main_grad` where there is one."""
     gradient: torch.Tensor | None = getattr(weight, "main_grad", weight.grad)
     if gradient is None:
         gradient = weight.grad = torch.zeros_like(weight)

@@ -28,7 +28,7 @@ from megatron_dynapipe.runtime.watchdog import watched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """What a step's losses add up to, the same on every rank, and when this rank's instructions ran.
+    """The sums of a step's losses, the same on every rank, and when this rank's instructions ran.
 
     Attributes:
         loss: sum of all losses.
@@ -48,7 +48,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a rank runs in one step.
+    """The work of a rank in one step.
 
     Attributes:
         plan: this rank's instruction list.

@@ -46,7 +46,7 @@ class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which iterations of one split are planned.
+    """The iterations of one split that are planned.
 
     Attributes:
         name: "train", "valid" or "test": the split's files in the dataset folder.

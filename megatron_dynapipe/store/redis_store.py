@@ -23,7 +23,7 @@ from megatron_dynapipe.store.connection import MAX_VALUE_BYTES, REPLY_TIMEOUT_S,
 RETENTION_S = 2 * 3600
 """Entries that nobody deletes (their job was killed) leave a shared server after this time."""
 COMMANDS = "-@all +ping +select +xadd +xread +unlink +expire +info"
-"""What a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""
+"""Rights that a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""
 _BATCH = 256
 """Values in one request: a large iteration is published in a few."""
 _BLOCK_S = 1.0

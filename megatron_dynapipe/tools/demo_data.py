@@ -41,7 +41,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def demo_source() -> str:
-    """What the manifest says about a demo folder made by this Python."""
+    """The manifest's words on a demo folder made by this Python."""
     return f"Python {platform.python_version()} standard library, recipe {_RECIPE}"
 
 

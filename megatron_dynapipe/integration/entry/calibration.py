@@ -76,7 +76,7 @@ def _identity(run: RunConfig) -> str:
 
 
 def _processes(run: RunConfig) -> int:
-    """As many as the node has ranks, in whole tensor-parallel groups: so they share its memory as in training."""
+    """As many as the node's ranks, in whole tensor-parallel groups: the processes share its memory as in training."""
     shared = run.planner.tensor_parallel
     ranks = min(local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared

@@ -174,7 +174,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
             self._release(instruction.chunk)
 
     def during_weights(self, instruction: BackwardWeight) -> WeightDone | None:
-        """What reduces bucket groups while this half runs, if it is the chunk's last; other gradients are there."""
+        """The function that reduces bucket groups while this half runs, if it is the chunk's last."""
         model = self._models[instruction.chunk]
         has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
         if not (self._overlaps and has_handles and self._may_release(instruction)):

@@ -74,7 +74,7 @@ class EitherAttention(nn.Module):
     def forward(
         self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None = None, **options: Any
     ) -> torch.Tensor:
-        """As of either."""
+        """Run either of them."""
         core = self.padded if packed_seq_params is None else self.packed
         attended: torch.Tensor = core(*tensors, packed_seq_params=packed_seq_params, **options)
         return attended

@@ -16,9 +16,9 @@ TRAINING = "--dynapipe-"
 AUTO, EQUAL = "auto", "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 MOST = 10**6
-"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
+"""The most layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
 MOST_REAL = 1e9
-"""Of megabytes, seconds, Gbit/s and microseconds."""
+"""The most megabytes, seconds, Gbit/s and microseconds."""
 
 
 def number[N: (int, float)](kind: type[N], least: N, most: N, *, above: bool = False) -> Callable[[str], N]:

@@ -143,7 +143,7 @@ class RunConfig:
 
 
 def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
-    """What plans are made from where training goes on from an iteration, which a checkpoint sets."""
+    """The inputs of plans where training goes on from an iteration, which a checkpoint sets."""
     train, *others = inputs.splits
     left = max((train.iterations or 0) - iteration, 0)
     train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)

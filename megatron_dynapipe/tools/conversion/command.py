@@ -194,7 +194,7 @@ def _check_index(index: Path) -> None:
 
 
 class _Index(msgspec.Struct):
-    """Which file holds each weight."""
+    """The file that holds each weight."""
 
     weight_map: dict[str, str]
 

@@ -182,7 +182,7 @@ class Encoder:
         return names, columns
 
     def _statuses(self, block: Block, samples: _Samples) -> npt.NDArray[np.uint8]:
-        """What becomes of each sample; raises DataError where that is an error."""
+        """The outcome of each sample; raises DataError where that is an error."""
         settings = self._settings
         lengths = np.fromiter(map(len, samples.ids), np.int32, len(samples.ids)).reshape(-1, 2)
         statuses = np.full(len(lengths), KEPT, np.uint8)

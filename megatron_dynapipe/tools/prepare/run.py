@@ -279,7 +279,7 @@ def _encode_in_worker(block: Block, task: int) -> EncodedBlock:
 
 
 def _notes(mixture: Mixture, meta: DatasetMeta) -> Iterator[str]:
-    """What became of samples that are not as they were, and tasks with fewer samples than were asked for."""
+    """Notes on samples that are not as they were, and on tasks with fewer samples than were asked for."""
     if truncated := sum(meta.truncated.values()):
         yield f"{truncated} of {sum(meta.read.values())} samples were truncated to the maximum lengths"
     for reason, count in meta.skipped.items():

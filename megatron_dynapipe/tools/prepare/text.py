@@ -22,7 +22,7 @@ from megatron_dynapipe.tools.prepare.tokenizer import (
 TRAINING_BYTES = 500_000_000
 """Text that a tokenizer is trained on at most, an equal part of every entry's."""
 SENTINELS = 100
-"""Of a tokenizer that is trained where spans of text are removed."""
+"""Sentinels of a tokenizer that is trained where spans of text are removed."""
 _BYTES_AND_SPECIAL = 259
 _FIRST_ROWS = 20
 
@@ -71,7 +71,7 @@ def make_tokenizer(mixture: Mixture, sources: Sequence[Source], settings: Prepar
 
 
 def _texts(mixture: Mixture, sources: Sequence[Source]) -> Iterator[str]:
-    """What a tokenizer is trained on; raises DataError for rows that cannot be read."""
+    """The texts that a tokenizer is trained on; raises DataError for rows that cannot be read."""
     allowed = TRAINING_BYTES // len(sources)
     for spec, source in zip(mixture.tasks, sources, strict=True):
         read, seen = row_reader(spec), 0

@@ -14,7 +14,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SENTINEL = "<extra_id_{}>"
 """A token that stands for a removed span, by its number."""
 NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
-"""What to do where there is no chat template."""
+"""A hint where there is no chat template."""
 
 Tokenizer = Any
 """A `transformers.PreTrainedTokenizerBase`; the library carries no types."""

@@ -9,7 +9,7 @@ Entries = Sequence[dict[str, Any]]
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers, at least one."""
+    """The geometric mean of positive numbers, at least one."""
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms))
 

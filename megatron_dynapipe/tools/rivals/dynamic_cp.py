@@ -131,7 +131,7 @@ def _sizes(least: int, most: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicRun:
-    """What `default_dynamic_cp` comes to on a batch.
+    """The outcome of `default_dynamic_cp` on a batch.
 
     Attributes:
         shapes: of the rows of all ranks.
@@ -142,7 +142,7 @@ class DynamicRun:
 
     @property
     def makespan_ns(self) -> int:
-        """Of the slowest rank."""
+        """The time of the slowest rank."""
         return max(schedule.makespan_ns for schedule in self.schedules)
 
 

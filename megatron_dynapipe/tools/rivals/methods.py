@@ -54,7 +54,7 @@ class Longest(NamedTuple):
 
     @classmethod
     def of_tokens(cls, family: ModelFamily, tokens: int, target_tokens: int) -> "Longest":
-        """Of maximum lengths in tokens."""
+        """Make it of maximum lengths in tokens."""
         return cls(round_up(input_positions(family, tokens)), round_up(target_positions(family, target_tokens)))
 
 

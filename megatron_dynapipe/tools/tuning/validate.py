@@ -38,14 +38,14 @@ type Flags = dict[str, str | int | bool]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout's runs took."""
+    """The times of a layout's runs."""
 
     iterations_ms: tuple[float, ...] = ()
     error: str | None = None
 
     @property
     def mean_ms(self) -> float | None:
-        """Of an iteration; None without a measurement."""
+        """The time of an iteration; None without a measurement."""
         return fmean(self.iterations_ms) if self.iterations_ms else None
 
 
@@ -134,7 +134,7 @@ def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: P
 
 
 def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
-    """What a run needs to train under a layout."""
+    """The flags that make a run train under a layout."""
     flags: Flags = {
         "tensor-model-parallel-size": layout.tensor_parallel,
         "pipeline-model-parallel-size": layout.pipeline_parallel,
