@@ -102,7 +102,7 @@ def test_the_planner_process_needs_no_extra() -> None:
 @pytest.mark.parametrize(
     ("argv", "package", "extra"),
     [
-        (["data", "demo", "--output", "demo"], "tokenizers", "data"),
+        (["data", "demo", "--output", "demo"], "pyarrow", "data"),
         (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
