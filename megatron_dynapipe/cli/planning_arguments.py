@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import (
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.cost import CostModel, DeviceRates, Network
     from megatron_dynapipe.cost.format import Link
     from megatron_dynapipe.planning.settings import PlannerSettings
+    from megatron_dynapipe.sampling import GlobalBatch
 
 
 ANALYTIC = "analytic"
@@ -66,6 +69,26 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
     add("--search-evaluations", type=not_negative, metavar="N", help=tried)
     add("--seed", type=int, default=0, metavar="N", help="of the search")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Declare `--export`."""
+    stages = "also print the stages as Megatron's own flags, for its GPTModel (whole layers) and its HybridModel"
+    parser.add_argument("--export", choices=("megatron",), help=stages)
+
+
+def exported(
+    args: argparse.Namespace, settings: "PlannerSettings", cost_model: "CostModel", batches: "Sequence[GlobalBatch]"
+) -> dict[str, Any]:
+    """The part of a report that `--export` asks for, printed unless all of it is JSON; empty without."""
+    from megatron_dynapipe.tools.export import megatron_flags
+
+    if args.export is None:
+        return {}
+    flags, note = megatron_flags(settings, cost_model, batches)
+    if not args.json:
+        say(f"Megatron alone: {' '.join(shlex.join(flag) for flag in flags.items())}" + (note and f"\n  {note}"))
+    return {"export": {"flags": flags, "note": note}}
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

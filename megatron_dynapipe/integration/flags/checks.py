@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
@@ -118,6 +119,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         both = args.dynapipe_activation is not None and bool(getattr(args, name))
         yield both, f"--dynapipe-activation with {other}", "each names the activation"
     yield from _expert_refusals(args, is_t5=is_t5)
+    if args.hybrid_layer_pattern is not None and not is_t5:
+        kinds_of_pattern(args.hybrid_layer_pattern)
+        yield bool(args.use_rope_scaling), "--use-rope-scaling", "Megatron's HybridModel has none"
+        needs = EXPERTS in args.hybrid_layer_pattern and not args.num_experts
+        yield needs, f"--hybrid-layer-pattern with {EXPERTS}", "it needs --num-experts"
     yield (
         args.optimizer not in ("adam", "sgd"),
         f"--optimizer {args.optimizer}",

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dynapipe.checkout.patching import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
-from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -59,8 +59,9 @@ CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
     (TRAINING, "training_log", "print_rank_last"),
+    *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
-"""How Megatron's loop comes to what is replaced."""
+"""How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""
 
 PATCHES: tuple[Call, ...] = (
     ("megatron.training.arguments", "parse_args", "add_arguments"),

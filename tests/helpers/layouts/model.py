@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.integration.flags.layer_split import megatron_layout
+from megatron_dynapipe.cost.pattern import megatron_layout
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
