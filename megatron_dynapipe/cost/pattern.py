@@ -89,6 +89,11 @@ def check_stages(pattern: str, *, stages: int, split: Split | None = None) -> No
             f" the last from position {ends[-1] + 1}",
             hint="write | between stages, or leave it out and pass --dynapipe-layers-per-stage or let plans choose",
         )
+    if (empty := pattern.find(2 * STAGE_END)) >= 0:
+        raise ConfigError(
+            f"{FLAG} {pattern}: expected a layer between | and | at position {empty + 1}, got none",
+            hint="the first stage and the last may do without: the embedding and the head are there",
+        )
     if split is None:
         return
     expected = [int(end) + number for number, end in enumerate(accumulate(split), 1)][:-1]

@@ -45,8 +45,10 @@ STAGES = {
     ("*|-|*|-", 2, (1, 1, 1, 1)): "",
     ("*-|*-", 4, None): "expected segments for 4 pipeline stages, as many on each, got 2, the last from position 4",
     ("*|-|*-", 2, None): "got 3, the last from position 5",
+    ("|*-*|", 3, None): "",
+    ("*-||*", 3, None): "expected a layer between | and | at position 3, got none",
     ("*-|*-", 2, (1, 3)): "expected the stages of --dynapipe-layers-per-stage 1,3, got | at position 3",
-    ("*-*-|*-", 2, (4, 2, 0, 0)): "--dynapipe-layers-per-stage 4,2,0,0, got no | at position 8",
+    ("*-*-|*-", 2, (4, 1, 1)): "--dynapipe-layers-per-stage 4,1,1, got no | at position 7",
 }
 
 

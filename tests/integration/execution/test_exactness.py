@@ -154,7 +154,7 @@ PATTERNS = (
     "gpt 1x1x1, pattern *-*-, recompute mixed, also of MLPs",
     "gpt 2x2x1, pattern **--*-, sequence parallel, untied, recompute mixed, packed",
     "gpt 1x2x2, pattern -*-*, layers 2+2, Megatron's attention, overlapped, distributed optimizer",
-    "gpt 1x3x1, pattern *-*-*, layers 2+0+3, full, divided",
+    "gpt 1x3x1, pattern *-*-*, layers 2+1+2, full, divided",
     "gpt 1x2x2, pattern *-*-, layers 3+1, losses of targets, overlapped, every second divided",
     "gpt 1x2x1, pattern *-*, layers 1+2, losses of targets, slices of 16, full",
 )
