@@ -44,6 +44,8 @@ NAMES: tuple[Name, ...] = (
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
     (SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
     ("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack", ("submodules", "post_layer_norm", "layer_type_list")),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec", "hybrid_layer_pattern")),
     ("megatron.training.argument_utils", "pretrain_cfg_container_from_args", ()),
     ("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
     ("megatron.training.arguments", "validate_args", ("args",)),

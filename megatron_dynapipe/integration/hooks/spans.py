@@ -1,6 +1,7 @@
 """Spans of OpenTelemetry around passes, as Megatron's own schedules have them: main of 2026-08, with nemo-lens."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,8 +24,8 @@ def pass_span(instruction: Pass) -> AbstractContextManager[object]:
 @functools.cache
 def _managed_span() -> Callable[..., AbstractContextManager[object]] | None:
     try:
-        from nemo.lens.helpers import managed_span
+        managed_span: Callable[..., AbstractContextManager[object]]
+        managed_span = importlib.import_module("nemo.lens.helpers").managed_span
     except ImportError:
         return None
-    managed: Callable[..., AbstractContextManager[object]] = managed_span
-    return managed
+    return managed_span

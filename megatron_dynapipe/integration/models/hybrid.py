@@ -24,7 +24,7 @@ def final_norm(model: GPTModel | HybridModel) -> nn.Module | None:
     return norm
 
 
-class PlannedHybridStack(HybridStack):  # type: ignore[misc]
+class PlannedHybridStack(HybridStack):
     """Megatron's stack with a final norm of this class: its own is Transformer Engine's alone."""
 
     def __init__(self, *arguments: Any, norm: Any, post_layer_norm: bool = True, **keywords: Any) -> None:

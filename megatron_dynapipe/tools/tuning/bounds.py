@@ -184,7 +184,7 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     """
     total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
     *modules, head = (total[kind] for kind in settings.layout.modules)
-    layers = np.array(modules).reshape(-1, 2).sum(axis=1)
+    layers = np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1)
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
     count = len(layers)

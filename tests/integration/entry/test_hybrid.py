@@ -16,7 +16,7 @@ PATTERNS = {
     # ranks, flags besides the pattern's; the last word says whether it runs every day
     "equal": (2, f"{TWO} --hybrid-layer-pattern *-*-*-*-", "core"),
     "planned": (2, f"{TWO} --hybrid-layer-pattern *-*-*-*- --dynapipe-layers-per-stage auto", "slow"),
-    "virtual stages as segments": (2, f"{TWO} --hybrid-layer-pattern *-*|-|*-*|-", "core"),
+    "virtual stages as segments": (2, f"{TWO} --hybrid-layer-pattern *-*|-|*-*|-", "slow"),
     "modules": (2, f"{TWO} --hybrid-layer-pattern *-*-*-*- --dynapipe-layers-per-stage 3,2,1,2", "slow"),
     "pieces, divided passes": (
         2, f"{TWO} --hybrid-layer-pattern *-*|-*-*- --dynapipe-slices 16 --dynapipe-split-backward on"
@@ -55,7 +55,8 @@ def test_a_gpt_s_checkpoint_goes_on_as_a_pattern(ranks, flags, equal, gpt, data,
         assert predicted_ns(tmp_path / "report") == pytest.approx(times, rel=0.01)
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(f"{TWO} --dynapipe-layout packed", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("flags", ["", f"{TWO} --dynapipe-layout packed"])
 def test_modules_in_any_order_resume_in_another_layout(flags, data, tmp_path):
     ranks, model = 1 + bool(flags), f"--hybrid-layer-pattern *-*--E {EXPERTS} --train-iters 4"
     whole = train("gpt", data, f"{model} {flags}", ranks=ranks, report=tmp_path / "whole")[-1]["losses"]
