@@ -120,15 +120,23 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         yield both, f"--dynapipe-activation with {other}", "each names the activation"
     yield from _expert_refusals(args, is_t5=is_t5)
     if args.hybrid_layer_pattern is not None and not is_t5:
-        kinds_of_pattern(args.hybrid_layer_pattern)
-        yield bool(args.use_rope_scaling), "--use-rope-scaling", "Megatron's HybridModel has none"
-        needs = EXPERTS in args.hybrid_layer_pattern and not args.num_experts
-        yield needs, f"--hybrid-layer-pattern with {EXPERTS}", "it needs --num-experts"
+        yield from _pattern_refusals(args)
     yield (
         args.optimizer not in ("adam", "sgd"),
         f"--optimizer {args.optimizer}",
         "plans leave room for the states of adam and sgd",
     )
+
+
+def _pattern_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Refusals of a HybridModel, as `_model_refusals`; raises ConfigError for symbols of its pattern."""
+    kinds_of_pattern(args.hybrid_layer_pattern)
+    yield bool(args.use_rope_scaling), "--use-rope-scaling", "Megatron's HybridModel has none"
+    needs = EXPERTS in args.hybrid_layer_pattern and not args.num_experts
+    yield needs, f"--hybrid-layer-pattern with {EXPERTS}", "it needs --num-experts"
+    for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+        is_given = getattr(args, flag[2:].replace("-", "_")) is not None
+        yield is_given, f"{flag} with --hybrid-layer-pattern", "write | between its stages"
 
 
 def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple[bool, str, str]]:
