@@ -25,7 +25,7 @@ BOUNDS = {
     "lines of the package": 46_650,  # to come down to 44,000; labels and limits brought 700, HybridModel and export 590
     "lines of its core": 32_480,  # to come down to 31,500; labels and limits brought 550, HybridModel 450
     "kinds of values": 215,
-    "lines of tests": 36_200,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000, HybridModel 550
+    "lines of tests": 35_600,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
     "lines of benchmarks": 7_572,  # to come down to 7,500; cliffs brought 70
     "flags": 30,
 }
