@@ -1,4 +1,4 @@
-"""Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
+"""Every run file in configs/, and those of benchmarks, passes Megatron's own validation, and plans batches that fit the device it names."""
 
 import dataclasses
 import json
@@ -20,13 +20,15 @@ from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, 
 from tests.planning.planner_cases import of_lengths
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "benchmarks" / "throughput").glob("gpu_*.yaml")])
 CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
 
 GPUS = {
     "demo_experts": 2,
     "demo_gpt": 2,
     "demo_t5": 2,
+    "gpu_gpt": 1,
+    "gpu_t5": 1,
     "one_gpu_gpt": 1,
     "one_gpu_t5": 1,
     "gpt_6.7b_16layers": 4,
