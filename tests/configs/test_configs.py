@@ -1,4 +1,4 @@
-"""Every run file in configs/, and those of benchmarks, passes Megatron's own validation, and plans batches that fit the device it names."""
+"""Run files of configs/ and benchmarks pass Megatron's validation, and plan batches that fit the devices they name."""
 
 import dataclasses
 import json

@@ -99,19 +99,28 @@ def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
 
 RANK = """
 import multiprocessing, sys, time
-from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.integration.hooks import replacements
+class Megatrons:
+    async_loop = lambda ready: (ready.set(), time.sleep(60))
+replacements.resolve = lambda path: Megatrons
 if __name__ == "__main__":
-    (row,) = [row for row in TABLE if row.name == "get_write_results_queue"]
-    queue = row.make(lambda: None)()
-    queue.put(1)
+    (row,) = [row for row in replacements.TABLE if row.name == sys.argv[1]]
+    replacement = row.make(lambda: None)
+    if row.name == "async_loop":
+        context = multiprocessing.get_context("forkserver")
+        context.Process(target=replacement, args=[ready := context.Event()], daemon=True).start()
+        ready.wait()
+    else:
+        replacement().put(1)
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(60)
 """
 
 
-def test_a_queue_of_checkpoints_ends_with_a_rank_that_is_killed(tmp_path):
+@pytest.mark.parametrize("name", ["get_write_results_queue", "async_loop"])
+def test_a_process_of_checkpoints_ends_with_a_rank_that_is_killed(name, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py", name], stdout=subprocess.PIPE, text=True)
     with rank:
         helper = psutil.Process(int(rank.stdout.readline()))
         rank.kill()
