@@ -30,10 +30,10 @@ COMPARED = {
 
 
 def run(*words: str, engine: bool) -> str:
-    """What a script says, on two GPUs."""
+    """What a script says, on eight GPUs."""
     done = subprocess.run(
         [sys.executable, *words],
-        env=launch.environment(2, engine=engine),
+        env=launch.environment(8, engine=engine),
         cwd=ROOT,
         capture_output=True,
         text=True,

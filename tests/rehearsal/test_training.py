@@ -90,8 +90,8 @@ COMBINED = table(
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 1024")),
-    ("", Row("gpt", "--bf16 --dynapipe-calibrate 1", ranks=1)),
-    ("", Row("t5", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
+    ("", Row("gpt", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
+    ("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)),
     ("", Row("profile", "--model gpt --budget-minutes 0.05", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05", ranks=1)),
 )
