@@ -39,12 +39,14 @@ class FakeSession:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("row", replacements.TABLE, ids=lambda row: row.name)
 def test_targets_have_the_parameters_relied_on(row, version):
-    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else row.owner
-    (function,) = [
-        node
-        for node in ast.parse(source(version, module)).body
-        if isinstance(node, ast.FunctionDef) and node.name == row.name
-    ]
+    module, _, owner = (
+        row.owner.rpartition(".") if row.owner[row.owner.rindex(".") + 1].isupper() else (row.owner, "", "")
+    )
+    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else module
+    body = ast.parse(source(version, module)).body
+    if owner:
+        (body,) = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+    (function,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == row.name]
     assert set(row.parameters) <= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
 
 
@@ -55,11 +57,7 @@ def test_names_are_replaced_once():
 def _install_twice(*, rank: int, world_size: int) -> list[str]:
     import importlib
 
-    paths = (
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.core.pipeline_parallel",
-        "megatron.training.training",
-    )
+    paths = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel", "megatron.training.training"
     modules = [importlib.import_module(path) for path in paths]
     training = modules[-1]
     before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
