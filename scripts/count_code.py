@@ -26,7 +26,7 @@ BOUNDS = {
     "lines of its core": 31_600,  # to come down to 31,500; labels and limits brought 550, HybridModel 450
     "kinds of values": 213,
     "lines of tests": 35_600,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
-    "lines of benchmarks": 7_572,  # to come down to 7,500; cliffs brought 70
+    "lines of benchmarks": 7_500,
     "flags": 30,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""
