@@ -63,6 +63,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "report dynapipe-report --json > run.json",
         "report dynapipe-report --output run.html",
     ),
+    "certify": (
+        "certify -- --dynapipe-config configs/demo_gpt.yaml",
+        "certify --ranks 4 --json -- --dynapipe-config configs/demo_t5.yaml > certificate.json",
+    ),
     "cost-model": ("cost-model show cost-model.json", "cost-model check cost-model.json"),
     "cost-model show": ("cost-model show cost-model.json",),
     "cost-model diff": ("cost-model diff before.json after.json",),
@@ -97,7 +101,7 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = (
     *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report"),
-    *("cost_model", "profile", "convert", "patch"),
+    *("certify", "cost_model", "profile", "convert", "patch"),
 )
 """The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
 
