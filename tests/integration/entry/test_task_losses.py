@@ -28,9 +28,11 @@ def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> di
     """On one rank: what the script says, and what it writes to TensorBoard."""
     from megatron.training import training
 
+    from megatron_dynapipe.integration.hooks import metrics
+
     board, output = Board(), io.StringIO()
     if rank == world_size - 1:
-        training.get_tensorboard_writer = lambda: board
+        training.get_tensorboard_writer = metrics.get_tensorboard_writer = lambda: board
     with contextlib.redirect_stdout(output):
         status = run_script(script, [*argv, "--tensorboard-dir", "unused"])
     return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars}
