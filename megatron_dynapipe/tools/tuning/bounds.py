@@ -48,12 +48,14 @@ class LeastWork:
         samples: of every sample on a module of each kind: `[samples, kinds]`.
         total: of all samples: `[kinds]`; at least the sum of `samples`.
         floor: of any micro-batch: `[kinds]`.
+        counted: share of the positions that the last MLP and the head run, which bounds leave out where it is below 1.
     """
 
     kinds: tuple[Kind, ...]
     samples: Reals
     total: Reals
     floor: Reals
+    counted: float = 1.0
 
 
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
@@ -82,14 +84,15 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
         by_measure.append(np.where(np.isfinite(least), least, 0.0))
     total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
     floor = np.where(np.isfinite(floor), floor, 0.0)
-    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor)
+    counted = 1.0 if samples.labels is None else float(samples.labels.sum() / samples.input_positions.sum())
+    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor, counted=counted)
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
     layout, links = settings.layout, settings.links
     latency = links.latency_ns.min(axis=0)
-    modules = layout.counts(work.kinds).sum(axis=0)
+    modules = _counts(layout, work).sum(axis=0)
     through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(
         latency.sum()
     )
@@ -100,13 +103,17 @@ def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = Fa
     return int(max(through, busiest) * (1 - 1e-9))
 
 
-def stage_work(layout: PipelineLayout, kinds: Sequence[Kind], work: Reals) -> Reals:
-    """Least work on every virtual stage: `[…, virtual stages]`, from that on a module of each kind, `[…, kinds]`."""
-    return np.asarray(work @ layout.counts(kinds).T)
+def _counts(layout: PipelineLayout, work: LeastWork) -> npt.NDArray[np.int64]:
+    """Modules that run all positions: `[virtual stages, kinds]`."""
+    counts, last = layout.counts(work.kinds).copy(), len(layout.modules) - 1
+    for module in (last - 1, last) if work.counted < 1 else ():
+        counts[np.searchsorted(layout.cuts, module, side="right"), work.kinds.index(layout.modules[module])] -= 1
+    return counts
 
 
 def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas: int) -> float:
-    total, samples, floor = (stage_work(layout, work.kinds, of) for of in (work.total, work.samples, work.floor))
+    counts = _counts(layout, work).T
+    total, samples, floor = (least @ counts for least in (work.total, work.samples, work.floor))
     busy = total.reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
     first = samples[:, : layout.stages]  # [samples, stages], of the first chunk
     before = np.zeros((len(first), layout.stages))
@@ -119,12 +126,12 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
 
 
 def _shares(tables: CostTables, samples: Samples) -> Reals:
-    """Of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite where none is known."""
+    """Shares of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite if unknown."""
     return np.asarray(np.maximum((_by_size(tables, samples) / tables.sizes).min(axis=-1) - _ROUNDING_NS, 0))
 
 
 def _floor(tables: CostTables, samples: Samples, row_multiple: int) -> Reals:
-    """Of any padded micro-batch, and any packed row derived from them: `[kinds]`.
+    """The least of any padded micro-batch, and of any packed row derived from them: `[kinds]`.
 
     A row's cost is a mean of its samples' costs at the row's positions, weighted by their own positions over the row's;
     rounding the row up takes these weights below 1 together.
@@ -153,14 +160,14 @@ def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _packed_floor(packed: PackedTables) -> Reals:
-    """Of any measured packed row: `[kinds]`."""
+    """The least of any measured packed row: `[kinds]`."""
     known = np.where(packed.linear == ABSENT, np.inf, packed.linear)
     least = (known[:, Quantity.FORWARD] + known[:, Quantity.BACKWARD]).min(axis=(1, 2), initial=np.inf)
     return np.asarray(np.maximum(least - _ROUNDING_NS, 0))
 
 
 def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Reals:
-    """Of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
+    """Shares of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
     inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
     positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
     charged = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
@@ -184,6 +191,8 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     """
     total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
     *modules, head = (total[kind] for kind in settings.layout.modules)
+    counted = float(np.mean([work.counted for work in works]))
+    modules[-1], head = modules[-1] * counted, head * counted
     layers = np.array(modules).reshape(-1, 2).sum(axis=1)
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])

@@ -38,7 +38,7 @@ PLAN_DEADLINE_S = 600.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate's plan of one batch takes.
+    """The time and memory of a candidate's plan of one batch.
 
     Attributes:
         predicted_ns: forward, backward and transfers; 0 with an error.
@@ -159,7 +159,7 @@ class Workers:
 
 
 _STORED_BYTES = 2
-"""Of a parameter, as cost models count them."""
+"""Bytes of a parameter, as cost models count them."""
 _STEP_BYTES = 30
 
 
@@ -205,9 +205,14 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
     return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
 
 
-def token_flops(settings: PlannerSettings, state: ModelState) -> float:
-    """Of the model's weights, forward and backward: six a weight and token; attention's own products are left out."""
-    return 6.0 * settings.tensor_parallel * int(settings.layout.parameter_bytes(state).sum()) / _STORED_BYTES
+def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1.0) -> float:
+    """FLOPs of the model's weights, forward and backward: six a weight and token, without the products of attention.
+
+    The last MLP and the head run `counted` of the tokens.
+    """
+    weights = int(settings.layout.parameter_bytes(state).sum())
+    left_out = (1 - counted) * (state.modules[settings.layout.modules[-2]] + state.embedding_bytes)
+    return 6.0 * settings.tensor_parallel * (weights - left_out) / _STORED_BYTES
 
 
 def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:
