@@ -17,6 +17,8 @@ MOST_BYTES = 4_000_000_000
 STATE_BYTES = 16
 """Of a parameter: weight, gradient and Adam's two means, in fp32."""
 MOST_SAMPLES = 32
+LEAST_CHANNELS = 16
+"""Of a head."""
 
 LAYOUT: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -31,6 +33,8 @@ LAYOUT: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": 0,
 }
 """Flags of a layout of ranks and layers, by destination, with their defaults."""
+SPLIT = tuple(LAYOUT)[5:]
+"""Those that depend on the number of layers."""
 SIZES: dict[str, Any] = {
     "num_layers": 0,
     "encoder_num_layers": 0,
@@ -46,6 +50,7 @@ SIZES: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
     "global_batch_size": 1,
 }
+"""What the rule looks at, likewise."""
 LAYERS = ("num_layers", "encoder_num_layers", "decoder_num_layers")
 WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 ALONE = (
@@ -69,7 +74,7 @@ def words_of(flags: Sequence[str]) -> list[str]:
 
 def early(words: Sequence[str]) -> Any:
     """Sizes and layout, as a namespace."""
-    return config.early_flags(words, {**LAYOUT, **SIZES})
+    return config.early_flags(words, {**LAYOUT, **SIZES, "moe_layer_freq": ""})
 
 
 def least_ranks(words: Sequence[str]) -> int:
@@ -84,7 +89,7 @@ def least_ranks(words: Sequence[str]) -> int:
 def alone(words: Sequence[str]) -> list[str]:
     """The flags of the same model on one process."""
     args = early(words)
-    kept = config.without_flags(words, [*(f"--{name.replace('_', '-')}" for name in LAYOUT), *ALONE])
+    kept = config.without_flags(words, [*map(_flag, LAYOUT), *ALONE])
     padding = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return [*kept, "--make-vocab-size-divisible-by", str(padding)]
 
@@ -96,38 +101,39 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
         ConfigError: it does not fit however narrow it is.
     """
     args = early(words)
-    sizes: dict[str, int] = {name: getattr(args, name) for name in SIZES}
-    sizes["padded_vocab_size"] = sizes["padded_vocab_size"] or vocabulary
-    sizes["kv_channels"] = sizes["kv_channels"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-    sizes["ffn_hidden_size"] = sizes["ffn_hidden_size"] or 4 * sizes["hidden_size"]
-    before = dict(sizes)
-    if parameters(sizes, words) * STATE_BYTES <= MOST_BYTES:
+    before: dict[str, int] = {name: getattr(args, name) for name in SIZES}
+    before["kv_channels"] = before["kv_channels"] or before["hidden_size"] // before["num_attention_heads"]
+    before["ffn_hidden_size"] = before["ffn_hidden_size"] or 4 * before["hidden_size"]
+    sizes, stages = dict(before), args.pipeline_model_parallel_size
+    if parameters(sizes, words, vocabulary) * STATE_BYTES <= MOST_BYTES:
         return list(words), []
-    stages = args.pipeline_model_parallel_size * max(args.num_virtual_stages_per_pipeline_rank, 1)
-    split = [float(part) for part in args.dynapipe_layers_per_stage.split(",") if part[:1].isdigit()]
-    for name in LAYERS:
-        sizes[name] = min(sizes[name], max(2, len(split) or stages))
-    while parameters(sizes, words) * STATE_BYTES > MOST_BYTES:
-        if sizes["kv_channels"] <= 16:
-            raise ConfigError(
-                f"expected a model that fits {MOST_BYTES / 1e9:.0f} GB once it is narrowed, got"
-                f" {amount(round(parameters(sizes, words)), 'parameter')}",
-                hint="--full keeps it as it is",
-            )
+    layers = max(sizes["num_layers"], sizes["encoder_num_layers"])
+    by_chunk = args.num_layers_per_virtual_pipeline_stage or layers
+    split = args.dynapipe_layers_per_stage.count(",") + 1
+    chunks = max(args.num_virtual_stages_per_pipeline_rank, layers // (stages * by_chunk), split // stages, 1)
+    sizes |= {name: min(sizes[name], max(2, stages * chunks)) for name in LAYERS}
+    while parameters(sizes, words, vocabulary) * STATE_BYTES > MOST_BYTES:
+        if sizes["kv_channels"] <= LEAST_CHANNELS:
+            least = amount(round(parameters(sizes, words, vocabulary)), "parameter")
+            raise ConfigError(f"expected a model that fits 4 GB once it is narrowed, got {least}", hint="pass --full")
         sizes |= {name: sizes[name] // 2 for name in WIDTHS}
     sizes["global_batch_size"] = min(sizes["global_batch_size"], MOST_SAMPLES)
-    changed = [name for name in sizes if sizes[name] != before[name]]
-    named = [f"--{name.replace('_', '-')}" for name in (*changed, "kv_channels", "ffn_hidden_size")]
-    dropped = [f"--{name.replace('_', '-')}" for name in list(LAYOUT)[5:]]
-    kept = config.without_flags(words, [*named, *dropped])
-    added = {name: sizes[name] for name in dict.fromkeys([*changed, "kv_channels", "ffn_hidden_size"])}
-    return (
-        [*kept, *(word for name, size in added.items() for word in (f"--{name.replace('_', '-')}", str(size)))],
-        [f"{name.replace('_', '-')} {before[name]} → {sizes[name]}" for name in changed],
-    )
+    changed = {name: size for name, size in sizes.items() if size != before[name]}
+    added: dict[str, Any] = changed | {name: sizes[name] for name in ("kv_channels", "ffn_hidden_size")}
+    if chunks > 1:
+        added["num_virtual_stages_per_pipeline_rank"] = chunks
+    if args.moe_layer_freq.startswith(("[", "(")):
+        added["moe_layer_freq"] = f"[0]+[1]*{sizes['num_layers'] - 1}"
+    kept = config.without_flags(words, [_flag(name) for name in (*added, *SPLIT)])
+    kept += [word for name, value in added.items() for word in (_flag(name), str(value))]
+    return kept, [f"{_flag(name)} {before[name]} → {size}" for name, size in changed.items()]
 
 
-def parameters(sizes: dict[str, int], words: Sequence[str]) -> float:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def parameters(sizes: dict[str, int], words: Sequence[str], vocabulary: int) -> float:
     """About how many a model has."""
     hidden, matrices = sizes["hidden_size"], 3 if "--swiglu" in words else 2
     attention = 4 * hidden * sizes["num_attention_heads"] * sizes["kv_channels"]
@@ -138,4 +144,4 @@ def parameters(sizes: dict[str, int], words: Sequence[str]) -> float:
     layers = (sizes["encoder_num_layers"] or sizes["num_layers"]) * (attention + mlp)
     layers += sizes["decoder_num_layers"] * (2 * attention + mlp)
     heads = 2 if "--untie-embeddings-and-output-weights" in words else 1
-    return layers + heads * sizes["padded_vocab_size"] * hidden
+    return layers + heads * (sizes["padded_vocab_size"] or vocabulary) * hidden

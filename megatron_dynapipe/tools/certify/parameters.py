@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import nn
 
-from megatron_dynapipe.tools.certify.parts import Part
+from megatron_dynapipe.tools.certify.records import Part
 
 
 def entries(model: nn.Module) -> list[ShardedTensor]:
@@ -40,10 +40,9 @@ def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch
         try:
             for parameter, _ in kept:  # what a checkpoint would save in its place
                 parameter.data = values(parameter)
-            parts += [
-                (entry.key, list(entry.global_offset), list(entry.global_shape), entry.data.detach().cpu().clone())
-                for entry in entries(model)
-            ]
+            for entry in entries(model):
+                copied = entry.data.detach().clone(memory_format=torch.contiguous_format).cpu()
+                parts.append((entry.key, list(entry.global_offset), list(entry.global_shape), copied))
         finally:
             for parameter, data in kept:
                 parameter.data = data
@@ -52,6 +51,6 @@ def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch
 
 def gradients_of(models: Sequence[nn.Module]) -> list[Part]:
     """Gradients of this rank, which Megatron's wrapper has added up and finished, without the loss scale."""
-    scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = get_model_config(models[0]).grad_scale_func
-    scale = 1.0 if scale_loss is None else float(scale_loss(torch.ones(1)))
+    scale_loss = get_model_config(models[0]).grad_scale_func
+    scale = 1.0 if scale_loss is None else float(scale_loss(torch.ones(1, device=next(models[0].parameters()).device)))
     return parts_of(unwrap_model(list(models)), lambda parameter: parameter.main_grad.float() / scale)  # type: ignore[attr-defined]

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dynapipe.errors import DataError
-
-Part = tuple[str, list[int], list[int], torch.Tensor]
-"""A rank's part of a parameter: name, place in the whole, the whole's shape, values."""
+from megatron_dynapipe.tools.certify.records import Part
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -35,13 +33,12 @@ def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[s
 
 
 def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative error of every parameter's tensor; names must agree.
+    """The relative error of every tensor; names must agree.
 
-    A tensor far below the largest is left out: a key's bias shifts all scores of a query alike, so that its gradient
-    is zero but for rounding.
+    One far below the largest is left out: a key's bias shifts all scores of a query alike, so that its gradient is
+    zero but for rounding.
     """
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    floor = 1e-5 * max(float(tensor.norm()) for tensor in expected.values())
-    return {
-        name: relative_error(actual[name], tensor) for name, tensor in expected.items() if float(tensor.norm()) > floor
-    }
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    kept = [name for name, norm in norms.items() if norm > 1e-5 * max(norms.values())]
+    return {name: relative_error(actual[name], expected[name]) for name in kept}

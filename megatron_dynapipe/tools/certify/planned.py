@@ -8,7 +8,6 @@ the same, every second sample of a row replaced; the others  isolation: no sampl
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, override
 
 import msgspec
@@ -27,8 +26,8 @@ from megatron_dynapipe.integration.models.experts import forget_iteration, sampl
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.tools.certify.parameters import gradients_of
-from megatron_dynapipe.tools.certify.parts import Part, errors_by_name
-from megatron_dynapipe.tools.certify.records import RankRecord
+from megatron_dynapipe.tools.certify.parts import errors_by_name
+from megatron_dynapipe.tools.certify.records import Part, RankRecord
 from megatron_dynapipe.units import BatchLayout, Recompute, target_positions
 
 States = dict[tuple[int, int], Sequence[Tensor]]
@@ -39,7 +38,6 @@ class ProbedSession(Session):
     """A planned run that records its first iteration."""
 
     record: RankRecord
-    folder: Path
 
     @override
     def forward_backward(
@@ -59,15 +57,14 @@ class ProbedSession(Session):
 
     def _record_first(self, probe: "_Probe") -> None:
         record, plan = self.record, probe.item.entry.micro_batches
-        record.replica, record.places = probe.item.entry.replica, probe.places
+        record.places = probe.places
         gradients, _ = probe.run(plan)
         record.repeated = _most(gradients, probe.run(plan)[0])
         bare = [msgspec.structs.replace(micro_batch, recompute=Recompute.NONE) for micro_batch in plan]
         record.recomputed = _most(gradients, probe.run(bare)[0])
         for model in probe.models:
             model.train(not self._run.model.dropout)
-        gradients, states = probe.run(plan, record)
-        record.add_parts(self.folder, self._control.rank, "gradients", gradients)
+        record.parts["gradients"], states = probe.run(plan, record)
         for parity in (0, 1):
             probe.compare(states, probe.run(plan, parity=parity)[1], parity, record)
 

@@ -4,6 +4,7 @@ Megatron's own loop, optimizer and schedule of learning rates stand around it, a
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, override
 
@@ -29,8 +30,8 @@ from megatron_dynapipe.tools.certify.records import RankRecord
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.units import ModelFamily, Shape
 
-Tokens = tuple[list[int], list[int], list[float], list[int] | None]
-"""Of one sample: what goes in, labels, which of these count, and an encoder's input."""
+Sample = tuple[int, list[int], list[int], list[float], list[int] | None]
+"""Number, tokens that go in, labels, which of these count, and an encoder's input."""
 
 
 def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Tensor | None = None) -> Tensor:
@@ -63,112 +64,92 @@ class ReferenceSession(Session):
 
     record: RankRecord
     folder: Path
-    iteration = 0
+    samples = 0
 
     @override
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Numbers of iterations; samples are read where they are used."""
         if self._run.checkpoints.pretrained is None:
             (self.folder / "weights").mkdir()
-            checkpoint.save(unwrap_model(self._modules)[0], self.folder / "weights")
-        return iter(range(self.iteration, 1_000_000)), None, None
+            checkpoint.save(self._modules[0], self.folder / "weights")
+        return iter(range(1_000_000)), None, None
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
-
-    @property
-    @override
-    def samples(self) -> int:
-        return self._count
 
     @override
     def forward_backward(self, *, model: Any, data_iterator: Any, **_: Any) -> list[dict[str, Tensor]]:
         """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
-        models = model if isinstance(model, list) else [model]
-        iteration, is_first = next(data_iterator), not self.record.samples
-        if self._run.model.dropout:
-            models[0].eval()
-        batch = self._samples(iteration)
-        if is_first and self._run.model.dtype is not torch.float32:  # noise: what the order of samples makes
+        models, parts = model if isinstance(model, list) else [model], self.record.parts
+        models[0].train(not self._run.model.dropout)
+        batch = self._samples_of(next(data_iterator))
+        self.samples, is_first, half = len(batch), not parts, self._run.model.dtype is not torch.float32
+        if is_first and half:  # noise: what the order of samples makes
             self._run_all(models, batch[::-1])
-            self.record.add_parts(self.folder, 0, "reversed", gradients_of(models))
+            parts["reversed"] = gradients_of(models)
             models[0].zero_grad_buffer()
             forget_iteration(models)
         report = self._run_all(models, batch, keeps=is_first)
         if is_first:
-            self.record.add_parts(self.folder, 0, "gradients", gradients_of(models))
+            parts["gradients"] = gradients_of(models)
         return [report]
 
-    def _samples(self, iteration: int) -> list[tuple[int, Tokens]]:
-        """The samples of an iteration, by number."""
+    def _samples_of(self, iteration: int) -> list[Sample]:
         run, split = self._run, self._run.inputs.splits[0]
         meta, reader = read_meta(run.data), open_split(run.data, split.name)
         spans, loss_on = SpanTable.read(run.data / split.name), run.loss_on or LossOn(meta.loss)
         batch = split_sampler(run.data, split).batch(iteration)
-        samples: list[tuple[int, Tokens]] = []
-        for number, s, t in zip(batch.sample_ids, batch.input_lengths, batch.target_lengths, strict=True):
+        samples: list[Sample] = []
+        for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):
             inputs, targets = (part.astype(np.int64) for part in reader[number])
             if run.family is ModelFamily.GPT:
-                sequence = np.concatenate([inputs, targets])
                 counts = learned(number, len(inputs), len(targets), loss_on, spans)
-                words, counting = (truncated(row, s, run.truncate, "tokens", number) for row in (sequence, counts))
-                row: Tokens = words[:-1].tolist(), words[1:].tolist(), counting[1:].tolist(), None
+                rows = np.concatenate([inputs, targets]), counts
+                words, counts = (truncated(row, s, run.truncate, "tokens", number) for row in rows)
+                samples.append((number, words[:-1].tolist(), words[1:].tolist(), counts[1:].tolist(), None))
             else:
                 words = truncated(inputs, s, run.truncate, "input tokens", number)
                 target = truncated(targets, t, run.truncate, "target tokens", number).tolist()
-                row = [meta.bos_id, *target], [*target, meta.eos_id], [1.0] * (len(target) + 1), words.tolist()
-            samples.append((int(number), row))
-        return samples
+                labels = [*target, meta.eos_id]
+                samples.append((number, [meta.bos_id, *target], labels, [1.0] * len(labels), words.tolist()))
+        return [sample for sample in samples if sample[1]]
 
-    def _run_all(
-        self, models: list[Any], samples: Sequence[tuple[int, Tokens]], *, keeps: bool = False
-    ) -> dict[str, Tensor]:
+    def _run_all(self, models: list[Any], samples: Sequence[Sample], *, keeps: bool = False) -> dict[str, Tensor]:
         """Forward and backward of every sample, and Megatron's finalisation; the report of the whole iteration."""
-        (model,), config = models, get_model_config(models[0])
-        small = _small(model) if keeps else {}
-        rows, store = [torch.zeros(sum(p.numel() for p in small.values()))], list[dict[str, Tensor]]()
+        (model,), config, reports = models, get_model_config(models[0]), list[dict[str, Tensor]]()
+        vectors = vectors_of(model) if keeps else []
+        before = [torch.zeros_like(vector.main_grad) for vector in vectors]
         tokens = torch.zeros([], dtype=torch.int, device=self._device)
-        routers = routers_of(models)
-        for number, (words, labels, counts, inputs) in samples:
-            if not words:
-                continue
-            row, wanted, encoded = (
-                None if part is None else torch.tensor(part, device=self._device)[None]
-                for part in (words, labels, inputs)
+        for number, *rows in samples:
+            words, labels, counts, inputs = (
+                None if row is None else torch.tensor(row, device=self._device)[None] for row in rows
             )
-            assert row is not None and wanted is not None
-            for router in routers:
-                router.begin(torch.zeros(len(words), dtype=torch.int64, device=self._device), 1)
-            mask = torch.tensor(counts, device=self._device)[None]
+            assert words is not None and labels is not None and counts is not None
+            for router in routers_of(models):
+                router.begin(torch.zeros_like(words[0]), 1)
             with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
-                losses = position_losses(model, row, wanted, encoded)
+                losses = position_losses(model, words, labels, inputs)
             loss, count = forward_step_calc_loss(
-                model, losses, lambda losses, mask=mask: masked_loss(mask, losses), config, vp_stage=None,
-                collect_non_loss_data=False, num_microbatches=1, forward_data_store=store, cp_group_size=1,
-                is_last_stage=True,
+                model, losses, partial(masked_loss, counts), config, vp_stage=None, collect_non_loss_data=False,
+                num_microbatches=1, forward_data_store=reports, cp_group_size=1, is_last_stage=True,
             )  # fmt: skip
             (loss if config.grad_scale_func is None else config.grad_scale_func(loss)).backward()
             tokens += count
             if keeps:
-                self._keep(number, float(loss), float(count))
-                rows.append(torch.cat([p.main_grad.float().flatten().cpu() for p in small.values()]))
-        self._count = len(samples)
-        if keeps and self._run.model.dtype is torch.float32:
-            self.record.small, self.record.order = list(small), [number for number, (words, *_) in samples if words]
-            gradients = torch.stack(rows).diff(dim=0)
-            self.record.add_parts(self.folder, 0, "samples", [("samples", [0, 0], list(gradients.shape), gradients)])
+                total, counted = self.record.samples.get(number, (0.0, 0.0))
+                self.record.samples[number] = total + float(loss), counted + float(count)
+                after = [vector.main_grad.clone() for vector in vectors]
+                row = torch.cat([a - b for a, b in zip(after, before, strict=True)]).float().cpu()
+                self.record.parts.setdefault("samples", []).append(("", [number], [len(row)], row))
+                before = after
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=False)
         finish_iteration(models, groups)
-        return {name: torch.stack([report[name] for report in store]).sum(0) for name in store[0]}
-
-    def _keep(self, number: int, loss: float, count: float) -> None:
-        total, tokens = self.record.samples.get(number, (0.0, 0.0))
-        self.record.samples[number] = total + loss, tokens + count
+        return {name: torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]}
 
 
-def _small(model: nn.Module) -> dict[str, Any]:
-    """The vectors among the parameters, such as norms, by name."""
+def vectors_of(model: nn.Module) -> list[Any]:
+    """The norms' weights, in the order of their names."""
     (inner,) = unwrap_model([model])
     by_place = {parameter.data_ptr(): parameter for parameter in inner.parameters()}
-    named = {entry.key: by_place.get(entry.data.data_ptr()) for entry in entries(inner)}
-    return {name: p for name, p in named.items() if p is not None and p.dim() == 1 and "norm" in name.lower()}
+    found = {entry.key: by_place[entry.data.data_ptr()] for entry in entries(inner) if "norm" in entry.key}
+    return [found[name] for name in sorted(found)]

@@ -11,7 +11,7 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.tools.certify.parameters import parts_of
-from megatron_dynapipe.tools.certify.parts import Part
+from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.units import BatchLayout
 from tests.helpers.layouts.layout import Layout, samples

@@ -103,9 +103,10 @@ def test_half_precision_is_held_against_its_noise(runs, half):
 
 
 def test_the_command(data):
+    """The command line, and torchrun inside."""
     flags = entry_scripts.words("gpt", data, "--pipeline-model-parallel-size 2", report=data.parent / "unused")
     words = ("-m", "megatron_dynapipe", "certify", "--iterations", "2", "--json", "--", *flags)
     printed = json.loads(run_python(*words, cwd=ROOT, timeout_s=300).stdout)
-    assert printed["exact"] and printed["certificate"]["ranks"] == 2
-    assert {check["name"] for check in printed["certificate"]["checks"]} >= {"losses", "gradients", "determinism"}
+    assert printed["exact"] and len(printed["gradients"]) > 20
+    assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
     assert not (data.parent / "unused").exists()
