@@ -37,26 +37,34 @@ from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
-def t5_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any]]:
+def t5_run[S: Session](
+    fit: command_line.Fit | None = None,
+    *,
+    session_type: type[S] = Session,  # type: ignore[assignment]
+) -> tuple[S, dict[str, Any]]:
     """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
 
     Returns:
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
     args, run = _checked(ModelFamily.T5, fit)
-    session = Session(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(_resumed, run, args))
     arguments = _pretrain_arguments(args, session, t5_provider(run.model, run.planner.layout), t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return session, arguments | ranks
 
 
-def gpt_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any]]:
+def gpt_run[S: Session](
+    fit: command_line.Fit | None = None,
+    *,
+    session_type: type[S] = Session,  # type: ignore[assignment]
+) -> tuple[S, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
-    session = Session(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(_resumed, run, args))
     provider = (
         hybrid_provider(run.model, run.planner.layout)
         if run.model.pattern

@@ -100,6 +100,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
+        log_interval=args.log_interval,
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )

@@ -13,6 +13,7 @@ from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
+    EvaluationRecord,
     IterationRecord,
     MemoryRecord,
     Record,
@@ -78,6 +79,7 @@ class Recorder:
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
+        self._task_losses: Callable[[], Mapping[str, tuple[float, float]]] | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
         if rank == 0:
@@ -94,6 +96,11 @@ class Recorder:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
         if self._tensor_rank == 0:
             self._evaluations.add(split, losses)
+
+    def add_task_losses(self, read: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        """Keep the losses of tasks since the last line of the log, which are read one iteration late; by name."""
+        if self._tensor_rank == 0:
+            self._task_losses = read
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
@@ -130,6 +137,9 @@ class Recorder:
         self._flush_iteration(last=last)
         with self._never_failing("record an evaluation"):
             done = 0 if self._last_iteration is None else self._last_iteration + 1
+            read, self._task_losses = self._task_losses, None
+            if read is not None and (losses := read()):
+                self._file.add_evaluation(EvaluationRecord(iteration=done, split="train", losses=dict(losses)))
             for record in self._evaluations.take(done):
                 self._file.add_evaluation(record)
 
