@@ -267,9 +267,8 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
     """How the best layout is trained."""
     nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
-    settings_flags = layout_flags(best, settings).items()
     flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
-        word for name, value in settings_flags if value is not False
+        word for name, value in layout_flags(best, settings).items() if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
     )  # fmt: skip
     is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")

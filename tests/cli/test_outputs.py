@@ -41,12 +41,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Output:
-    """A file that a command writes.
-
-    Attributes:
-        suffix: of the file's name.
-        command: the command's arguments, given the inputs and the file.
-    """
+    """A file that a command writes: its suffix, and the command's arguments, given the inputs and the file."""
 
     suffix: str
     command: Callable[[Inputs, Path], list[str]]

@@ -1,6 +1,7 @@
 """The tune command: its report, its table, the config that it writes, its errors."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
 from tests.helpers.planning_commands import report
+
+ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
 
 
 def arguments(batches: Path, cost: Path, *more: str) -> list[str]:
@@ -39,6 +42,20 @@ def test_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixtu
     assert unknown and all("tp" in error or "tensor" in error for error in unknown)
 
 
+def test_labels_are_counted(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Less is run in less time, and the model's use of the peak is of what runs."""
+    file, times, uses = tmp_path / "batches.json", [], []
+    for labels in ({}, {"labels": [2] * 6}):
+        batch = {"id": "a", "input": [60, 50, 40, 30, 20, 9], **labels}
+        file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [batch]}))
+        for computed in ((), (*ANALYTIC, "--device", "A100")):
+            assert main(arguments(file, cost_file, *computed, "--json")) == 0
+            best = report(capsys)["layouts"][0]
+            times.append(best["predicted_ms"])
+        uses.append(best["mfu"] / best["tokens_per_second"])
+    assert times[2] < times[0] and uses[1] < uses[0]
+
+
 def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(batches_file, cost_file, "--top", "2")) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,9 +63,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert " plans in " in lines[3]
     assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3040 Gbit/s and 10 µs")
     (command,) = [line for line in lines if line.startswith("train: ")]
-    assert command.startswith(
-        "train: torchrun --standalone --nproc-per-node 4 pretrain_gpt_multitask.py --dynapipe-config"
-    )
+    assert command.startswith("train: torchrun --standalone --nproc-per-node 4 pretrain_gpt_multitask.py --dynapipe")
     assert "--pipeline-model-parallel-size" in command
     refused = [line for line in lines if line.startswith("cannot be used: ")]
     assert any(line.startswith("cannot be used: 1·4·1: ") for line in refused)
@@ -91,9 +106,6 @@ def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_p
     assert split == (",".join(map(str, best["layers_per_stage"])) if best["pipeline_parallel"] > 1 else None)
 
 
-ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
-
-
 def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = arguments(batches_file, cost_file, *ANALYTIC, "--device", "NVIDIA H100 80GB HBM3", "--json")
     reports = {}
@@ -113,9 +125,7 @@ def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file,
     line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"
     read = "stages = yaml.safe_load(open(sys.argv[2]))['pipeline-model-parallel-size']"
     script.write_text(f"import sys, yaml\n{read}\nfor n in (1, 2): {line}\n")
-    monkeypatch.setattr(
-        tuning.validate, "training_command", lambda script, flags, **_: [sys.executable, script, *flags]
-    )
+    monkeypatch.setattr(tuning.validate, "training_command", lambda script, rest, **_: [sys.executable, script, *rest])
     given = ["--validate", "3", "--validate-iterations", "2", "--json", "--", str(script)]
     assert main(arguments(batches_file, cost_file, *given)) == 0
     layouts = report(capsys)["layouts"]

@@ -82,7 +82,5 @@ def test_what_cannot_be_planned(lengths, changes, error, said) -> None:
 
 @pytest.mark.parametrize("sample", [5, (5,), (5, 2), (0, 5), (5, 3.0), "ab"])
 def test_a_sample_of_an_encoder_and_decoder_is_a_pair(sample) -> None:
-    with pytest.raises(
-        ConfigError, match=r"lengths\[1\]: .* a pair: of its input, .*, and of its target, from 3, got "
-    ):
+    with pytest.raises(ConfigError, match=r"lengths\[1\]: .* a pair: of its input, .*, and of its target, from 3"):
         plan_batch([(5, 5), sample], costs(ModelFamily.T5), **LAYOUT | {"layers": (4, 4)})

@@ -86,16 +86,16 @@ class RecomputeSwitch:
         self._attentions = [module for module in modules if isinstance(module, Attention)]
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         self._mode: Recompute | None = None
-        names = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
-        if fixed := names - set(RECOMPUTE_MODULES):
+        recomputed = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
+        if fixed := recomputed - set(RECOMPUTE_MODULES):
             raise ConfigError(
                 f"expected --recompute-modules among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(sorted(fixed))}: "
                 "plans choose recomputation for each micro-batch, and these are fixed when the model is built"
             )
-        self._recomputed = names
+        self._recomputed = recomputed
         self._dense = [layer for layer in layers if isinstance(layer.mlp, MLP)]
         self._of_experts = [module for module in modules if isinstance(module, MoELayer)]
-        for layer in self._dense if "mlp" in names else ():
+        for layer in self._dense if "mlp" in recomputed else ():
             layer.mlp.register_forward_hook(_return_copied_bias)
 
     def set(self, mode: Recompute) -> None:

@@ -24,6 +24,7 @@ class FakeSession:
     samples = 19
     tokens: int | None = None
     has_labels = True
+    flops_left_out = 7.0
 
     def forward_backward(self) -> str:
         return "planned"
@@ -54,11 +55,7 @@ def test_names_are_replaced_once():
 def _install_twice(*, rank: int, world_size: int) -> list[str]:
     import importlib
 
-    paths = (
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.core.pipeline_parallel",
-        "megatron.training.training",
-    )
+    paths = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel", "megatron.training.training"
     modules = [importlib.import_module(path) for path in paths]
     training = modules[-1]
     before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
@@ -139,6 +136,7 @@ def test_samples_are_counted_as_planned():
     active_run.activate(FakeSession())
     try:
         active_run.count_samples(args)  # the loop adds 16, the plan held 19
+        assert active_run.flops(100.0) == 93.0
     finally:
         active_run.deactivate()
     assert args.consumed_train_samples == 103
