@@ -31,7 +31,7 @@ from megatron_dynapipe.integration.execution.step_functions import MakeBatch, ba
 from megatron_dynapipe.integration.execution.task_losses import named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
+from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
@@ -291,7 +291,9 @@ class Session:
             self._control.collect,
             rank=rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
+            write_metrics=functools.partial(
+                write_metrics, platform=platform_of(self._device), interval=run.metrics_interval
+            ),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
         )
