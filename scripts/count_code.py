@@ -25,7 +25,7 @@ BOUNDS = {
     "lines of the package": 45_600,  # to come down to 44,000
     "lines of its core": 31_150,
     "kinds of values": 212,
-    "lines of tests": 35_600,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
+    "lines of tests": 34_900,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
     "lines of benchmarks": 7_572,  # to come down to 7,500; cliffs brought 70
     "flags": 30,
 }
