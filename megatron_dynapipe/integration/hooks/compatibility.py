@@ -119,7 +119,7 @@ def missing_name(row: Name) -> str:
         function = functools.reduce(getattr, name.split("."), resolve(module))
     except (ImportError, AttributeError):
         return f"no {name} in {module}"
-    accepted = inspect.signature(function).parameters  # type: ignore[arg-type]
+    accepted = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     absent = [parameter for parameter in parameters if parameter not in accepted]
     return f"{name} of {module} takes no {', '.join(absent)}" if absent and not takes_any else ""
