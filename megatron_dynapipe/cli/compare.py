@@ -98,10 +98,10 @@ def _predict(
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
     import msgspec
 
-    from megatron_dynapipe.tools.rivals.methods import predict
+    from megatron_dynapipe.tools.rivals.methods import predict_fastest
 
     try:
-        prediction = predict(method, batch.global_batch(0), longest, settings, cost_model)
+        prediction = predict_fastest(method, batch.global_batch(0), longest, settings, cost_model)
     except (PlanningError, DataError) as error:
         return {"error": error.message}
     return {"error": None, **msgspec.structs.asdict(prediction)}

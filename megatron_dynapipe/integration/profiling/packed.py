@@ -1,7 +1,7 @@
 """Measuring packed rows: a few of different totals and lengths for every layer and mode, and the tables fitted to them.
 
-Embedding and head have no attention: they cost a packed row what they cost one padded sample of as many positions. Where
-losses are of targets the head runs a small share of a row's positions, so it is measured with as few.
+Embedding and head have no attention: they cost a packed row what they cost one padded sample of as many positions.
+Where losses are of targets the head runs a small share of a row's positions, so it is measured with as few.
 """
 
 import itertools
