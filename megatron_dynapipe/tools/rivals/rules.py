@@ -28,7 +28,7 @@ _VERL_LINEAR = 24576
 
 
 class Room(NamedTuple):
-    """What a rival packs into.
+    """The rows and memory that a rival packs into.
 
     Attributes:
         positions: most of a row.
@@ -80,7 +80,7 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
-    """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
+    """Micro-batches equal in FLOPs, as few as hold all tokens; then the longest are split to a multiple of replicas.
 
     Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
     """
@@ -141,9 +141,9 @@ def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
     emptiest: list[tuple[int, int, list[int]]] = []  # positions, of equal ones the first to have as many, samples
     for number, sample in enumerate(rest):
         fits = emptiest and emptiest[0][0] + lengths[sample] <= most
-        used, _, row = heapq.heappop(emptiest) if fits else (0, 0, [])
-        row.append(sample)
-        heapq.heappush(emptiest, (used + lengths[sample], number, row))
+        entry: tuple[int, int, list[int]] = heapq.heappop(emptiest) if fits else (0, 0, [])
+        used, _, row = entry
+        heapq.heappush(emptiest, (used + lengths[sample], number, [*row, sample]))
     return _to_multiple([*rows, *(row for *_, row in sorted(emptiest))], room.replicas * room.group)
 
 
