@@ -141,10 +141,9 @@ def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
     emptiest: list[tuple[int, int, list[int]]] = []  # positions, of equal ones the first to have as many, samples
     for number, sample in enumerate(rest):
         fits = emptiest and emptiest[0][0] + lengths[sample] <= most
-        entry: tuple[int, int, list[int]] = heapq.heappop(emptiest) if fits else (0, 0, [])
-        used, _, row = entry
-        heapq.heappush(emptiest, (used + lengths[sample], number, [*row, sample]))
-    return _to_multiple([*rows, *(row for *_, row in sorted(emptiest))], room.replicas * room.group)
+        used, _, samples = heapq.heappop(emptiest) if fits else (0, 0, [])
+        heapq.heappush(emptiest, (used + lengths[sample], number, [*samples, sample]))
+    return _to_multiple([*rows, *(samples for *_, samples in sorted(emptiest))], room.replicas * room.group)
 
 
 def _to_multiple(rows: Rows, multiple: int) -> Rows:
