@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
-from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -44,6 +44,8 @@ NAMES: tuple[Name, ...] = (
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
     (SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
     ("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack", ("submodules", "post_layer_norm", "layer_type_list")),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec", "hybrid_layer_pattern")),
     ("megatron.training.argument_utils", "pretrain_cfg_container_from_args", ()),
     ("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
     ("megatron.training.arguments", "validate_args", ("args",)),
@@ -59,8 +61,9 @@ CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
     (TRAINING, "training_log", "print_rank_last"),
+    *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
-"""How Megatron's loop comes to what is replaced."""
+"""How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""
 
 PATCHES: tuple[Call, ...] = (
     ("megatron.training.arguments", "parse_args", "add_arguments"),

@@ -197,7 +197,7 @@ def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[fl
     *modules, head = (total[kind] for kind in settings.layout.modules)
     counted = float(np.mean([work.counted for work in works]))
     modules[-1] *= counted
-    return [*np.array(modules).reshape(-1, 2).sum(axis=1).tolist(), head * counted]
+    return [*np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1).tolist(), head * counted]
 
 
 def evenest(work: Sequence[float], parts: int) -> tuple[int, ...]:

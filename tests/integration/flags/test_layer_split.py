@@ -44,7 +44,7 @@ def test_a_run_of_two_ranks_plans_its_split_and_trains(tmp_path, family, lengths
 def asked(**given: object) -> Namespace:
     from_the_ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     whole = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout", "use_dynapipe")
+    names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout", "hybrid_layer_pattern", "use_dynapipe")
     return Namespace(**{**dict.fromkeys([*names, *from_the_ends]), **dict.fromkeys(whole, False), **given})
 
 

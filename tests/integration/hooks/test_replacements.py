@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_dynapipe.checkout.version import version_of
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
@@ -130,7 +130,7 @@ def test_the_version_is_read_from_the_source(text, version, tmp_path):
 
 
 def test_samples_are_counted_as_planned():
-    args = type("Args", (), {"consumed_train_samples": 100, "global_batch_size": 16})()
+    args = type("Args", (), {"iteration": 3, "consumed_train_samples": 100, "global_batch_size": 16})()
     active_run.count_samples(args)
     assert args.consumed_train_samples == 100
     active_run.activate(FakeSession())
@@ -140,6 +140,8 @@ def test_samples_are_counted_as_planned():
     finally:
         active_run.deactivate()
     assert args.consumed_train_samples == 103
+    with pytest.raises(UnsupportedMegatronError, match="expected consumed_train_samples in Megatron's arguments"):
+        active_run.counters(type("Args", (), {"iteration": 3})())
 
 
 def test_a_micro_batchs_shape_is_the_plans():

@@ -32,6 +32,7 @@ def flags(folder: Path, **changes: object) -> argparse.Namespace:
         "exit_signal_handler": False,
         "non_persistent_global_ckpt_dir": None,
         "dynapipe_elastic": True,
+        "hybrid_layer_pattern": None,
         **dict.fromkeys(GLOBAL),
         **elastic_run.LAYOUT,
     }
