@@ -29,11 +29,10 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, environment, markdown
 from benchmarks.paper.clusters import Case, recorded_batch
-from benchmarks.planning.cases import COSTS, published_results, recorded_batches
+from benchmarks.planning.cases import COSTS, MEMORY_MB, published_results, recorded_batches
 from megatron_dynapipe.cost import even_split
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 
-MEMORY_MB = 36_000
 MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
 """Flags of the layers, and the hidden size."""
 SETTINGS = (
@@ -86,7 +85,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     """Plan some batches of a setting and score them; one dictionary per batch."""
     layers, hidden = MODELS[model]
     data, tensor, pipeline = layout.split(",")
-    cost = COSTS[model]
+    cost = COSTS["a100"][model]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
@@ -115,7 +114,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
             "--split",
             "equal" if args.split == "equal" else "auto",
         ]
-        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
+        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB["a100"])]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
         iterations = {plan["id"]: plan for plan in json.loads(planned.stdout)["iterations"]}
@@ -130,8 +129,8 @@ def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]
     (layers, hidden), (data, tensor, pipeline) = MODELS[model], layout.split(",")
     return [
         *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
-        *("--cost-model", str(COSTS[model]), "--model", model, *layers.split()),
-        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
+        *("--cost-model", str(COSTS["a100"][model]), "--model", model, *layers.split()),
+        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB["a100"]), "--distributed-optimizer"),
         *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
     ]
 
