@@ -84,7 +84,7 @@ class Job:
 
     def _run(self, number: int) -> dict[str, Any]:
         """Train one global batch; the weights change, the batch does not."""
-        from megatron_dynapipe.integration.entry.megatron_pipeline import global_batch
+        from megatron_dynapipe.tools.megatron_pipeline import global_batch
 
         samples = self.samples(number)
         planning = time.thread_time_ns()  # the planner has one thread, and others may be on its core
