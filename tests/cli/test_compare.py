@@ -1,4 +1,4 @@
-"""The compare command: its report, table and chart, and where its batches come from."""
+"""The compare command: its report and table, and where its batches come from."""
 
 import json
 import re
@@ -76,13 +76,6 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert lines[12].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
     assert lines[13].startswith("tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches")
     assert len(lines) == 14
-
-
-def test_chart(batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where some methods have no plan."""
-    chart = tmp_path / "charts" / "compare.png"
-    assert main(arguments("compare", batches_file, cost_file, "--output", str(chart))) == 0
-    assert chart.read_bytes().startswith(b"\x89PNG") and str(chart) in capsys.readouterr().err
 
 
 def test_maximum_length_of_every_batch(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,7 @@ class Echo:
     def __init__(self, outcome: int | BaseException) -> None:
         self.outcome = outcome
 
-    def add_parser(self, subparsers) -> None:
-        parser = subparsers.add_parser("echo", help="does what the test says")
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--samples", type=int)
         nested = parser.add_subparsers(dest="what")
         nested.add_parser("inner").add_argument("--output")
@@ -34,7 +33,7 @@ class Echo:
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     command = Echo(0)
-    monkeypatch.setattr(frame, "COMMANDS", ("echo",))
+    monkeypatch.setattr(frame, "COMMANDS", {"echo": "does what the test says"})
     monkeypatch.setattr(frame, "_command", lambda name: command)
     return command
 
@@ -101,8 +100,8 @@ def test_help_imports_nothing_heavy() -> None:
     program = """
 import sys
 from megatron_dynapipe.cli.main import build_parser
-build_parser().format_help()
-heavy = {"torch", "numpy", "redis", "msgspec", "matplotlib", "megatron", "transformers", "datasets"} & set(sys.modules)
+build_parser("").format_help()
+heavy = {"torch", "numpy", "redis", "matplotlib", "megatron", "transformers", "datasets"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
     run_python("-c", program)

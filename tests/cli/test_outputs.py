@@ -57,7 +57,6 @@ def tune(inputs: Inputs, path: Path) -> list[str]:
 
 OUTPUTS = {
     "plan": Output(".plan", lambda inputs, path: ["plan", *inputs.planning, "--output", str(path.parent)]),
-    "compare": Output(".png", lambda inputs, path: ["compare", *inputs.planning, "--output", str(path)]),
     "tune": Output(".yaml", tune),
     "show picture": Output(".png", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show drawing": Output(".svg", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),

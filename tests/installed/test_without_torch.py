@@ -70,6 +70,8 @@ def test_plans_are_made_shown_and_verified_without_extras(folder: Path) -> None:
     (plan,) = sorted((folder / "plans").glob("*.plan"))
     for argv in (["show", str(plan)], ["show", str(plan), "--trace", "trace.json"], ["verify", str(plan)]):
         python(RUN, *argv, folder=folder)
+    done = python(RUN, "show", str(plan), "--picture", "timeline.svg", folder=folder, status=2)
+    assert "the package matplotlib, which the extra [plots] brings" in done.stderr
 
 
 def test_the_planner_process_needs_no_extra(tmp_path: Path) -> None:
@@ -79,8 +81,7 @@ def test_the_planner_process_needs_no_extra(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "package", "extra"),
     [
-        (["compare", *PLANNING, "--output", "methods.png"], "matplotlib", "plots"),
-        (["data", "demo", "--output", "demo"], "tokenizers", "data"),
+        (["data", "demo", "--output", "demo"], "pyarrow", "data"),
         (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

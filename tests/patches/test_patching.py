@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import checkout_hooks
-from megatron_dynapipe.checkout import patching
-from megatron_dynapipe.checkout.patching import State, change, load_all, survey
+from megatron_dynapipe.checkout.survey import State, load_all, survey
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.tools import patch as patching
+from megatron_dynapipe.tools.patch import change
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -325,7 +326,7 @@ def test_reversing_keeps_a_line_that_was_added_to_a_patched_file(checkout):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron_dynapipe.checkout import patching
+from megatron_dynapipe.tools import patch as patching
 
 def replace(path, data, left=[int(sys.argv[2])], real=patching.replace_bytes):
     if not left[0]:

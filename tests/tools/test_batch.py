@@ -8,8 +8,6 @@ import pytest
 from megatron_dynapipe import plan_batch
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tools.batch import BatchSettings
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import ModelFamily
 
@@ -51,11 +49,6 @@ def test_pairs_may_be_those_of_json() -> None:
     planned = plan_batch(pairs, model, **layout)
     for same in (json.loads(json.dumps(pairs)), np.array(pairs)):
         assert plan_batch(same, model, **layout) == planned
-
-
-def test_settings_are_those_of_the_planner_that_are_not_set_for_it() -> None:
-    chosen = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
-    assert {*BatchSettings.__annotations__} == {*PlannerSettings.__struct_fields__} - chosen
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ OF_WEIGHTS = (
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_enable_expert_bias",
 )  # fmt: skip
-"""What decides which weights there are: --finetune, which takes any other change, would not load them."""
+"""Arguments that decide which weights there are: --finetune, which takes any other change, would not load them."""
 
 GPT_TO_HYBRID = {"num_layers", "hybrid_layer_pattern", "moe_layer_freq"}
 """Those of them that differ where a GPT's checkpoint becomes a HybridModel of the same modules."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 from megatron_dynapipe.tools.prepare.encode import Encoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings
 
