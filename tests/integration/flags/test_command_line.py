@@ -103,6 +103,7 @@ REFUSED = {
     "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type: expected some of none,selective,full, got 'some'",
     "--dynapipe-scatter-gather on": "there are no tensor-parallel ranks to divide messages over",
     "--dynapipe-cost-model /nowhere.json": "/nowhere.json",
+    "--dynapipe-data /nope": "a dataset folder at /nope, found none\nhint: `megatron-dynapipe data prepare` makes one",
     "--dynapipe-cluster /nowhere.yaml": "cluster file /nowhere.yaml does not exist",
     "--dynapipe-store-url-file /nowhere": "cannot read the plan store's URL from /nowhere",
     "--cuda-graph-impl local": "--cuda-graph-impl cannot be used with DynaPipe: a graph is captured for one shape",

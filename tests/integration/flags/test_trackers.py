@@ -1,11 +1,13 @@
 """Trackers that Megatron would leave a run for, or begin anew without: refused, and no file changed."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import trackers
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 
@@ -61,6 +63,26 @@ def test_a_tracker_that_says_no_iteration_is_refused(tmp_path: Path, content: by
 def test_one_that_megatron_reads_is_taken(tmp_path: Path, text: str) -> None:
     (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text(text)
     check_trackers(arguments(load=tmp_path, save=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "taken"),
+    [
+        ("0.18.0", [".metadata"], False),
+        ("0.18.3", [".metadata", "common.pt"], True),
+        ("0.18.3", ["model_optim_rng.pt"], True),
+        ("0.19.2", [".metadata"], True),
+    ],
+)
+def test_a_later_megatrons_checkpoint_is_refused(tmp_path: Path, monkeypatch, version, files, taken) -> None:
+    monkeypatch.setattr(trackers, "found_version", lambda: version)
+    (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text("7")
+    for name in files:
+        (tmp_path / "iter_0000007" / name).touch()
+    check_trackers(arguments(save=tmp_path))
+    for flag in ("load", "pretrained_checkpoint"):
+        with nullcontext() if taken else pytest.raises(ConfigError, match=f"Megatron {version} can read, .*0000007"):
+            check_trackers(arguments(**{flag: tmp_path}))
 
 
 @pytest.mark.parametrize("name", ["iter_0000007", "release", "non_persistent/iter_0000007"])

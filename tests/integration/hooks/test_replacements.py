@@ -39,12 +39,14 @@ class FakeSession:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("row", replacements.TABLE, ids=lambda row: row.name)
 def test_targets_have_the_parameters_relied_on(row, version):
-    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else row.owner
-    (function,) = [
-        node
-        for node in ast.parse(source(version, module)).body
-        if isinstance(node, ast.FunctionDef) and node.name == row.name
-    ]
+    module, _, owner = (
+        row.owner.rpartition(".") if row.owner[row.owner.rindex(".") + 1].isupper() else (row.owner, "", "")
+    )
+    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else module
+    body = ast.parse(source(version, module)).body
+    if owner:
+        (body,) = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+    (function,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == row.name]
     assert set(row.parameters) <= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
 
 
@@ -96,19 +98,28 @@ def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
 
 RANK = """
 import multiprocessing, sys, time
-from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.integration.hooks import replacements
+class Megatrons:
+    async_loop = lambda ready: (ready.set(), time.sleep(60))
+replacements.resolve = lambda path: Megatrons
 if __name__ == "__main__":
-    (row,) = [row for row in TABLE if row.name == "get_write_results_queue"]
-    queue = row.make(lambda: None)()
-    queue.put(1)
+    (row,) = [row for row in replacements.TABLE if row.name == sys.argv[1]]
+    replacement = row.make(lambda: None)
+    if row.name == "async_loop":
+        context = multiprocessing.get_context("forkserver")
+        context.Process(target=replacement, args=[ready := context.Event()], daemon=True).start()
+        ready.wait()
+    else:
+        replacement().put(1)
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(60)
 """
 
 
-def test_a_queue_of_checkpoints_ends_with_a_rank_that_is_killed(tmp_path):
+@pytest.mark.parametrize("name", ["get_write_results_queue", "async_loop"])
+def test_a_process_of_checkpoints_ends_with_a_rank_that_is_killed(name, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py", name], stdout=subprocess.PIPE, text=True)
     with rank:
         helper = psutil.Process(int(rank.stdout.readline()))
         rank.kill()
