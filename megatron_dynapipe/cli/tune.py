@@ -46,7 +46,8 @@ def add_parser(subparsers: SubParsers) -> None:
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
-    add("--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)")
+    chunks = "virtual stages per pipeline rank to try (1,2,4)"
+    add("--virtual-stages", "--chunks", dest="chunks", type=_numbers, default=(1, 2, 4), metavar="N,…", help=chunks)
     splits = (
         "layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it, in half"
         " layers too: slow) (%(default)s)"
@@ -245,6 +246,7 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
     for line in _usual(tuning, args, described["devices_per_node"]):
         print(line)
     if planned:
+        print(f"the best plan, of the first batch: {planned[0].of_limits}")
         print(_command(planned[0], tuning.settings[0], args, described["devices_per_node"]))
     for layout in planned:
         if layout.measurement_error is not None:

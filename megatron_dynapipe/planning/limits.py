@@ -51,12 +51,20 @@ class Limits(NamedTuple):
     memory: int
     micro_batches: int
 
-    def causes(self, plan_ns: int) -> str:
-        """How near a plan is to the first bound, and what the rest of its time is lost to."""
-        steps = [*self, plan_ns]
-        lost = zip(("stages", "memory", "micro-batches", "order"), steps[1:], steps, strict=False)
-        parts = ", ".join(f"{name} {(above - below) / plan_ns:.0%}" for name, above, below in lost)
-        return f"{self.devices / plan_ns:.0%} of the limit: {parts}"
+    def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
+        """How near a plan is to the first bound, and what the rest of its time is lost to.
+
+        Args:
+            plan_ns: as predicted.
+            measured_ns: where the plan was trained: the iteration, and
+            waited_ns: its wait for the plan before.
+        """
+        steps, names = [*self, plan_ns], ["stages", "memory", "micro-batches", "order"]
+        if measured_ns is not None:
+            steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
+        lost = zip(names, steps[1:], steps, strict=False)
+        parts = ", ".join(f"{name} {(above - below) / steps[-1]:.0%}" for name, above, below in lost)
+        return f"{self.devices / steps[-1]:.0%} of the limit: {parts}"
 
 
 def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
@@ -71,8 +79,8 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     devices = work.everywhere()
     stages = max(devices, work.best_split(PRICES[:1]))
     memory = max(stages, work.best_split(PRICES))
-    own = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
-    return Limits(devices, stages, memory, max(memory, own))
+    of_plan = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
+    return Limits(devices, stages, memory, max(memory, of_plan))
 
 
 class _LeastWork:
@@ -122,8 +130,8 @@ class _LeastWork:
 
     def everywhere(self) -> int:
         """All work, over all devices."""
-        each = self.time.min(axis=0)[:, self.modules].sum(axis=1)
-        total = float(each @ self.counts) / self.replicas - self.rounding
+        times = self.time.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(times @ self.counts) / self.replicas - self.rounding
         return int(max(total / self.stages, 0))
 
     def best_split(self, prices: tuple[float, ...]) -> int:
@@ -133,7 +141,7 @@ class _LeastWork:
         if self.layout.pattern:
             ends = [*range(count - 1), count]
         before, back = (
-            np.concatenate([[0.0], np.cumsum(each[self.modules])]) for each in (self.forward, self.backward)
+            np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
         )
         if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
             fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
@@ -160,11 +168,11 @@ class _LeastWork:
             counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
             time, stored = self.time @ counts.T, self.stored @ counts.T  # [modes, samples, ends]
             rest = upto[-1] - upto[ends[at + 1 :]]
-            held = self.round_trip @ rest.T
+            round_trips = self.round_trip @ rest.T
             room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
             around = before[first] + back[first]
             bounds = [
-                (around + (time + (price / room) * stored * held).min(axis=0).T @ self.counts / self.replicas)
+                (around + (time + (price / room) * stored * round_trips).min(axis=0).T @ self.counts / self.replicas)
                 / (1 + price)
                 for price in prices
             ]
@@ -181,7 +189,7 @@ class _LeastCosts:
             positions = np.maximum(self.packed.row_inputs[:, None] + self.packed.row_targets, 1)
             linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
             self.by_position = (linear / positions).min(axis=(2, 3))  # [kinds, len(Quantity)]
-            self.linear, self.attention = (_never_falling(each) for each in (self.packed.linear, self.packed.attention))
+            self.linear, self.attention = map(_never_falling, (self.packed.linear, self.packed.attention))
 
     def whole(self, quantity: int, inputs: IntArray, targets: IntArray) -> Floats:
         """Of any micro-batch that holds a sample of these positions: `[samples, kinds]`."""
@@ -198,8 +206,8 @@ class _LeastCosts:
         shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
         least = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
         if self.packed is not None:
-            own = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
-            least = np.minimum(least, self.by_position[:, quantity] * (inputs + targets)[:, None] + own)
+            attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
+            least = np.minimum(least, self.by_position[:, quantity] * (inputs + targets)[:, None] + attention)
         return np.asarray(least)
 
     def times(self, inputs: IntArray, targets: IntArray, *, cut: bool) -> Floats:
@@ -258,9 +266,9 @@ def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
     pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
     while True:
         rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
-        found, counts = np.unique(rounded, axis=1, return_counts=True)
-        if found.shape[1] <= MOST_LENGTHS:
-            return found[0], found[1], counts
+        lengths, counts = np.unique(rounded, axis=1, return_counts=True)
+        if lengths.shape[1] <= MOST_LENGTHS:
+            return lengths[0], lengths[1], counts
         step *= 2
 
 
