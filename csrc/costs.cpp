@@ -12,7 +12,7 @@ int64_t round_up(int64_t positions, int64_t multiple) { return (positions + mult
 }  // namespace
 
 CostCache::CostCache(const Problem& problem)
-    : problem_(problem), by_lengths_(problem.modes.size()), packed_(problem) {
+    : problem_(problem), by_lengths_(problem.modes.size()), labelled_rows_(problem.modes.size()), packed_(problem) {
     for (const StageModules& stage : problem.modules) {
         const auto found = std::find(types_.begin(), types_.end(), stage);
         type_of_.push_back(found - types_.begin());
@@ -26,26 +26,29 @@ CostCache::CostCache(const Problem& problem)
 
 std::unique_ptr<CostCache::BySize> CostCache::make_by_size(size_t mode, int64_t input, int64_t target) {
     const Grid& grid = problem_.modes[mode];
-    const std::vector<int64_t> module_costs = grid.at_lengths(problem_.rows, input, target);
-    const int64_t* const first = module_costs.data() + problem_.rows.read[0] * grid.sizes.points.size();
+    std::vector<int64_t> module_costs = grid.at_lengths(problem_.rows, input, target);
     auto made = std::make_unique<BySize>();
+    made->mode_ = mode;
     made->sizes_ = &grid.sizes;
     made->input_ = input;
     made->target_ = target;
     const size_t sizes = grid.sizes.points.size();
     size_t present = sizes;
-    while (present > 0 && first[present - 1] == kAbsent) --present;
+    while (present > 0 && module_costs[problem_.rows.read[0] * sizes + present - 1] == kAbsent) --present;
     if (present == 0) return made;
     made->summaries_.resize(std::min<int64_t>(problem_.samples(), grid.sizes.points[present - 1]));
     made->stage_costs_.reserve(types_.size() * (kStageQuantities + ends_) * sizes);
-    for (const StageModules& type : types_) type.append_costs(module_costs, sizes, ends_, made->stage_costs_);
-    if (!problem_.counts_labels()) return made;
-    std::vector<int64_t> labelled(module_costs.size(), 0);
-    for (size_t i = 0; i < problem_.rows.read.size(); ++i) {
-        const size_t row = problem_.rows.read[i] * sizes;
-        if (problem_.scaled_by_labels[i]) std::copy_n(module_costs.begin() + row, sizes, labelled.begin() + row);
+    if (problem_.counts_labels()) {
+        std::vector<int64_t> labelled(module_costs.size(), 0);
+        for (size_t i = 0; i < problem_.rows.read.size(); ++i) {
+            const size_t row = problem_.rows.read[i] * sizes;
+            if (!problem_.scaled_by_labels[i]) continue;
+            for (size_t k = 0; k < sizes; ++k)
+                if (module_costs[row + k] != kAbsent) std::swap(labelled[row + k], module_costs[row + k]);
+        }
+        types_[type_of_.back()].append_costs(labelled, sizes, ends_, made->labelled_costs_);
     }
-    for (const StageModules& type : types_) type.append_costs(labelled, sizes, ends_, made->labelled_costs_);
+    for (const StageModules& type : types_) type.append_costs(module_costs, sizes, ends_, made->stage_costs_);
     return made;
 }
 
@@ -63,18 +66,33 @@ bool CostCache::interpolate_type(const BySize& by_size, size_t type, const Axis:
     return at[kForward] != kAbsent;
 }
 
-// Takes away what positions without a label would cost modules that leave them out.
-void CostCache::leave_out_others(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
-                                 StageCosts& at) const {
-    if (!problem_.counts_labels()) return;
+// Adds to a type of stage what modules take that run positions with labels alone: as in a packed row of these positions
+// where rows were measured, else their part of the micro-batch's.
+void CostCache::add_labelled(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
+                             StageCosts& at) {
+    if (!problem_.counts_labels() || type != type_of_.back()) return;
+    const std::vector<int64_t>& row = labelled_row(by_size.mode_, shape.labels);
     const size_t sizes = by_size.sizes_->points.size();
-    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1);
-    for (const Quantity quantity : {kForward, kBackward, kStored, kWeight}) {
-        const int64_t* values = by_size.labelled_costs_.data() + (type * (kStageQuantities + ends_) + quantity) * sizes;
+    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1), labels = std::min(shape.labels, positions);
+    const auto value = [&](size_t quantity) -> int64_t {
+        if (!row.empty()) return row[quantity];
+        const int64_t* values = by_size.labelled_costs_.data() + quantity * sizes;
         const int64_t all = interpolate(values[cell.low], values[cell.high], cell.part, cell.width);
-        const int64_t others = positions - std::min(shape.labels, positions);
-        at[quantity] -= std::min(at[quantity], static_cast<int64_t>(static_cast<__int128>(all) * others / positions));
-    }
+        return static_cast<__int128>(all) * labels / positions;
+    };
+    for (size_t end = 0; end < ends_; ++end)
+        at[kPeak] = std::max(at[kPeak], at[kStored] + value(kStageQuantities + end));
+    for (const Quantity quantity : {kForward, kBackward, kStored, kWeight}) at[quantity] += value(quantity);
+    at[kPeak] = std::max(at[kPeak], at[kStored]);
+}
+
+// [kStageQuantities + ends]; empty where rows were not measured, or none as long.
+const std::vector<int64_t>& CostCache::labelled_row(size_t mode, int64_t labels) {
+    labels = round_up(std::max<int64_t>(labels, 1), problem_.row_multiple);
+    const auto [place, added] = labelled_rows_[mode].try_emplace(labels);
+    if (added && packed_.labelled_costs(mode, labels, module_costs_))
+        types_[type_of_.back()].append_costs(module_costs_, 1, ends_, place->second);
+    return place->second;
 }
 
 // As many of so many padded positions as count in the batch's samples, where it is not known which samples they are of.
@@ -104,7 +122,7 @@ Summary CostCache::summarize(const BySize& by_size, int64_t size) {
     for (size_t type = 0; type < types_.size(); ++type) {
         StageCosts at;
         if (!interpolate_type(by_size, type, cell, at)) return {0, 0, 0, true};
-        leave_out_others(by_size, type, cell, shape, at);
+        add_labelled(by_size, type, cell, shape, at);
         const int64_t time = at[kForward] + (problem_.pipeline.forward_only ? 0 : at[kBackward]);
         type_summaries_[type] = {time, at[kStored], at[kPeak] - at[kStored]};
     }
@@ -151,7 +169,7 @@ void CostCache::compute(const BySize& by_size, const Shape& shape, CostRow& row)
                 by_type_.clear();
                 break;
             }
-            leave_out_others(by_size, type, cell, shape, at);
+            add_labelled(by_size, type, cell, shape, at);
             std::copy_n(at, static_cast<size_t>(kStageQuantities), by_type_.begin() + type * kStageQuantities);
         }
     }

@@ -46,10 +46,11 @@ public:
 
     private:
         friend class CostCache;
+        size_t mode_;
         const Axis* sizes_;
         int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
-        std::vector<int64_t> labelled_costs_;  // likewise, of what is of positions with labels
+        std::vector<int64_t> labelled_costs_;  // of the last type, what it does with positions with labels alone, if all have one
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;  // by size and labels
     };
@@ -99,13 +100,14 @@ private:
     void stage_costs();
     void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
-    void leave_out_others(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape,
-                          StageCosts& at) const;
+    void add_labelled(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape, StageCosts& at);
+    const std::vector<int64_t>& labelled_row(size_t mode, int64_t labels);
 
     const Problem& problem_;
     std::vector<StageModules> types_;  // the distinct stages
     std::vector<size_t> type_of_;      // [virtual stages]
     std::vector<std::unordered_map<int64_t, std::unique_ptr<BySize>>> by_lengths_;  // [modes]
+    std::vector<std::unordered_map<int64_t, std::vector<int64_t>>> labelled_rows_;  // [modes] by labels
     struct TypeSummary {
         int64_t time, stored, above;
     };

@@ -102,6 +102,16 @@ bool PackedCosts::add_linear(size_t mode, int64_t inputs, int64_t targets, int64
     return true;
 }
 
+bool PackedCosts::labelled_costs(size_t mode, int64_t labels, std::vector<int64_t>& out) const {
+    std::vector<int64_t> sums(width_, 0);
+    const PackedGrid& grid = problem_.packed[mode];
+    if (!grid.measured() || !grid.add_linear(problem_.rows, labels, 0, sums)) return false;
+    out.assign(problem_.rows.count(), 0);
+    for (size_t i = 0; i < width_; ++i)
+        if (problem_.scaled_by_labels[i]) out[problem_.rows.read[i]] = sums[i];
+    return true;
+}
+
 // What the terms come to in a row of so many positions.
 void PackedCosts::sum(int64_t positions) {
     const int64_t by = std::max<int64_t>(positions, 1);

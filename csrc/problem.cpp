@@ -115,7 +115,7 @@ void Problem::choose_rows() {
         const bool is_labelled = is_head || static_cast<int64_t>(kind) == labelled[0];
         const bool is_time = quantity == kForward || quantity == kBackward || quantity == kWeight;
         over_labels.push_back(is_labelled && quantity < kEntryStored);
-        scaled_by_labels.push_back(is_labelled && (is_time || (is_head && quantity == kStored)));
+        scaled_by_labels.push_back(is_labelled && (is_time || (is_head && (quantity == kStored || quantity == kPeak))));
     }
     require(!rows.read.empty(), "a module on some stage");
     for (StageModules& stage : modules) stage.keep_peaks(rows);

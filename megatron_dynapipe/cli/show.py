@@ -74,8 +74,9 @@ def _text(plan: "IterationPlan", replica: int) -> str:
             f"{inputs}+{targets}"
             for inputs, targets in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)
         )
+        labels = f"; labels {','.join(map(str, micro_batch.labels))}" if micro_batch.labels else ""
         peaks = ",".join(f"{peak / BYTES_PER_MB:.1f}" for peak in micro_batch.peak_bytes)
-        lines.append(f"#   tokens (input+target) {tokens}; at most {peaks} MB on virtual stages 0, 1, …")
+        lines.append(f"#   tokens (input+target) {tokens}{labels}; at most {peaks} MB on virtual stages 0, 1, …")
     lines += [
         f"# sample {sample} in {len(chain)} pieces: forward {' → '.join(f'F{k}' for k in chain)}, backward "
         + " → ".join(f"B{k}" for k in reversed(chain))

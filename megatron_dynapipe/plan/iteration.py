@@ -38,6 +38,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     Where a sample is cut, `pieces` says which positions each entry of a packed row has, those of whole samples too; it
     is empty where none is cut. Lengths are still those of the whole samples. See `plan.pieces`.
+
+    Where the last MLP and the head run positions with labels alone, `labels` says how many each entry has; it is empty
+    where all positions run.
     """
 
     sample_ids: tuple[int, ...]
@@ -49,6 +52,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     stored_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()
+    labels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (len(self.sample_ids), len(self.input_lengths), len(self.target_lengths))
@@ -68,6 +72,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
                 f"expected pieces in a packed micro-batch alone, one for each of its {samples} samples, got "
                 f"{len(self.pieces)} in a {self.layout} one"
             )
+        if self.labels and len(self.labels) != samples:
+            raise PlanError(f"expected labels of each of {samples} samples or of none, got {len(self.labels)}")
         if len(self.stored_bytes) != len(self.peak_bytes):
             raise PlanError(
                 f"expected stored and peak bytes for the same virtual stages, got {len(self.stored_bytes)} and "
@@ -134,6 +140,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     """Predicted time of the slowest replica: forward, backward and transfers."""
     cut_samples: int = 0
     """Samples that were cut into pieces along their sequence."""
+    left_out: int = 0
+    """Positions without a label, which the last MLP and the head leave out."""
 
     @property
     def padding_efficiency(self) -> float:
@@ -178,6 +186,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
+            left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels),
         )
 
 

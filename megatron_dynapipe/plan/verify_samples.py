@@ -27,6 +27,9 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
                 )
             _check_micro_batch(plan.family, where, micro_batch, virtual_stages)
         check_pieces(plan.family, index, replica.micro_batches)
+    counted = {bool(mb.labels) for replica in plan.replicas for mb in replica.micro_batches if not mb.is_filler}
+    if len(counted) > 1:
+        raise PlanError("expected labels in every micro-batch or in none, got some without")
     if expected is None:
         return
     samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in begun(mb)]
@@ -89,6 +92,10 @@ def _check_numbers(family: ModelFamily, where: str, micro_batch: MicroBatch) -> 
     lengths = micro_batch.input_lengths + (micro_batch.target_lengths if family is ModelFamily.T5 else ())
     if (least := min(lengths, default=1)) < 1:
         raise PlanError(f"{where}: expected lengths of 1 token or more, got {least}")
+    for labels, positions in zip(micro_batch.labels, micro_batch.positions(family), strict=False):
+        most = positions if family is ModelFamily.GPT else 0
+        if not 0 <= labels <= most:
+            raise PlanError(f"{where}: expected 0 to {most} labels of {positions} {family} positions, got {labels}")
     if min(micro_batch.shape) < 0:
         raise PlanError(f"{where}: expected a shape of 1 or more, got {micro_batch.shape}")
     for stage, (stored, peak) in enumerate(zip(micro_batch.stored_bytes, micro_batch.peak_bytes, strict=True)):

@@ -57,4 +57,5 @@ def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: Schedul
         stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
         peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
         pieces=samples.pieces_of(members),
+        labels=() if samples.labels is None else tuple(samples.labels[members].tolist()),
     )

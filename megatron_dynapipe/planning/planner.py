@@ -82,8 +82,9 @@ class Planner:
             del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
         if settings.expert_parallel == 1 and not settings.expert_layers:  # nor do plans without experts know of them
             del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
-        if not settings.pattern:
-            del named["pattern"]
+        for name in ("pattern", "label_experts"):
+            if not named[name]:
+                del named[name]
         identity = msgspec.json.encode([named, cost_model.digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
@@ -259,6 +260,7 @@ class Planner:
             input_positions=samples.input_positions,
             target_positions=samples.target_positions,
             labels=samples.labels,
+            label_experts=s.label_experts,
             layouts=s.micro_batch_layouts,
             modes=self.tables,
             layout=self.layout,

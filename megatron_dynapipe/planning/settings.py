@@ -50,6 +50,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         expert_parallel: replicas that share experts.
         expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
             many times.
+        label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
         lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
             neighbours in groups of so many (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
@@ -83,6 +84,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pattern: tuple[Kind, ...] = ()
     expert_parallel: _AtLeastOne = 1
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
+    label_experts: bool = False
     lockstep: bool | int = False
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"

@@ -51,6 +51,18 @@ def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixt
         assert methods["padding"]["shapes"] <= 2 <= methods["packed_rows"]["shapes"]
 
 
+def test_rivals_run_all_positions(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only planned micro-batches leave out what does not count."""
+    tokens = [60, 50, 40, 30, 20, 9]
+    file = with_batches(
+        tmp_path / "labels.json", {"id": "a", "input": tokens}, {"id": "b", "input": tokens, "labels": [2] * 6}
+    )
+    assert main(arguments("compare", file, cost_file, "--json")) == 0
+    everything, labels = (batch["methods"] for batch in report(capsys)["batches"])
+    assert {name for name in everything if labels[name]["ms"] != everything[name]["ms"]} == {"dynapipe"}
+    assert labels["dynapipe"]["ms"] < everything["dynapipe"]["ms"]
+
+
 def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every column has its unit; methods without a plan share a line; the last line is of all batches."""
     assert main(arguments("compare", batches_file, cost_file)) == 0

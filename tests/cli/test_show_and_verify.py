@@ -49,6 +49,13 @@ def test_show_prints_a_plan_that_parses_back(file, capsys):
     assert main(["show", str(file)]) == 0
     both = capsys.readouterr().out
     assert format_stages(stage.instructions for stage in PLAN.replicas[1].stages) in both
+    replica = PLAN.replicas[1]
+    batches = (msgspec.structs.replace(replica.micro_batches[0], labels=(2, 7)),)
+    file.write_bytes(
+        codec.encode(msgspec.structs.replace(PLAN, replicas=(msgspec.structs.replace(replica, micro_batches=batches),)))
+    )
+    assert main(["show", str(file)]) == 0
+    assert "tokens (input+target) 10+0,16+0; labels 2,7; at most" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_lines_of_its_width(file, capsys, monkeypatch):

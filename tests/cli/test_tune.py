@@ -1,6 +1,7 @@
 """The tune command: its report, its table, the config that it writes, its errors."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
 from tests.helpers.planning_commands import report
+
+ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
 
 
 def arguments(batches: Path, cost: Path, *more: str) -> list[str]:
@@ -37,6 +40,20 @@ def test_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixtu
     assert planned == sorted(planned) and planned[0] >= best["predicted_ms"]
     unknown = [each["error"] for each in others if each["tensor_parallel"] == 4]
     assert unknown and all("tp" in error or "tensor" in error for error in unknown)
+
+
+def test_labels_are_counted(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Less is run in less time, and the model's use of the peak is of what runs."""
+    file, times, uses = tmp_path / "batches.json", [], []
+    for labels in ({}, {"labels": [2] * 6}):
+        batch = {"id": "a", "input": [60, 50, 40, 30, 20, 9], **labels}
+        file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [batch]}))
+        for computed in ((), (*ANALYTIC, "--device", "A100")):
+            assert main(arguments(file, cost_file, *computed, "--json")) == 0
+            best = report(capsys)["layouts"][0]
+            times.append(best["predicted_ms"])
+        uses.append(best["mfu"] / best["tokens_per_second"])
+    assert times[2] < times[0] and uses[1] < uses[0]
 
 
 def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +106,6 @@ def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_p
     best = report(capsys)["layouts"][0]
     split = yaml.safe_load(path.read_text()).get("dynapipe-layers-per-stage")
     assert split == (",".join(map(str, best["layers_per_stage"])) if best["pipeline_parallel"] > 1 else None)
-
-
-ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
 
 
 def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ NONE = {"sample_ids": (), "input_lengths": (), "target_lengths": (), "shape": Sh
         (PACKED | {"shape": Shape(2, 16, 8)}, r"a packed micro-batch of 1 row, got shape 2x16\+8 with 2 rows"),
         (PACKED | {"input_lengths": (10,)}, r"expected 2 samples .* in a packed micro-batch .* 2 sample ids, 1 input"),
         ({"pieces": (Piece(0, 8), Piece(0, 8))}, "expected pieces in a packed micro-batch alone"),
+        ({"labels": (1,)}, "expected labels of each of 2 samples or of none, got 1"),
         ({"peak_bytes": (7,)}, "expected stored and peak bytes for the same virtual stages, got 2 and 1"),
     ],
 )

@@ -103,14 +103,14 @@ def test_the_last_mlp_and_the_head_cost_what_counts(measured: bool, packed: bool
         assert [time[0] for time in times] == [first] * 3, "stages before the last run all positions"
         share = 1 if packed else int(positions.sum()) / padded  # padding never counts
         rest = times[2][1]
-        assert times[0][1] == pytest.approx(rest + share * (last - rest), abs=20)
+        assert times[0][1] == pytest.approx(rest + share * (last - rest), rel=0.05 if measured else 1e-6)
         part = (positions // 2).sum() / positions.sum()
         assert times[1][1] == pytest.approx(rest + part * (times[0][1] - rest), rel=0.02)
         assert rest < 0.8 * last
     assert nothing.stored_bytes[0, 1] < half.stored_bytes[0, 1] < everything.stored_bytes[0, 1], "logits are memory"
+    assert nothing.peak_bytes[0, 1] < everything.peak_bytes[0, 1], "of the forward, too"
     if packed:
         assert whole.peak_bytes.tolist() == everything.peak_bytes.tolist()
-        assert not measured or nothing.peak_bytes[0, 1] < everything.peak_bytes[0, 1]
 
 
 def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:

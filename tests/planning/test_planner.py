@@ -3,20 +3,25 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
-from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.codec import decode_plan, digest, encode
+from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
+from tests.planning.simulate_oracle import simulate_in_python
 
 FAMILIES = list(ModelFamily)
 
@@ -52,6 +57,26 @@ def test_embedding_and_head_on_stages_of_their_own(chunks: int) -> None:
     verify(plan)
     passes = [event for event in plan.replicas[0].stages[0].predicted if event.instruction.chunk == 0]
     assert passes and {event.end_ns - event.start_ns for event in passes} == {0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"chunks": 2}, {"data_parallel": 2}])
+def test_a_plan_read_back_has_the_times_of_its_labels(changes: dict[str, Any]) -> None:
+    """Its micro-batches say all that their costs depend on; both simulators find the time that the plan has."""
+    labelled = planner(ModelFamily.GPT, micro_batch_layouts=tuple(BatchLayout), **changes)
+    lengths = batch(ModelFamily.GPT, 30)
+    lengths = replace(lengths, labels=lengths.input_lengths // 3)
+    plan = decode_plan(encode(labelled.plan(lengths, 0)))
+    for replica in plan.replicas:
+        batches = replica.micro_batches
+        tokens, labels = (
+            np.concatenate(column) for column in zip(*((b.input_lengths, b.labels) for b in batches), strict=True)
+        )
+        problem = labelled.problem(labelled.samples(replace(of_lengths(tokens), labels=labels)))
+        members = np.split(np.arange(len(tokens)), np.cumsum([len(b.sample_ids) for b in batches])[:-1])
+        modes = np.array([labelled.settings.recompute.index(b.recompute) for b in batches])
+        costs, _ = problem.costs_of(members, [b.layout for b in batches], modes)
+        order = tuple(tuple(i for i in stage.instructions if isinstance(i, Pass)) for stage in replica.stages)
+        assert [run(costs, order).makespan_ns for run in (simulate, simulate_in_python)] == [replica.predicted_ns] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

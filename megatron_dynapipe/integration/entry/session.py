@@ -205,6 +205,11 @@ class Session:
         """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
         return self._labels is None or bool(self._labels)
 
+    @property
+    def flops_left_out(self) -> float:
+        """Of the latest training iteration's positions without labels, in the last MLP and the head."""
+        return 0.0 if self._trained is None else self._trained.entry.totals.left_out * self._run.label_flops
+
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 

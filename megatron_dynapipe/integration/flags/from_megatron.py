@@ -89,6 +89,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
+        label_flops=_label_flops(args, family),
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
@@ -132,6 +133,22 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
     )
 
 
+def _labels_reach_experts(args: argparse.Namespace) -> bool:
+    """Whether there are experts, and their routers do nothing that asks for positions without a label."""
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    balances = kinds not in ("none", ["none"]) and (
+        any(coefficients) if isinstance(coefficients, list) else coefficients
+    )
+    return bool(args.num_experts) and not (balances or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)
+
+
+def _label_flops(args: argparse.Namespace, family: ModelFamily) -> float:
+    """Floating-point operations of a position in the last MLP, unless it runs all, and in the head."""
+    shape = ModelShape.of_megatron(vars(args), family, on_cpu=True)
+    mlp = 0 if shape.experts and not _labels_reach_experts(args) else shape.mlp_width
+    return 6.0 * shape.hidden * (shape.rows(1) + 2 * mlp)  # weights of the head, and an MLP's in and out
+
+
 def _planner(
     args: argparse.Namespace,
     model: ModelConfig,
@@ -161,6 +178,7 @@ def _planner(
         slices=slices(args, model.family, layouts),
         expert_layers=model.experts.layers if model.experts else (),
         expert_parallel=in_step,
+        label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
         lockstep=in_step > 1 and in_step,
         split_backward=split_backward(args),

@@ -74,6 +74,7 @@ class RunConfig:
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
         planners: planner processes of the job.
+        label_flops: floating-point operations, forward and backward, that a position without a label leaves out.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
@@ -100,6 +101,7 @@ class RunConfig:
     store: StoreAddress | None
     store_bind: str
     planners: int
+    label_flops: float
     ahead: int
     timeout_s: float
     calibrate_s: float

@@ -38,6 +38,10 @@ class PlannedRun(Protocol):
         """Whether any token of the latest training iteration counts."""
 
     @property
+    def flops_left_out(self) -> float:
+        """Floating-point operations of a model over whole samples that the latest training iteration left out."""
+
+    @property
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
 
@@ -93,6 +97,11 @@ def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
     if _run is not None:
         args.consumed_train_samples += _run.samples - args.global_batch_size
+
+
+def flops(count: float) -> float:
+    """Floating-point operations of an iteration: Megatron's count, less what the active run left out."""
+    return count if _run is None else count - _run.flops_left_out
 
 
 def evaluation(data_iterator: Any, batches: int | None) -> int | None:

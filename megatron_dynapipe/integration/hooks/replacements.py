@@ -41,6 +41,14 @@ def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def _counting(num_floating_point_operations: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(num_floating_point_operations)
+    def count(*arguments: Any, **keywords: Any) -> float:
+        return active_run.flops(num_floating_point_operations(*arguments, **keywords))
+
+    return count
+
+
 def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(evaluate)
     def planned_evaluation(forward_step_func: Any, data_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -108,6 +116,13 @@ TABLE: tuple[Replacement, ...] = (
         make=_evaluating,
         parameters=("forward_step_func", "data_iterator", "eval_iters"),
         why="runs as many batches of every split; ours evaluate on all of a split that has fewer",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="num_floating_point_operations",
+        make=_counting,
+        parameters=("args", "batch_size"),
+        why="counts the last MLP and the head of all positions, of which those without a label are left out",
     ),
     Replacement(
         owner="megatron.training.training",

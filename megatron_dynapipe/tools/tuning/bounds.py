@@ -48,12 +48,14 @@ class LeastWork:
         samples: of every sample on a module of each kind: `[samples, kinds]`.
         total: of all samples: `[kinds]`; at least the sum of `samples`.
         floor: of any micro-batch: `[kinds]`.
+        counted: share of the positions that the last MLP and the head run, which bounds leave out where it is below 1.
     """
 
     kinds: tuple[Kind, ...]
     samples: Reals
     total: Reals
     floor: Reals
+    counted: float = 1.0
 
 
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
@@ -82,14 +84,15 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
         by_measure.append(np.where(np.isfinite(least), least, 0.0))
     total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
     floor = np.where(np.isfinite(floor), floor, 0.0)
-    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor)
+    counted = 1.0 if samples.labels is None else float(samples.labels.sum() / samples.input_positions.sum())
+    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor, counted=counted)
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
     layout, links = settings.layout, settings.links
     latency = links.latency_ns.min(axis=0)
-    modules = layout.counts(work.kinds).sum(axis=0)
+    modules = _counts(layout, work).sum(axis=0)
     through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(
         latency.sum()
     )
@@ -100,13 +103,17 @@ def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = Fa
     return int(max(through, busiest) * (1 - 1e-9))
 
 
-def stage_work(layout: PipelineLayout, kinds: Sequence[Kind], work: Reals) -> Reals:
-    """Least work on every virtual stage: `[…, virtual stages]`, from that on a module of each kind, `[…, kinds]`."""
-    return np.asarray(work @ layout.counts(kinds).T)
+def _counts(layout: PipelineLayout, work: LeastWork) -> npt.NDArray[np.int64]:
+    """Modules that run all positions: `[virtual stages, kinds]`."""
+    counts, last = layout.counts(work.kinds).copy(), len(layout.modules) - 1
+    for module in (last - 1, last) if work.counted < 1 else ():
+        counts[np.searchsorted(layout.cuts, module, side="right"), work.kinds.index(layout.modules[module])] -= 1
+    return counts
 
 
 def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas: int) -> float:
-    total, samples, floor = (stage_work(layout, work.kinds, of) for of in (work.total, work.samples, work.floor))
+    counts = _counts(layout, work).T
+    total, samples, floor = (least @ counts for least in (work.total, work.samples, work.floor))
     busy = total.reshape(layout.chunks, layout.stages).sum(axis=0) / replicas
     first = samples[:, : layout.stages]  # [samples, stages], of the first chunk
     before = np.zeros((len(first), layout.stages))
@@ -184,6 +191,8 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     """
     total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
     *modules, head = (total[kind] for kind in settings.layout.modules)
+    counted = float(np.mean([work.counted for work in works]))
+    modules[-1], head = modules[-1] * counted, head * counted
     layers = np.array(modules).reshape(-1, 2).sum(axis=1)
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])

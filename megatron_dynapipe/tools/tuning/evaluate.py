@@ -205,9 +205,14 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
     return math.ceil(reduction), math.ceil(stepped * _STEP_BYTES / rates.memory_bytes_per_second * 1e9)
 
 
-def token_flops(settings: PlannerSettings, state: ModelState) -> float:
-    """Of the model's weights, forward and backward: six a weight and token; attention's own products are left out."""
-    return 6.0 * settings.tensor_parallel * int(settings.layout.parameter_bytes(state).sum()) / _STORED_BYTES
+def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1.0) -> float:
+    """Of the model's weights, forward and backward: six a weight and token; attention's own products are left out.
+
+    The last MLP and the head run `counted` of the tokens.
+    """
+    weights = int(settings.layout.parameter_bytes(state).sum())
+    left_out = (1 - counted) * (state.modules[settings.layout.modules[-2]] + state.embedding_bytes)
+    return 6.0 * settings.tensor_parallel * (weights - left_out) / _STORED_BYTES
 
 
 def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:

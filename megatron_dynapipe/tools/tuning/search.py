@@ -277,7 +277,8 @@ def _evaluations(
         one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
         if rates.peak_flops is not None and not candidate.settings.expert_layers:
             devices = math.prod((candidate.data_parallel, candidate.tensor_parallel, candidate.pipeline_parallel))
-            one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state)
+            counted = fmean(work.counted for work in works[shared])
+            one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state, counted)
         if not one.unsplit:
             try:
                 Planner(candidate.settings, cost_model)

@@ -24,6 +24,7 @@ class FakeSession:
     samples = 19
     tokens: int | None = None
     has_labels = True
+    flops_left_out = 7.0
 
     def forward_backward(self) -> str:
         return "planned"
@@ -139,6 +140,7 @@ def test_samples_are_counted_as_planned():
     active_run.activate(FakeSession())
     try:
         active_run.count_samples(args)  # the loop adds 16, the plan held 19
+        assert active_run.flops(100.0) == 93.0
     finally:
         active_run.deactivate()
     assert args.consumed_train_samples == 103
