@@ -13,7 +13,7 @@ from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, PipelineLayout
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.native import NEVER, core
 from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.schedules.list_scheduling import Rule
+from megatron_dynapipe.planning.schedules.list_scheduling import UNDIVIDED, Rule
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, Recompute, input_positions, target_positions
@@ -114,7 +114,7 @@ class Rescheduler:
                     depth,
                     int(rule),
                     self._peak_covers_backward,
-                    -1 if s.division == "off" else _LEAST_GAP,
+                    UNDIVIDED if s.division == "off" else _LEAST_GAP,
                     best,
                 )
                 best = min(best, makespan)
