@@ -97,8 +97,8 @@ class Rescheduler:
         s, layout = self.settings, self._layout(split)
         state = np.array(s.model_state_bytes or (), np.int64)
         if s.model_state_bytes is None:
-            shared = {"data_parallel": s.data_parallel, "distributed_optimizer": s.distributed_optimizer}
-            state = layout.model_state_bytes(self._state, **shared)
+            replicas, sharded = s.data_parallel, s.distributed_optimizer
+            state = layout.model_state_bytes(self._state, data_parallel=replicas, distributed_optimizer=sharded)
         costs = self._stage_costs(micro_batches, layout.cuts, 2 * s.encoder_layers)
         filling = filling_depths(layout.stages, layout.chunks)[:-1]
         depths = [np.array([*(depth + more for depth in filling), 1], np.int64) for more in _DEEPENINGS]
