@@ -22,10 +22,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
-from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
+from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
 from megatron_dynapipe.units import ModelFamily  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LONGEST = 4, 64, 4, 512, 128

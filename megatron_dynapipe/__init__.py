@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)
-    from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.modules import (
         CutPoint,
         DynaPipeDataLoader,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.tools.batch import PlannedBatch, plan_batch
     from megatron_dynapipe.tools.elastic.layout import layout_for
     from megatron_dynapipe.tools.elastic.run import ElasticRun
+    from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.tools.tuning import orchestrate, tune
 
 _LAZY = {
@@ -35,7 +35,7 @@ _LAZY = {
     for module, names in {
         "tools.elastic.layout": "layout_for",
         "tools.elastic.run": "ElasticRun",
-        "integration.entry.megatron_pipeline": "MegatronPipeline",
+        "tools.megatron_pipeline": "MegatronPipeline",
         "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
         "tools.batch": "PlannedBatch plan_batch",
         "runtime": "PipelineExecutor",
@@ -44,7 +44,7 @@ _LAZY = {
     for name in names.split()
 }
 _HOOKS = "checkout_hooks"
-"""What patched checkouts import: a module's name here, which stays, so that they work with later versions."""
+"""The module that patched checkouts import: its name here stays, so that they work with later versions."""
 
 __all__ = [
     "CutPoint",

@@ -13,10 +13,9 @@ others. A cluster file gives a device's memory and the links: `read_cluster`.
 """
 
 import argparse
-import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,14 +23,14 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, near_name
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.units import BYTES_PER_MB
 
 CONFIG_FLAG = "--dynapipe-config"
 UNSET_FLAG = "--dynapipe-unset"
 MOST_BYTES = 10_000_000
-"""Of a file."""
+"""Size of a file."""
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """Cluster files of the package, which wheels have too; `configs/clusters` of a checkout is the same folder."""
@@ -46,7 +45,7 @@ BY_DEVICE: tuple[tuple[str, str], ...] = (
 )
 MEMORY, DEVICES = "device-memory-mb", "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
-"""Of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
+"""Keys of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
 
 # A number that Python does not convert is a ValueError, as is text that is no UTF-8.
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
@@ -57,7 +56,6 @@ class Cluster:
     """A device's memory and the links, as a cluster file gives them.
 
     Attributes:
-        path: of the file.
         device: name of the device by which the file was found; empty where the user named the file.
         memory_limit_bytes: of one device that plans may use.
         links: between devices of a node, and between nodes.
@@ -183,11 +181,6 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
     parser.error = refuse  # type: ignore[method-assign]
 
 
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that somebody who wrote `name` may have meant; None where there is none."""
-    return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
-
-
 def _mapping(
     path: Path, kind: str, of: str, hint: str = "pass the path of a YAML file, such as those in configs/"
 ) -> dict[Any, Any]:
@@ -214,7 +207,7 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def load_yaml(path: Path) -> object:
-    """What a YAML file says; raises OSError, ValueError, RecursionError or YAMLError."""
+    """The contents of a YAML file; raises OSError, ValueError, RecursionError or YAMLError."""
     return yaml.load(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
 
 

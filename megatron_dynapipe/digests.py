@@ -25,8 +25,8 @@ _THREADS = 8
 def write_digests(folder: Path) -> None:
     """Write the digest of every file below a folder, ours excepted, by relative path; raises OSError."""
     paths = (path for path in folder.rglob("*") if path.is_file() and "dynapipe" not in path.name)
-    found = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
-    replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    digests = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
+    replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(digests), indent=1) + b"\n")
 
 
 def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
@@ -39,10 +39,10 @@ def check_digests(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         return
     try:
         saved = msgspec.json.decode(read_bounded(folder / NAME), type=dict[str, str])
-        found = _digests(folder, sorted(saved)[rank::ranks])
+        digests = _digests(folder, sorted(saved)[rank::ranks])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"cannot compare the checkpoint {folder} with its {NAME}: {error}") from error
-    if changed := [name for name, digest in found.items() if digest != saved[name]]:
+    if changed := [name for name, digest in digests.items() if digest != saved[name]]:
         raise DataError(
             f"{folder}: expected the files that were saved, found others under {', '.join(changed[:4])}",
             hint=f"copy them again or load another checkpoint; without {NAME} files are not compared",

@@ -4,6 +4,9 @@ User input, files, peers and plans raise one of these, with the expected value, 
 `assert` states invariants of our own code.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class DynaPipeError(Exception):
     """Base of all errors of this package.
@@ -92,3 +95,8 @@ class PatchError(DynaPipeError):
 
 class UnsupportedMegatronError(DynaPipeError):
     """The installed Megatron is of a version whose seams are not known."""
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that somebody who wrote `name` may have meant; None where there is none."""
+    return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)

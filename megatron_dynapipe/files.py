@@ -35,9 +35,9 @@ def read_bounded(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         size = os.fstat(descriptor).st_size
         # A file of the kernel's has content and says that its size is 0.
         data = file.read((size or min(most_bytes, _MOST_OF_KERNEL)) + 1) if size <= most_bytes else b""
-    found = max(size, len(data))
-    if found > most_bytes:
-        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, found {found}", str(path))
+    length = max(size, len(data))
+    if length > most_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, found {length}", str(path))
     return data
 
 

@@ -16,21 +16,21 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.files import open_regular
 
 GENERATOR = "megatron-dynapipe"
-"""What pictures, pages and traces name as the program that made them."""
+"""The name that pictures, pages and traces give as the program that made them."""
 
 _HEAD_BYTES = 4096
 _FULL_MB = 1.0
 _MOST_SHOWN = 200
 LOCK = ".dynapipe-lock"
 LOCK_SHARE = 0.8
-"""Of the deadline of exchanges: how long rank 0 waits for the folder's lock while the others wait for rank 0."""
+"""A share of the deadline of exchanges: rank 0 waits so long for the folder's lock while others wait for rank 0."""
 _POLL_S = 0.2
 _locks: dict[Path, int] = {}
 """Descriptors of the lock files that this process holds."""
@@ -134,10 +134,10 @@ def fresh_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
     fresh = Path(name)
     try:
         yield fresh
-        _sync(fresh)
+        sync(fresh)
         fresh.chmod(_mode_for(path) if mode is None else mode)
         fresh.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def fresh_folder(path: Path) -> Iterator[Path]:
         yield fresh
         fresh.chmod(0o777 & ~_umask())
         fresh.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException as error:
         if not isinstance(error, OSError) and not hasattr(error, "failures"):  # torch's, which is no Exception
             raise
@@ -176,24 +176,6 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     finally:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-
-
-def replace_folder(new: Path, path: Path, *, aside: Path) -> None:
-    """Give a finished folder its name; what had the name is renamed to `aside`, for the caller to delete.
-
-    Killed between the two renames, `aside` is what was there: `restore_folder` gives it back its name. All three are on
-    one file system. Raises OSError.
-    """
-    if path.exists():
-        path.rename(aside)
-    new.rename(path)
-    _sync(path.parent)
-
-
-def restore_folder(path: Path, *, aside: Path) -> None:
-    """Undo a `replace_folder` that was killed half-way. Raises OSError."""
-    if aside.exists() and not path.exists():
-        aside.rename(path)
 
 
 def unwritten(folder: Path, error: BaseException) -> CheckpointError:
@@ -212,32 +194,6 @@ def unwritten(folder: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def strangers(folder: Path, names: Collection[str]) -> list[str]:
-    """Files and links below a folder that are not among `names` (paths relative to it), sorted; no empty folders."""
-    paths = (
-        str(path.relative_to(folder))
-        for base, folders, files in os.walk(folder)
-        for path in map(Path(base).joinpath, (*folders, *files))
-        if path.name in files or path.is_symlink()
-    )
-    return sorted(path for path in paths if path not in names)
-
-
-def delete_folder(folder: Path, names: Collection[str]) -> None:
-    """Delete a folder's files of these names (paths relative to it), and folders that are empty then; strangers stay.
-
-    Raises:
-        OSError: a file cannot be deleted.
-    """
-    if folder.is_symlink():
-        return
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    for base, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):  # not empty
-            Path(base).rmdir()
-
-
 def _mode_for(path: Path) -> int:
     if path.exists():
         return path.stat().st_mode & 0o7777
@@ -250,7 +206,8 @@ def _umask() -> int:
     return umask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what a path names on the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -259,19 +216,26 @@ def _sync(path: Path) -> None:
 
 
 def lock_folder(folder: Path, *, wait_s: float) -> None:
-    """Let no other run save to a folder until this process has ended.
+    """Let no other run save to a folder of checkpoints until this process has ended.
 
-    A file system without locks is named in the log. Locking a folder twice in one process does nothing.
+    A file system without locks is named in the log. Locking a folder twice in one process does nothing, nor does the
+    URL of an object store, through Megatron's multi-storage client.
 
     Raises:
-        ConfigError: another run holds it after `wait_s`.
-        OSError: no file can be written there.
+        ConfigError: another run holds it after `wait_s`, or no file can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder.resolve() / LOCK
-    if path in _locks:
+    if ":/" in str(folder):
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.resolve() / LOCK
+        if path in _locks:
+            return
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoints to {folder}: {error.strerror}", hint="give a folder that all nodes may write to"
+        ) from error
     deadline, is_first = time.monotonic() + wait_s, True
     while True:
         try:

@@ -2,6 +2,7 @@
 
     start            a child with a session of its own: its input through a pipe that stays open, its output to a log
     start_guarded    the same for a program that does not end with its stdin: a guard between ends it
+    run_guarded      such a program to its end, with a deadline
     terminate        SIGTERM and, after a deadline, SIGKILL
 
 A child never outlives this process, however this one ends: the pipe ends with it. Ranks end with their launcher
@@ -118,6 +119,29 @@ def start_guarded(
     return start([sys.executable, "-I", "-S", __file__], log=log, stdin=order, env=env, cwd=cwd)
 
 
+def run_guarded(
+    command: Sequence[str | os.PathLike[str]], *, deadline_s: float, env: Mapping[str, str] | None = None
+) -> tuple[int | None, list[str]]:
+    """Run a program to its end; its exit status, None if the deadline came first, and the lines of its output.
+
+    Processes that it started end with it.
+    """
+    log = ChildLog()
+    process = start_guarded(command, log=log, env=env)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(deadline_s)
+        status = process.returncode
+    finally:
+        terminate(process, 2 * GUARD_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        log.file.seek(0)
+        lines = log.file.read().decode(errors="replace").splitlines()
+        log.close()
+    return status, lines
+
+
 def terminate(process: subprocess.Popen[bytes], timeout_s: float) -> int:
     """Close a child's stdin and send SIGTERM, after so many seconds SIGKILL; its exit status. It may have ended."""
     if process.stdin is not None:
@@ -139,12 +163,8 @@ def package_path() -> str:
 
 def set_parent_death_signal(number: signal.Signals) -> None:
     """Let the kernel send this process a signal when the thread that started it ends; nothing but on Linux."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def end_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
@@ -176,18 +196,16 @@ def main() -> None:
     assert program.stdin is not None
     with program.stdin as pipe:
         pipe.write(order["stdin"].encode())
-    threading.Thread(target=lambda: os._exit(_status(program.wait())), daemon=True).start()
+    # As a shell has it, for a program that was killed.
+    threading.Thread(
+        target=lambda: os._exit(status if (status := program.wait()) >= 0 else 128 - status), daemon=True
+    ).start()
     signal.signal(signal.SIGTERM, lambda *_: program.terminate())
     sys.stdin.buffer.read()  # returns when the owner is gone
     program.terminate()
     time.sleep(GUARD_TIMEOUT_S)  # the thread above ends this process as soon as the program has ended
     program.kill()
     time.sleep(GUARD_TIMEOUT_S)
-
-
-def _status(returncode: int) -> int:
-    """A shell's exit status for a child's return code."""
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 if __name__ == "__main__":

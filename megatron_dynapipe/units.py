@@ -15,14 +15,14 @@ LENGTH_MULTIPLE = 8
 
 
 class ModelFamily(enum.StrEnum):
-    """Which of the two kinds of model a run trains."""
+    """The two kinds of model that a run may train."""
 
     GPT = "gpt"
     T5 = "t5"
 
 
 class Recompute(enum.StrEnum):
-    """What a stage keeps of a micro-batch's forward: everything, all but attention's inside, or its input alone."""
+    """The part of a micro-batch's forward that a stage keeps: all, all but attention's inside, or its input alone."""
 
     NONE = "none"
     SELECTIVE = "selective"

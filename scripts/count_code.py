@@ -22,9 +22,9 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
-    "lines of the package": 46_100,  # to come down to 44,000; labels and limits brought 700
-    "lines of its core": 32_000,  # to come down to 31,500; labels and limits brought 550
-    "kinds of values": 215,
+    "lines of the package": 45_600,  # to come down to 44,000
+    "lines of its core": 31_150,
+    "kinds of values": 212,
     "lines of tests": 35_600,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
     "lines of benchmarks": 7_572,  # to come down to 7,500; cliffs brought 70
     "flags": 30,

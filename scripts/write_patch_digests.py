@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_dynapipe.checkout.patching import DIGESTS, FOLDER, blob_name, read_patch
+from megatron_dynapipe.checkout.survey import DIGESTS, FOLDER, blob_name, read_patch
 
 
 def main() -> None:

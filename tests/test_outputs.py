@@ -1,7 +1,4 @@
-"""Writing without losing.
-
-Files of every command are held by tests/cli/test_outputs.py, datasets by tests/tools/prepare.
-"""
+"""Writing without losing; files of commands are held by tests/cli/test_outputs.py, datasets by tests/tools/prepare."""
 
 import os
 from pathlib import Path

@@ -68,7 +68,7 @@ class Bench:
         from megatron.core import parallel_state
 
         from benchmarks.throughput.model import build
-        from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+        from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         inputs = _plan_inputs(setup)
         model, optimizer = build(setup)

@@ -27,7 +27,6 @@ import numpy as np
 import psutil
 
 from megatron_dynapipe.cost import A100_RATES, ModelShape
-from megatron_dynapipe.data.indexed import write_index
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
@@ -40,6 +39,7 @@ from megatron_dynapipe.service import (
 )
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
 from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.tools.prepare.indexed import write_index
 from megatron_dynapipe.units import ModelFamily
 
 REPLICAS, TENSOR, STAGES = 32, 2, 16

@@ -53,7 +53,7 @@ class Job:
 
     def prepare(self, settings: Any, costs: Any, tokens: Any) -> None:
         """Build what trains."""
-        from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline
+        from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         model, optimizer = build(self._setup)
         planner = Planner(settings, costs.load())

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta, write_meta
 from tests.helpers.random_dataset import word_tokenizer
+from tests.helpers.samples import write_samples
 
 TASKS = {
     "classify": (40, 3, 4.0),

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dynapipe.errors import UnsupportedMegatronError
 
 PACKAGE = "megatron-core[training]==0.19.2"
-"""What pip installs where there is none: the newest release that the tests train with."""
+"""The release that pip installs where there is none: the newest release that the tests train with."""
 INSTALL_HINT = f"pip install '{PACKAGE}', or put a checkout of a known release first on PYTHONPATH (patches/README.md)"
 
 

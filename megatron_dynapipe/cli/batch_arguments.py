@@ -3,13 +3,10 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batches
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import positive
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.batches import NamedBatch
 
 BATCHES, SAMPLES, SEED = 8, 64, 1234
 """Batches taken of a dataset, samples of each, and the sampler's seed, which is Megatron's own default."""
@@ -32,15 +29,13 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, metavar="K", help=f"only the first K batches (default: all; of --data {BATCHES})")
 
 
-def given_batches(args: argparse.Namespace) -> "list[NamedBatch]":
+def given_batches(args: argparse.Namespace) -> list[NamedBatch]:
     """The batches that the arguments name: all of a file's, of a dataset's as many as --limit says.
 
     Raises:
         ConfigError: an argument that does not go with another.
         DataError: as `read_batches` and `dataset_batches`.
     """
-    from megatron_dynapipe.cli.batches import dataset_batches, read_batches
-
     if args.data is not None:
         max_seq_len, max_target_len = _maximum_lengths(args)
         return dataset_batches(
@@ -76,6 +71,6 @@ def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
     return lengths
 
 
-def chosen_batches(args: argparse.Namespace) -> "list[NamedBatch]":
+def chosen_batches(args: argparse.Namespace) -> list[NamedBatch]:
     """The batches to plan; raises as `given_batches`."""
     return given_batches(args)[: args.limit]

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.sampling import (
@@ -30,7 +31,6 @@ class NamedBatch(msgspec.Struct, frozen=True):
     """One global batch: lengths in tokens. Other keys are ignored.
 
     Attributes:
-        id: its name.
         input: tokens of every sample's input.
         target: tokens of every sample's target; absent for decoder-only models.
         max_seq_len: the most tokens that an input or a target may have; None where nobody said.
@@ -78,8 +78,6 @@ def dataset_batches(
         DataError: the dataset is missing or damaged.
         ConfigError: no samples, or a seed below 0.
     """
-    from megatron_dynapipe.data.meta import read_meta
-
     meta, lengths, has_targets = read_meta(folder), LengthTable.read(folder, "train"), family is ModelFamily.T5
     longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length)
     settings = SamplerSettings(
@@ -160,7 +158,7 @@ def _check_ids(path: Path, batches: list[NamedBatch]) -> None:
 
 
 def _check_labels(path: Path, batch: NamedBatch) -> None:
-    """As many as samples, each between none and the sample's positions: its tokens but the first."""
+    """Refuse labels unless each sample has some number from 0 to its positions, which are its tokens but the first."""
     if batch.labels is None:
         return
     if batch.target is not None or len(batch.labels) != len(batch.input):

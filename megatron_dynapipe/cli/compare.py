@@ -1,50 +1,38 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
+import msgspec
+
+from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.planning_arguments import add_arguments, cluster_line, costs_and_settings, describe_cluster
-from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.cli.batches import NamedBatch
+from megatron_dynapipe.cli.planning_arguments import (
+    add_planning_arguments,
+    cluster_line,
+    costs_and_settings,
+    describe_cluster,
+)
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.errors import DataError, PlanningError
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.report.comparison import geometric_means
+from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict
 from megatron_dynapipe.units import ModelFamily
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.cost import CostModel
-    from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.tools.rivals.methods import Longest
-
 FORMAT = "dynapipe-compare/1"
-CHARTS = (".png", ".svg")
 _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
 _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes")
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
-    )
-    add_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw a chart of all methods")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_planning_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
-    from megatron_dynapipe.extras import require
-    from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-    from megatron_dynapipe.tools.report.comparison import draw_comparison, geometric_means
-    from megatron_dynapipe.tools.rivals.methods import METHODS
-
-    if args.output is not None:
-        if args.output.suffix not in CHARTS:
-            raise ConfigError(f"expected a chart of {', '.join(CHARTS)}, got --output {args.output}")
-        check_replaceable(args.output, is_ours=marked(GENERATOR))
-        require("matplotlib")  # before minutes of planning
     cost_model, settings = costs_and_settings(args)
     batches = chosen_batches(args)
     described = describe_cluster(args, settings)
@@ -56,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             say(_table(batch.id, methods))
     over = geometric_means(entries)
-    if args.output is not None:
-        print(f"chart: {draw_comparison(entries, args.output)}", file=sys.stderr)
     if args.json:
         report = {"format": FORMAT, "cluster": described, "methods": over, "batches": entries}
         print_json(report)
@@ -70,14 +56,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned else 1
 
 
-def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[NamedBatch]") -> "Longest":
+def _longest(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBatch]) -> Longest:
     """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
 
     Raises:
         DataError: the file gives a maximum length that a sample exceeds.
     """
-    from megatron_dynapipe.tools.rivals.methods import Longest
-
     if batch.max_seq_len is None:
         inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
         targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
@@ -93,13 +77,9 @@ def _longest(args: argparse.Namespace, batch: "NamedBatch", batches: "list[Named
 
 
 def _predict(
-    method: str, batch: "NamedBatch", longest: "Longest", settings: "PlannerSettings", cost_model: "CostModel"
+    method: str, batch: NamedBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> dict[str, Any]:
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
-    import msgspec
-
-    from megatron_dynapipe.tools.rivals.methods import predict
-
     try:
         prediction = predict(method, batch.global_batch(0), longest, settings, cost_model)
     except (PlanningError, DataError) as error:
@@ -127,7 +107,7 @@ def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
         lines.append(_TABLE.format(*cells))
     if len(lines) == 2:
         return f"{name}: no plan under any method: {next(iter(reasons))}"
-    lines += [f"  {method}: {found['of_limits']}" for method, found in methods.items() if found.get("of_limits")]
+    lines += [f"  {method}: {row['of_limits']}" for method, row in methods.items() if row.get("of_limits")]
     return "\n".join([*lines, *(f"  no plan under {', '.join(who)}: {why}" for why, who in reasons.items())])
 
 

@@ -7,13 +7,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers, with_progress
+from megatron_dynapipe import cpu
+from megatron_dynapipe.cli import with_progress
+from megatron_dynapipe.outputs import check_fresh
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command and its two directions."""
-    models = "GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5"
-    parser = subparsers.add_parser("convert", help=f"weights of {models} between HuggingFace's and Megatron's files")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the two directions and their arguments."""
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
     begin = "a HuggingFace folder → checkpoints that training begins from, and model.yaml"
     add = ways.add_parser("from-hf", help=begin).add_argument
@@ -28,9 +28,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was written."""
-    from megatron_dynapipe import cpu
-    from megatron_dynapipe.outputs import check_fresh
-
     check_fresh(args.checkpoints if args.way == "from-hf" else args.target)
     progress = partial(with_progress, unit="tensors")
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there

@@ -4,20 +4,21 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_dynapipe.cli import SubParsers, print_json
+import msgspec
+
+from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.cost.check import differences, held_out_errors, tables_of
+from megatron_dynapipe.cost.file import TableCostModel
+from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.integration.flags.planning_flags import number
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cost.format import CostFile
 
 _QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("cost-model", help="show, compare, check cost model files")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="what a file holds")
     show.add_argument("file", type=Path, metavar="FILE")
@@ -36,9 +37,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what is asked; 0."""
-    from megatron_dynapipe.cost.check import differences, held_out_errors
-    from megatron_dynapipe.cost.file import TableCostModel
-
     if args.action == "show":
         contents = _contents(TableCostModel.load(args.file).file)
         print_json(contents) if args.json else _print_contents(contents)
@@ -55,12 +53,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _contents(file: "CostFile") -> dict[str, Any]:
+def _contents(file: CostFile) -> dict[str, Any]:
     """The text of `show`: where the file is from, and the range of each key."""
-    import msgspec
-
-    from megatron_dynapipe.cost.check import tables_of
-
     measured = tables_of(file)
     keys = {}
     for key, entry in file.keys.items():

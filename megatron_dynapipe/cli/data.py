@@ -3,19 +3,19 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_dynapipe.cli import SubParsers, print_json
+from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.data.meta import DatasetMeta, read_meta
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.sampling import LongSamples, TruncationSide
+from megatron_dynapipe.tools.inspect import dataset_statistics, problems, statistics_table
+from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
 from megatron_dynapipe.units import amount
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.data.meta import DatasetMeta
 
-
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command and its actions."""
-    parser = subparsers.add_parser("data", help="make a tokenised dataset, or describe one")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     demo = actions.add_parser("demo", help="the demo mixture: tasks from Python's own standard library")
@@ -75,9 +75,7 @@ def _demo(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     if bool(args.files) == (args.mixture is not None):
         raise ConfigError(f"expected either files or --mixture, got {'both' if args.files else 'neither'}")
-    from megatron_dynapipe.sampling import LongSamples, TruncationSide
     from megatron_dynapipe.tools.mixture.sources import open_sources
-    from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
     from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
 
     root = Path()
@@ -98,9 +96,6 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megatron_dynapipe.data.meta import read_meta
-    from megatron_dynapipe.tools.inspect import problems
-
     count = 0
     for problem in problems(args.folder):
         count += 1
@@ -114,12 +109,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    from megatron_dynapipe.tools.inspect import dataset_statistics, statistics_table
-
     statistics = dataset_statistics(args.folder, args.split)
     print_json(statistics) if args.json else print(statistics_table(statistics))
 
 
-def _print_made(meta: "DatasetMeta", folder: Path) -> None:
+def _print_made(meta: DatasetMeta, folder: Path) -> None:
     counts = ", ".join(f"{count} {split}" for split, count in meta.split_samples.items())
     print(f"{folder}: {amount(len(meta.tasks), 'task')}, {counts}, vocabulary {meta.vocabulary_size}")

@@ -4,14 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers, print_json
+from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.tools.doctor import NEEDED_TO_PLAN, TO_TRAIN, run_checks
 
 MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("doctor", help="what is installed, and whether it can train here")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print the checks for a machine to read")
     parser.add_argument(
         "--store-url-file",
@@ -23,8 +23,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print it; 1 if something that is installed cannot work."""
-    from megatron_dynapipe.tools.doctor import NEEDED_TO_PLAN, TO_TRAIN, run_checks
-
     print("checking; importing torch takes a few seconds", file=sys.stderr)
     checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}

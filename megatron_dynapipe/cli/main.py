@@ -5,7 +5,6 @@ else to stderr.
 """
 
 import argparse
-import difflib
 import importlib
 import os
 import re
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import IO, NoReturn, override
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.errors import DynaPipeError, near_name
 from megatron_dynapipe.extras import missing
 
 PROGRAM = "megatron-dynapipe"
@@ -39,7 +38,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"plan {_COMPUTED} --pipeline-parallel 4 --limit 4 --json > planned.json",
     ),
     "compare": (
-        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4 --output methods.png",
+        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4",
         f"compare {_COMPUTED} --pipeline-parallel 4 --limit 1 --json > compared.json",
     ),
     "tune": (
@@ -95,11 +94,22 @@ def add_examples(parser: argparse.ArgumentParser) -> None:
                 add_examples(command)
 
 
-COMMANDS = (
-    *("doctor", "data", "plan", "compare", "tune", "orchestrate", "verify", "show", "report"),
-    *("cost_model", "profile", "convert", "patch"),
-)
-"""The modules of `megatron_dynapipe.cli` that are commands, in the order of `--help` (`cost_model`: `cost-model`)."""
+COMMANDS = {
+    "doctor": "what is installed, and whether it can train here",
+    "data": "make a tokenised dataset, or describe one",
+    "plan": "lengths, costs and a parallel layout → plans",
+    "compare": "predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
+    "tune": "which parallel layout of a cluster trains these batches fastest",
+    "orchestrate": "stages with different numbers of replicas for a layer profile",
+    "verify": "check that a plan file can run, or say what is wrong with it",
+    "show": "a plan as text, a timeline picture, or a Chrome/Perfetto trace",
+    "report": "a run's records as a summary and as one HTML page",
+    "cost-model": "show, compare, check cost model files",
+    "profile": "measure a model's layers on this machine, for a cost model file",
+    "convert": "HuggingFace's files of GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5 to Megatron's, and back",
+    "patch": "apply, check, merge or reverse the patches on a Megatron-LM checkout",
+}
+"""What each command does, in the order of `--help`; its module in `megatron_dynapipe.cli` has its name."""
 
 GONE = {
     "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
@@ -145,33 +155,31 @@ def _nearest(message: str, options: Iterable[str]) -> str | None:
     """A guess at what was meant by a name that argparse does not know."""
     choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
     option = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+    near = None
     if choice:
-        known = re.findall(r"[\w-]+", choice[2])
-        close = difflib.get_close_matches(choice[1], known, n=1)
+        near = near_name(choice[1], re.findall(r"[\w-]+", choice[2]))
     elif option:
-        close = difflib.get_close_matches(option[1], list(options), n=1)
-    else:
-        return None
-    return f"did you mean {close[0]}?" if close else None
+        near = near_name(option[1], options)
+    return near and f"did you mean {near}?"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line's parser."""
+def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line's parser; if a command is asked for, no other's module is imported for its arguments."""
     parser = Parser(prog=PROGRAM, description="Dynamic pipelines for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        before = set(subparsers.choices)
-        module = _command(name)
-        module.add_parser(subparsers)
-        for added in set(subparsers.choices) - before:
-            subparsers.choices[added].set_defaults(run=module.run)
+    for name, text in COMMANDS.items():
+        command = subparsers.add_parser(name, help=text)
+        if asked in (None, name):
+            module = _command(name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     add_examples(parser)
     return parser
 
 
 def _command(name: str) -> ModuleType:
-    return importlib.import_module(f"megatron_dynapipe.cli.{name}")
+    return importlib.import_module(f"megatron_dynapipe.cli.{name.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in GONE:
             hint = f"see `{PROGRAM} --help`"
             raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}", hint=hint)
-        args = build_parser().parse_args(words)
+        args = build_parser(words[0] if words else "").parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()
         return code

@@ -15,6 +15,7 @@ from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.cost import Experts, ModelShape
 from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
+from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily, target_positions
 
@@ -122,8 +123,6 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
         )
     shape = given_numbers(args)
     if "vocabulary" not in shape and (folder := args.data or (file.data if file is not None else None)) is not None:
-        from megatron_dynapipe.data.meta import read_meta
-
         shape |= {"vocabulary": read_meta(folder).vocabulary_size, "vocabulary_multiple": 128}
     missing = [name for name, field in FLAGS.items() if field in ("heads", "vocabulary") and field not in shape]
     if missing:

@@ -1,29 +1,28 @@
 """`orchestrate`: stages with different numbers of replicas for a layer profile, as predicted (docs/tuning.md)."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, print_json
+import msgspec
+
+from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
+from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
+from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration, Topology, orchestrate
+from megatron_dynapipe.tools.tuning.layer_profile import read_graph_profile
 from megatron_dynapipe.units import BYTES_PER_MB
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration
 
 FORMAT = "dynapipe-orchestrate/1"
 _ROW = "{:>5}  {:<32}{:>9}{:>14}{:>12}  {}"
 _COLUMNS = ("stage", "layers", "replicas", "samples each", "memory, MB", "devices")
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("orchestrate", help="stages with different numbers of replicas for a layer profile")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     add = parser.add_argument
     source = "a cost model of segments, as profile_module writes it, or a profiled graph as text (PipeDream, DAPPLE)"
     add("--profile", type=Path, required=True, metavar="FILE", help=source)
@@ -44,8 +43,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find a plan and print it."""
-    from megatron_dynapipe.tools.tuning import Topology, orchestrate
-
     profile, links = _profile(args)
     cluster = Topology(
         devices=args.devices,
@@ -63,12 +60,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link]]":
+def _profile(args: argparse.Namespace) -> tuple[LayerProfile, Mapping[str, Link]]:
     """The layers, and the links that were measured with them."""
-    from megatron_dynapipe.cost.segments import SegmentCosts
-    from megatron_dynapipe.tools.tuning import LayerProfile
-    from megatron_dynapipe.tools.tuning.layer_profile import read_graph_profile
-
     if args.profile.suffix == ".json":
         if args.profile_batch_size is not None:
             raise ConfigError("--profile-batch-size goes with a text profile, and a cost model of segments was given")
@@ -83,9 +76,7 @@ def _profile(args: argparse.Namespace) -> "tuple[LayerProfile, Mapping[str, Link
     return read_graph_profile(args.profile, args.profile_batch_size), {}
 
 
-def _print(plan: "Orchestration", profile: "LayerProfile", *, as_json: bool) -> None:
-    import msgspec
-
+def _print(plan: Orchestration, profile: LayerProfile, *, as_json: bool) -> None:
     if as_json:
         print_json({"format": FORMAT, "profile": profile.name, **msgspec.structs.asdict(plan)})
         return

@@ -3,20 +3,17 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, print_json
+from megatron_dynapipe.checkout.survey import UNKNOWN, State, Survey, survey
+from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.errors import PatchError
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.checkout.patching import Survey
+from megatron_dynapipe.tools.patch import change, refusal
 
 FORMAT = "dynapipe-patch/2"
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("patch", help="apply, check, merge or reverse the patches on a Megatron-LM checkout")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="the folder that holds megatron/")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="say what each file is, and change nothing")
@@ -31,8 +28,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if `--check` finds a checkout that cannot be patched."""
-    from megatron_dynapipe.checkout.patching import State, change, survey
-
     if args.check:
         return _check(args.checkout, as_json=args.json)
     was = survey(args.checkout)[0]
@@ -46,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    from megatron_dynapipe.checkout.patching import UNKNOWN, refusal, survey
-
     checkout, error = None, None
     try:
         checkout = survey(folder)[0]
@@ -66,7 +59,7 @@ def _check(folder: Path, *, as_json: bool) -> int:
     return int(error is not None)
 
 
-def _result(now: "Survey", action: str, *, was: str) -> dict[str, object]:
+def _result(now: Survey, action: str, *, was: str) -> dict[str, object]:
     """For `--json`: `found` is the checkout's state before, `files` are as they are now."""
     patches = [
         {"file": path.name, "subject": subject, "files": [changed], "added": len(added), "removed": 0}
@@ -80,7 +73,7 @@ def _result(now: "Survey", action: str, *, was: str) -> dict[str, object]:
     return result | details | {"error": None, "hint": None}
 
 
-def _as_text(checkout: "Survey", action: str) -> str:
+def _as_text(checkout: Survey, action: str) -> str:
     """The state of a checkout, and what was done."""
     lines = [f"{checkout.folder}: Megatron {checkout.says}, patches of {checkout.series.version}"]
     lines += [
@@ -91,9 +84,7 @@ def _as_text(checkout: "Survey", action: str) -> str:
     return "\n".join([*lines, _summary(checkout, action)])
 
 
-def _summary(checkout: "Survey", action: str) -> str:
-    from megatron_dynapipe.checkout.patching import State
-
+def _summary(checkout: Survey, action: str) -> str:
     if action == "reversed":
         return "reversed: the patches are out" + ("" if checkout.state is State.RELEASED else ", your changes are in")
     if action != "none":

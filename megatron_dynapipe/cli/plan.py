@@ -4,43 +4,43 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_dynapipe.cli import SubParsers, print_json, say, with_progress
+from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
+from megatron_dynapipe.cli.batches import NamedBatch
 from megatron_dynapipe.cli.planning_arguments import (
-    add_arguments,
+    add_planning_arguments,
     cluster_line,
     complete_model,
     costs_and_settings,
     describe_cluster,
 )
 from megatron_dynapipe.errors import DataError, PlanningError
+from megatron_dynapipe.outputs import check_replaceable, write_file
+from megatron_dynapipe.plan.codec import digest, encode, is_plan
+from megatron_dynapipe.plan.instructions import Pass
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.plan.pieces import cut_entries
+from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.plan.timeline import MUCH_IDLE, idle_share
+from megatron_dynapipe.planning.limits import limits
+from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cli.batches import NamedBatch
-    from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-    from megatron_dynapipe.planning.planner import Planner
 
 FORMAT = "dynapipe-plan-report/1"
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("plan", help="lengths, costs and a parallel layout → plans")
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_planning_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write every plan there, for show and verify")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan every batch; 1 if none of them could be planned."""
-    from megatron_dynapipe.outputs import check_replaceable, write_file
-    from megatron_dynapipe.plan.codec import encode, is_plan
-    from megatron_dynapipe.plan.timeline import idle_share
-    from megatron_dynapipe.planning.planner import Planner
-
     complete_model(args)
     batches = chosen_batches(args)
     files = {batch.id: args.output / f"{batch.id}.plan" for batch in batches} if args.output is not None else {}
@@ -70,11 +70,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(entry["error"] is None for entry in iterations) else 1
 
 
-def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
+def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
     """The batch's entry in the report, and its plan, if there is one."""
-    from megatron_dynapipe.plan.codec import digest, encode
-    from megatron_dynapipe.planning.limits import limits
-
     start, processor_start = time.perf_counter(), time.process_time()
     global_batch = batch.global_batch(iteration)
     try:
@@ -101,8 +98,6 @@ def _planned(planner: "Planner", batch: "NamedBatch", iteration: int) -> tuple[d
 
 def _hint_of_splits(split: "str | tuple[float, ...]", idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
-    from megatron_dynapipe.plan.timeline import MUCH_IDLE
-
     mean = sum(idle) / max(len(idle), 1)
     if split == "equal" and mean >= MUCH_IDLE:
         print(
@@ -112,7 +107,7 @@ def _hint_of_splits(split: "str | tuple[float, ...]", idle: list[float]) -> None
         )
 
 
-def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
+def _entry(batch: NamedBatch, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "id": batch.id,
         "planning_seconds": {phase: seconds.get(phase, 0.0) for phase in (*PHASES, "total")},
@@ -128,11 +123,7 @@ def _entry(batch: "NamedBatch", seconds: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _replicas(plan: "IterationPlan", layers_per_stage: tuple[float, ...]) -> list[dict[str, Any]]:
-    from megatron_dynapipe.plan.instructions import Pass
-    from megatron_dynapipe.plan.memory import peak_bytes
-    from megatron_dynapipe.plan.text import format_instruction
-
+def _replicas(plan: IterationPlan, layers_per_stage: tuple[float, ...]) -> list[dict[str, Any]]:
     replicas = []
     for replica in plan.replicas:
         passes = [[i for i in stage.instructions if isinstance(i, Pass)] for stage in replica.stages]
@@ -148,13 +139,11 @@ def _replicas(plan: "IterationPlan", layers_per_stage: tuple[float, ...]) -> lis
     return replicas
 
 
-def _micro_batch(micro_batch: "MicroBatch") -> dict[str, Any]:
+def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
     """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so.
 
     A piece is [sample, start, end], in positions.
     """
-    from megatron_dynapipe.plan.pieces import cut_entries
-
     entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.recompute}
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry

@@ -2,11 +2,30 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median_high
+from typing import Any
+
+import msgspec
 
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
+from megatron_dynapipe.cli.batches import read_batches
+from megatron_dynapipe.cli.model_config import experts_of, given_numbers, model_shape, take_model_config
+from megatron_dynapipe.config import Cluster, read_cluster
+from megatron_dynapipe.cost import (
+    A100_RATES,
+    AnalyticCostModel,
+    CostModel,
+    DeviceRates,
+    Network,
+    ScatterGather,
+    TableCostModel,
+    even_split,
+)
+from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
@@ -18,23 +37,18 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.planning.layer_split import MORE_CHUNKS, choose_layer_split
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_dynapipe.config import Cluster
-    from megatron_dynapipe.cost import CostModel, DeviceRates, Network
-    from megatron_dynapipe.cost.format import Link
-    from megatron_dynapipe.planning.settings import PlannerSettings
-
 
 ANALYTIC = "analytic"
 """The `--cost-model` that is no file."""
 _DEVICES_PER_NODE = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     add_shared_arguments(parser)
     add = parser.add_argument
@@ -109,7 +123,7 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{link}-node-latency-us", type=latency, metavar="N", help=default % latency_us)
 
 
-def costs_and_settings(args: argparse.Namespace) -> "tuple[CostModel, PlannerSettings]":
+def costs_and_settings(args: argparse.Namespace) -> tuple[CostModel, PlannerSettings]:
     """The cost model and the settings that the arguments ask for, the layer split chosen.
 
     Raises:
@@ -121,13 +135,8 @@ def costs_and_settings(args: argparse.Namespace) -> "tuple[CostModel, PlannerSet
     return cost_model, planner_settings(args, cost_model)
 
 
-def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> "tuple[CostModel, DeviceRates]":
+def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> tuple[CostModel, DeviceRates]:
     """The cost model that completed arguments name, and its device's rates; raises as `costs_and_settings`."""
-    from megatron_dynapipe.cli.model_config import given_numbers, model_shape
-    from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, TableCostModel
-    from megatron_dynapipe.cost.devices import rates_of
-    from megatron_dynapipe.cost.file import check_measured_model
-
     if str(args.cost_model) != ANALYTIC:
         if args.device is not None:
             raise ConfigError(f"--device goes with --cost-model {ANALYTIC}, and a file was given")
@@ -148,8 +157,6 @@ def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False
 def complete_model(args: argparse.Namespace) -> None:
     """Take the model's sizes from its file, if one was given; raises ConfigError where kind or size are missing."""
     if args.model_config is not None:
-        from megatron_dynapipe.cli.model_config import take_model_config
-
         take_model_config(args)
     if args.model is None:
         raise ConfigError("expected a kind of model, got none", hint="pass --model gpt, or --model-config FILE")
@@ -158,18 +165,12 @@ def complete_model(args: argparse.Namespace) -> None:
     _layers(args)
 
 
-def planner_settings(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings":
+def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     """The settings that the arguments ask for, the layer split chosen.
 
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    from megatron_dynapipe.cli.model_config import experts_of
-    from megatron_dynapipe.cost import ScatterGather, even_split
-    from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
-    from megatron_dynapipe.planning.settings import PlannerSettings
-
     encoder_layers, decoder_layers = _layers(args)
     split, experts, chunks = args.layers_per_stage, experts_of(args), 1
     if args.virtual_stages != AUTO:
@@ -208,10 +209,8 @@ def planner_settings(args: argparse.Namespace, cost_model: "CostModel") -> "Plan
     return _with_auto_split(args, settings, cost_model) if args.layers_per_stage == AUTO else settings
 
 
-def network_of(args: argparse.Namespace, links: "Mapping[str, Link]") -> "Network":
+def network_of(args: argparse.Namespace, links: Mapping[str, Link]) -> Network:
     """The links that the arguments give; else those measured; else the cluster's; else the published planner's."""
-    from megatron_dynapipe.cost import Network
-
     cluster = _cluster(args)
     of_cluster = None if cluster is None else cluster.devices_per_node
     return Network.over(
@@ -233,14 +232,12 @@ def _memory_limit_bytes(args: argparse.Namespace) -> int:
     return cluster.memory_limit_bytes
 
 
-def _cluster(args: argparse.Namespace) -> "Cluster | None":
-    from megatron_dynapipe.config import read_cluster
-
+def _cluster(args: argparse.Namespace) -> Cluster | None:
     named: Path | None = getattr(args, "cluster", None)
     return None if named is None else read_cluster(named)
 
 
-def describe_cluster(args: argparse.Namespace, settings: "PlannerSettings") -> dict[str, Any]:
+def describe_cluster(args: argparse.Namespace, settings: PlannerSettings) -> dict[str, Any]:
     """The memory and links that were planned for, and whose they are, for reports."""
     network = settings.network
     return {
@@ -250,7 +247,7 @@ def describe_cluster(args: argparse.Namespace, settings: "PlannerSettings") -> d
     }
 
 
-def cluster_line(described: "Mapping[str, Any]") -> str:
+def cluster_line(described: Mapping[str, Any]) -> str:
     """`describe_cluster` for people."""
     name = described["file"] or "as the published planner has it"
     return (
@@ -261,16 +258,7 @@ def cluster_line(described: "Mapping[str, Any]") -> str:
     )
 
 
-def _with_auto_split(
-    args: argparse.Namespace, settings: "PlannerSettings", cost_model: "CostModel"
-) -> "PlannerSettings":
-    from statistics import median_high
-
-    import msgspec
-
-    from megatron_dynapipe.cli.batches import read_batches
-    from megatron_dynapipe.planning.layer_split import MORE_CHUNKS, choose_layer_split
-
+def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_model: CostModel) -> PlannerSettings:
     to_plan = [batch.global_batch(0) for batch in given_batches(args)]
     chosen_from = to_plan
     if args.split_from:

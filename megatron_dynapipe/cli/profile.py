@@ -6,42 +6,34 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.cli import SubParsers
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe import config, cpu
+from megatron_dynapipe.cost.format import is_cost_file
+from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
+from megatron_dynapipe.outputs import check_replaceable
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure a model's layers on this machine, for a cost model file",
-        epilog="Flags of Megatron and of DynaPipe follow after --: the run's own, such as"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.epilog = (
+        "Flags of Megatron and of DynaPipe follow after --: the run's own, such as"
         " `-- --dynapipe-config configs/demo_t5.yaml`. With several ranks, start it by torchrun with"
-        " `-m megatron_dynapipe profile`: the links between them are measured too.",
+        " `-m megatron_dynapipe profile`: the links between them are measured too."
     )
-    parser.add_argument("--model", required=True, choices=("t5", "gpt"), help="kind of model")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the cost model file (.json)")
-    parser.add_argument("--recompute", default="none,selective,full", metavar="MODES", help="(%(default)s)")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share a layer")
-    parser.add_argument("--budget-minutes", type=float, default=5.0, metavar="M", help="time to spend (%(default)s)")
-    parser.add_argument(
-        "--max-positions", type=int, default=16384, metavar="N", help="of a measured micro-batch (%(default)s)"
-    )
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens, for a model without a dataset")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the run's flags")
+    add = parser.add_argument
+    add("--model", required=True, choices=("t5", "gpt"), help="kind of model")
+    add("--output", required=True, type=Path, metavar="FILE", help="the cost model file (.json)")
+    add("--recompute", default="none,selective,full", metavar="MODES", help="(%(default)s)")
+    add("--tensor-parallel", type=positive, default=1, metavar="N", help="ranks that share a layer")
+    add("--budget-minutes", type=above_zero, default=5.0, metavar="M", help="time to spend (%(default)s)")
+    most = "of a measured micro-batch (%(default)s)"
+    add("--max-positions", type=number(int, 8, MOST), default=16384, metavar="N", help=most)
+    add("--vocabulary", type=positive, metavar="N", help="tokens, for a model without a dataset")
+    add("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the run's flags")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure; print the file's path on rank 0."""
-    from megatron_dynapipe import config, cpu
-    from megatron_dynapipe.cost.format import is_cost_file
-    from megatron_dynapipe.outputs import check_replaceable
-
     flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
-    if args.budget_minutes <= 0 or args.tensor_parallel < 1 or args.max_positions < 8:
-        raise ConfigError(
-            "expected --budget-minutes above 0, --tensor-parallel of 1 or more, --max-positions of 8 or more"
-        )
     if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
         check_replaceable(args.output, is_ours=is_cost_file)
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there

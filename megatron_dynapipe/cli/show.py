@@ -1,26 +1,22 @@
 """`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
 
 import argparse
-import re
-import shutil
-import sys
-import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
+from megatron_dynapipe.cli.verify import read_plan
 from megatron_dynapipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.plan.iteration import IterationPlan
-    from megatron_dynapipe.report.trace import Panel
+from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.pieces import chains, cut_entries
+from megatron_dynapipe.plan.text import format_stages
+from megatron_dynapipe.report.trace import Panel, write_trace
+from megatron_dynapipe.units import BYTES_PER_MB
 
 PICTURES = (".png", ".svg")
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("show", help="a plan as text, a timeline picture, or a Chrome/Perfetto trace")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")
     parser.add_argument("--replica", type=int, metavar="N", help="only this data-parallel replica")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the predicted timeline (.png or .svg)")
@@ -29,9 +25,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan as text, unless a picture or a trace is asked for; then write those and print their paths."""
-    from megatron_dynapipe.cli.verify import read_plan
-    from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-
     if args.picture is not None and args.picture.suffix not in PICTURES:
         raise ConfigError(f"expected a picture named {' or '.join(PICTURES)}, got {args.picture}")
     for path in filter(None, (args.picture, args.trace)):
@@ -41,11 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
         raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")
     if args.picture is None and args.trace is None:
-        text = "\n\n".join(_text(plan, replica) for replica in replicas)
-        print(_wrapped(text) if sys.stdout.isatty() else text)
+        print("\n\n".join(_text(plan, replica) for replica in replicas))
         return 0
-    from megatron_dynapipe.report.trace import write_trace
-
     panels = [_panel(plan, replica) for replica in replicas]
     if args.picture is not None:
         from megatron_dynapipe.report.timeline import draw
@@ -56,11 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(plan: "IterationPlan", replica: int) -> str:
-    from megatron_dynapipe.plan.pieces import chains, cut_entries
-    from megatron_dynapipe.plan.text import format_stages
-    from megatron_dynapipe.units import BYTES_PER_MB
-
+def _text(plan: IterationPlan, replica: int) -> str:
     share = plan.replicas[replica]
     lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
     for row, micro_batch in enumerate(share.micro_batches):
@@ -85,24 +71,7 @@ def _text(plan: "IterationPlan", replica: int) -> str:
     return "\n".join([*lines, format_stages(stage.instructions for stage in share.stages)])
 
 
-def _wrapped(text: str) -> str:
-    """Long lines in the width of the terminal, for eyes; files and pipes get lines that parse back."""
-    fold = _Wrapper(
-        shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(fold.fill(line) for line in text.splitlines())
-
-
-class _Wrapper(textwrap.TextWrapper):
-    """Breaks lists of numbers, too, which have no spaces."""
-
-    wordsep_simple_re = re.compile(r"(\s+|(?<=,))")
-
-
-def _panel(plan: "IterationPlan", replica: int) -> "Panel":
-    from megatron_dynapipe.plan.pieces import chains
-    from megatron_dynapipe.report.trace import Panel
-
+def _panel(plan: IterationPlan, replica: int) -> Panel:
     share = plan.replicas[replica]
     timeline = tuple(stage.predicted for stage in share.stages)
     its = tuple(map(tuple, chains(share.micro_batches).values()))

@@ -5,10 +5,13 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers, print_json
+import msgspec
+from tqdm import tqdm
+
+from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
+from megatron_dynapipe.cli.model_config import given_numbers
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
     add_shared_arguments,
@@ -19,13 +22,18 @@ from megatron_dynapipe.cli.planning_arguments import (
     network_of,
     planner_settings,
 )
+from megatron_dynapipe.config import cluster_file
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.cost.devices import PRODUCTS, rates_of
+from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.cost import CostModel
-    from megatron_dynapipe.planning.settings import PlannerSettings
-    from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning
+from megatron_dynapipe.outputs import check_replaceable, marked, write_file
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
+from megatron_dynapipe.tools.tuning.evaluate import StepRates
+from megatron_dynapipe.tools.tuning.space import Split
+from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_file, layout_flags, train_best
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
@@ -39,9 +47,8 @@ _COLUMNS = (
 )
 
 
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("tune", help="which parallel layout of a cluster trains these batches fastest")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     add_shared_arguments(parser, without=("layers-per-stage",))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
@@ -67,9 +74,6 @@ def add_parser(subparsers: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
-    from megatron_dynapipe.outputs import check_replaceable, marked, write_file
-    from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_file
-
     complete_model(args)
     _choose_cluster(args)
     if args.sequence_parallel is None:
@@ -92,9 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _choose_cluster(args: argparse.Namespace) -> None:
     """Where no cluster is named: today's, of the device that costs are of, else of H100s."""
-    from megatron_dynapipe.config import cluster_file
-    from megatron_dynapipe.cost.format import read_file
-
     if args.cluster is None:
         file = _cost_file(args)
         name = (args.device or "") if file is None else read_file(file)[0].device
@@ -133,9 +134,7 @@ def _check_validation(args: argparse.Namespace) -> None:
         )
 
 
-def _validated(tuning: "Tuning", args: argparse.Namespace) -> "Tuning":
-    from megatron_dynapipe.tools.tuning.validate import train_best
-
+def _validated(tuning: Tuning, args: argparse.Namespace) -> Tuning:
     script, *flags = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     return train_best(
         tuning,
@@ -154,12 +153,7 @@ def _cost_file(args: argparse.Namespace) -> Path | None:
     return None if str(args.cost_model) == ANALYTIC else args.cost_model
 
 
-def _tuned(args: argparse.Namespace) -> "Tuning":
-    from tqdm import tqdm
-
-    from megatron_dynapipe.tools.tuning import tune
-    from megatron_dynapipe.tools.tuning.evaluate import StepRates
-
+def _tuned(args: argparse.Namespace) -> Tuning:
     space = _space(args)
     cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
     memory_rate = rates.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
@@ -185,20 +179,13 @@ def _tuned(args: argparse.Namespace) -> "Tuning":
 
 
 def _peak_flops(args: argparse.Namespace) -> float | None:
-    """Of the device that costs are of, or the cluster's."""
-    from megatron_dynapipe.cost.devices import PRODUCTS, rates_of
-    from megatron_dynapipe.cost.format import read_file
-
+    """The peak of the device that costs are of, or of the cluster's."""
     file = _cost_file(args)
     rates = rates_of(read_file(file)[0].device if file else args.device or args.cluster.stem)
     return None if rates is None else rates.flops_per_second / PRODUCTS
 
 
-def _space(args: argparse.Namespace) -> "Space":
-    from megatron_dynapipe.cli.model_config import given_numbers
-    from megatron_dynapipe.tools.tuning import Space
-    from megatron_dynapipe.tools.tuning.space import Split
-
+def _space(args: argparse.Namespace) -> Space:
     try:
         splits = tuple(Split(name) for name in args.layer_splits.split(","))
     except ValueError:
@@ -215,10 +202,8 @@ def _space(args: argparse.Namespace) -> "Space":
     )
 
 
-def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings":
+def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     """The planner's settings of the model on one device."""
-    import msgspec
-
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
@@ -228,7 +213,7 @@ def _base(args: argparse.Namespace, cost_model: "CostModel") -> "PlannerSettings
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
 
 
-def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
+def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     described = describe_cluster(args, tuning.settings[0])
     if args.json:
         report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
@@ -257,7 +242,7 @@ def _print(tuning: "Tuning", args: argparse.Namespace) -> None:
         print(f"cannot be used: {_name(layout)}: {layout.error}")
 
 
-def _usual(tuning: "Tuning", args: argparse.Namespace, per_node: int) -> list[str]:
+def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]:
     """Why layouts that are tried first by hand are behind: replicas alone, and tensor parallelism inside a node."""
     best = tuning.layouts[0]
     if best.predicted_ms is None:
@@ -280,24 +265,21 @@ def _usual(tuning: "Tuning", args: argparse.Namespace, per_node: int) -> list[st
     return lines
 
 
-def _command(best: "TunedLayout", settings: "PlannerSettings", args: argparse.Namespace, per_node: int) -> str:
+def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
     """How the best layout is trained."""
-    from megatron_dynapipe.tools.tuning.validate import layout_flags
-
     nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
-    flags = layout_flags(best, settings).items()
-    given = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
-        word for name, value in flags if value is not False
+    flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
+        word for name, value in layout_flags(best, settings).items() if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
     )  # fmt: skip
     is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")
     model = args.model_config if is_run_file else "MODEL.yaml"
     script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data DATA"
-    return f"train: torchrun {where} --nproc-per-node {ranks} {script} {given}"
+    return f"train: torchrun {where} --nproc-per-node {ranks} {script} {flags}"
 
 
-def _row(layout: "TunedLayout") -> str:
+def _row(layout: TunedLayout) -> str:
     assert layout.predicted_ms is not None and layout.reduction_ms is not None
     shared = f"experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
     note = shared if layout.status == "planned" else f"batches planned: {layout.batches}"
@@ -325,7 +307,7 @@ def _row(layout: "TunedLayout") -> str:
     )
 
 
-def _name(layout: "TunedLayout") -> str:
+def _name(layout: TunedLayout) -> str:
     chunks = f"×{layout.chunks}" if layout.chunks > 1 else ""
     experts = f" with experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
     return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}{experts}"

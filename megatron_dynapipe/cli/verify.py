@@ -2,27 +2,21 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dynapipe.cli import SubParsers
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.plan.codec import decode_plan, digest
+from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.plan.verify import verify
 
-if TYPE_CHECKING:
-    from megatron_dynapipe.plan.iteration import IterationPlan
 
-
-def add_parser(subparsers: SubParsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("verify", help="check that a plan file can run, or say what is wrong with it")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("plan", type=Path, metavar="FILE", help="a whole iteration's plan")
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify the file; 1 with the reason if it is not a plan that can run."""
-    from megatron_dynapipe.plan.codec import digest
-    from megatron_dynapipe.plan.verify import verify
-
     try:
         plan = read_plan(args.plan)
         verify(plan)
@@ -38,10 +32,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_plan(path: Path) -> "IterationPlan":
+def read_plan(path: Path) -> IterationPlan:
     """The plan in a file; raises a DataError where there is no file, a PlanDecodeError where it is not a plan."""
-    from megatron_dynapipe.plan.codec import decode_plan
-
     try:
         data = read_bounded(path)
     except OSError as error:

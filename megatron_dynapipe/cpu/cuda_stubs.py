@@ -54,10 +54,10 @@ def scattering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
         if input_split_sizes is None or group.size() == 1:
             return original(rows, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
-        own, ranks = sizes[group.rank()], group.size()
-        every = rows.new_empty(own * ranks, *rows.shape[1:])
-        torch.distributed.all_to_all_single(every, rows.contiguous(), [own] * ranks, sizes, group=group)
-        return every.view(ranks, own, *rows.shape[1:]).sum(dim=0)
+        rows_here, ranks = sizes[group.rank()], group.size()
+        every = rows.new_empty(rows_here * ranks, *rows.shape[1:])
+        torch.distributed.all_to_all_single(every, rows.contiguous(), [rows_here] * ranks, sizes, group=group)
+        return every.view(ranks, rows_here, *rows.shape[1:]).sum(dim=0)
 
     return scatter
 
@@ -114,7 +114,7 @@ class Scope:
 
 
 def device_properties(device: object = None) -> types.SimpleNamespace:
-    """What `torch.cuda.get_device_properties` would say of the host: memory in bytes, processors, capability 8.0."""
+    """The host's answer to `torch.cuda.get_device_properties`: memory in bytes, processors, capability 8.0."""
     return types.SimpleNamespace(
         name="cpu",
         major=8,

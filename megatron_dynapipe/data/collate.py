@@ -35,7 +35,7 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredFields:
-    """Which tensors one pipeline stage reads; the stages in the middle read none and open no text.
+    """The tensors that one pipeline stage reads; the stages in the middle read none and open no text.
 
     Attributes:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).
@@ -61,7 +61,6 @@ class HostMicroBatch:
 
     Attributes:
         index: number of the micro-batch in its replica's plan.
-        family: kind of model.
         shape: (b, s, t); t is 0 for decoder-only models.
         input_lengths: int32[samples], real positions of s.
         decoder_lengths: int32[samples], real positions of t (target and one more); None for decoder-only models.

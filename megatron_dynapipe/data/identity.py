@@ -7,6 +7,7 @@ Each sample has a checksum, too, which is compared whenever it is read; `data ve
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,6 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A file of a dataset in its manifest.
 
     Attributes:
-        size: bytes.
         quick: its digest, as `file_digest`.
         whole: digest of everything; not written any more.
     """
@@ -41,7 +41,7 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """What a manifest says of a file; raises as `file_digest`."""
+        """A manifest's entry of a file; raises as `file_digest`."""
         return cls(quick=file_digest(path), size=path.stat().st_size)
 
 
@@ -130,4 +130,17 @@ def folder_digest(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if path.is_file():
             state.update(f"{path.name}\0{file_digest(path)}\0".encode())
+    return state.hexdigest()
+
+
+def fingerprint(folder: Path) -> str:
+    """32 hexadecimal digits of what a tokenizer encodes to, from its folder: equal wherever it was loaded from."""
+    tokens = folder / "tokenizer.json"
+    if not tokens.is_file():
+        return folder_digest(folder)
+    special = folder / "tokenizer_config.json"
+    config = json.loads(special.read_bytes()) if special.is_file() else {}
+    kept = {name: str(value) for name, value in config.items() if name.endswith(("_token", "chat_template"))}
+    state = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
+    state.update(file_digest(tokens).encode())
     return state.hexdigest()

@@ -1,97 +1,22 @@
-"""Writing and reading (input, target) samples in Megatron's indexed-dataset format, with numpy.
+"""Reading (input, target) samples in Megatron's indexed-dataset format, with numpy; `sampling.lengths` reads the index.
 
-Each sample is one document of two sequences. The files are byte for byte those of Megatron's own
-`IndexedDatasetBuilder`; `sampling.lengths` draws the layout of the index.
+Each sample is one document of two sequences. `tools.prepare.indexed` writes them.
 """
 
-import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.data.identity import checksums_path
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.lengths import (
-    DTYPES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    LengthTable,
-    data_path,
-    index_path,
-    read_array,
-    read_index,
-)
+from megatron_dynapipe.sampling.lengths import LengthTable, data_path, read_array, read_index
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""
-_DOCUMENTS_AT_ONCE = 2**18
-_UINT16_VOCABULARY = 65_500
-"""Megatron stores vocabularies smaller than this in two bytes per token, others in four."""
-
-
-def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """The type in which Megatron stores tokens of a vocabulary of this size."""
-    return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
-
-
-def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocabulary_size: int) -> None:
-    """Write (input, target) samples, none of them empty, as `<prefix>.bin` and `<prefix>.idx`, with their checksums."""
-    dtype = token_dtype(vocabulary_size)
-    pairs = list(samples)
-    tokens = [np.asarray([*inputs, *targets], dtype).tobytes() for inputs, targets in pairs]
-    data_path(prefix).write_bytes(b"".join(tokens))
-    save_array(checksums_path(prefix), np.array([zlib.crc32(sample) for sample in tokens], np.uint32))
-    lengths = np.array([len(part) for pair in pairs for part in pair], "<i4")
-    write_index(prefix, dtype, len(tokens), lambda: [lengths])
-
-
-def save_array(path: Path, array: npt.NDArray[Any]) -> None:
-    """Write an array file and have it on the disk."""
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
-        sync(file)
-
-
-def sync(file: IO[bytes]) -> None:
-    """Have a file's bytes on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_index(
-    prefix: Path,
-    dtype: np.dtype[Any],
-    samples: int,
-    lengths: Callable[[], Iterable[npt.NDArray[np.int32]]],
-) -> None:
-    """Write the index of a data file whose samples stand one after another.
-
-    Args:
-        prefix: path of the two files without their endings.
-        dtype: of a token.
-        samples: their number.
-        lengths: gives tokens of every input and target in turn, in any number of pieces; called twice.
-    """
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    with index_path(prefix).open("wb") as index:
-        index.write(HEADER.pack(MAGIC, VERSION, code, 2 * samples, samples + 1))
-        for piece in lengths():
-            index.write(np.ascontiguousarray(piece, "<i4").tobytes())
-        start = 0
-        for piece in lengths():
-            ends = start + np.cumsum(piece, dtype="<i8") * dtype.itemsize
-            index.write((ends - piece.astype("<i8") * dtype.itemsize).tobytes())
-            start = int(ends[-1]) if len(ends) else start
-        for first in range(0, samples + 1, _DOCUMENTS_AT_ONCE):
-            last = min(first + _DOCUMENTS_AT_ONCE, samples + 1)
-            index.write(np.arange(2 * first, 2 * last, 2, dtype="<i8").tobytes())
-        sync(index)
 
 
 class IndexedReader:

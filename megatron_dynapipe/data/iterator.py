@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch
-from megatron_dynapipe.errors import ConfigError, DataError, StoreTimeoutError
+from megatron_dynapipe.errors import DataError, StoreTimeoutError
 from megatron_dynapipe.plan.iteration import StageEntry
 
 _CLOSE_SECONDS = 5.0
@@ -45,8 +44,7 @@ class PlannedIterator:
     """Yields one `PlannedIteration` per training iteration, prepared ahead on a thread of its own.
 
     The thread starts with the first call of `next` or `await_next`. An error on it is raised by `next` with its own
-    type, when the iteration it belongs to is due, and by every later `next`. Use it as a context manager, or `close`
-    it.
+    type, when the iteration it belongs to is due, and by every later `next`. `close` it at the end.
 
     Args:
         fetch: the rank's part of an iteration's plan; blocks until it is there, with a deadline of its own.
@@ -69,11 +67,6 @@ class PlannedIterator:
         timeout_seconds: float = 600.0,
         prepare: Callable[[HostMicroBatch], HostMicroBatch] = lambda batch: batch,
     ) -> None:
-        if ahead < 1 or start_iteration < 0 or timeout_seconds <= 0:
-            raise ConfigError(
-                "expected ahead ≥ 1, start_iteration ≥ 0 and timeout_seconds > 0, got"
-                f" {ahead}, {start_iteration} and {timeout_seconds}"
-            )
         self._fetch, self._collator, self._prepared = fetch, collator, prepare
         self._next_iteration, self._stop_iteration = start_iteration, stop_iteration
         self._ahead, self._timeout_seconds = ahead, timeout_seconds
@@ -152,14 +145,6 @@ class PlannedIterator:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _prepare(self) -> None:
         """The thread: prepare one iteration after another, while there is room, until it is closed."""
         iteration = self._next_iteration
@@ -189,8 +174,6 @@ class PlannedIterator:
     def _prepare_one(self, iteration: int) -> PlannedIteration:
         self._doing = f"fetch the plan of iteration {iteration}"
         entry = self._fetch(iteration)
-        if entry.iteration != iteration:
-            raise DataError(f"expected the plan of iteration {iteration}, got that of iteration {entry.iteration}")
         self._doing = f"read the samples of iteration {iteration}"
         batches = tuple(
             self._prepared(self._collator(index, micro_batch, entry.family))
@@ -203,7 +186,7 @@ ALIGNMENT = 16
 
 
 def pinning(device: torch.device) -> Callable[[HostMicroBatch], HostMicroBatch]:
-    """What the thread that reads ahead does to each micro-batch of a run on a device."""
+    """The part of the thread that reads ahead in each micro-batch of a run on a device."""
     if device.type != "cuda":
         return lambda batch: batch
 

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.data.identity import FileDigests, manifest_path, meta_path, names_of
+from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, meta_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
@@ -45,7 +45,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a dataset folder holds: its manifest.
+    """The manifest of a dataset folder.
 
     Attributes:
         format: name and version of this form.
@@ -62,7 +62,6 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape.
         bos_id: starts every decoder input.
-        eos_id: ends every target.
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without start and end tokens.
         tokenizer: fingerprint of the tokenizer; empty in datasets of version 1.
@@ -203,8 +202,6 @@ def open_split(folder: Path, split: str) -> IndexedReader:
 
 def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
     """Raise a DataError where the dataset's tokenizer is not the one that its manifest describes, or is missing."""
-    from megatron_dynapipe.data.tokenizer import fingerprint  # late: statistics need no tokenizer
-
     path = tokenizer_folder(folder)
     try:
         actual = fingerprint(path) if meta.tokenizer else ""

@@ -185,6 +185,6 @@ def causal_mask(length: int, device: torch.device | str) -> Tensor:
 
 
 def _padding(lengths: Tensor, length: int) -> Tensor:
-    """Which keys are padding: bool[b, 1, 1, length]."""
+    """Mask of keys that are padding: bool[b, 1, 1, length]."""
     positions = torch.arange(length, device=lengths.device)
     return (positions[None, :] >= lengths[:, None])[:, None, None, :]

@@ -17,7 +17,7 @@ from megatron_dynapipe.sampling.long_samples import TruncationSide, kept_ranges
 
 
 class LossOn(enum.StrEnum):
-    """Which tokens of a decoder-only sample count: those of the target (and of earlier turns), or all."""
+    """The tokens of a decoder-only sample that count: those of the target (and of earlier turns), or all."""
 
     TARGETS = "targets"
     EVERYTHING = "everything"

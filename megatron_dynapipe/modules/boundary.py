@@ -63,7 +63,7 @@ class Part(nn.Module):
     chunks: int
     """Virtual stages of this rank."""
     inputs: Inputs
-    """Which of a batch's entries are the model's."""
+    """The entries of a batch that are the model's."""
 
     @property
     def stage(self) -> int:

@@ -22,7 +22,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Which of a batch's entries are the model's.
+    """The entries of a batch that are the model's.
 
     Attributes:
         names: the model's, in the order of its arguments where batches are tuples.
@@ -34,7 +34,7 @@ class Inputs:
 
     @classmethod
     def of(cls, model: nn.Module, example: Any, labels: Sequence[str] = LABELS) -> Self:
-        """From an example of a batch: a dict, a tuple or one tensor.
+        """Make it from an example of a batch: a dict, a tuple or one tensor.
 
         Raises:
             ConfigError: the example has a key that the model does not know, or lacks an argument.

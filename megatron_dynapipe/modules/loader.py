@@ -30,7 +30,7 @@ from megatron_dynapipe.planning.settings import segment_settings
 from megatron_dynapipe.sampling import Batches, LastBatch
 
 PAD_VALUES: Mapping[str, int] = {"labels": -100, "label": -100, "targets": -100, "attention_mask": 0}
-"""What fills up tensors of these names; others are filled with 0."""
+"""Values that fill up tensors of these names; others are filled with 0."""
 
 
 class Collate(Protocol):

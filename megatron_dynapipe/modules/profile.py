@@ -113,7 +113,7 @@ def _forward(
 
 
 def _backward(passed: _Passed) -> None:
-    """From gradients of ones."""
+    """Run the backward pass from gradients of ones."""
     graph, sent = passed
     graph.backward([torch.ones_like(tensor) for tensor in sent])
 

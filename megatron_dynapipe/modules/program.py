@@ -59,7 +59,7 @@ class DividedTrace:
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)
 
     def boundary_after(self, stage: int) -> Callable[[Sequence[int]], tuple[TensorMeta, ...]]:
-        """From values of the trace's symbols to the tensors that cross from a stage to the next."""
+        """The tensors that cross from a stage to the next, from values of the trace's symbols."""
         boundary = self.boundaries[stage]
         evaluate = self.trace.domain.evaluator([size for meta in boundary for size in meta.shape])
 
@@ -124,7 +124,7 @@ class StageFunction:
     def run(
         self, received: Sequence[torch.Tensor], batch: Mapping[str, Any], sizes: Sequence[Any], device: torch.device
     ) -> Any:
-        """From what was received, the batch and the values of the trace's `sizes` to what is sent, or returned."""
+        """Run the stage on what it received, the batch and values of the trace's `sizes`; what it sends, or returns."""
         values: dict[fx.Node, Any] = dict(zip(self._received, received, strict=True))
         values |= zip(self._inputs, (batch, sizes, device), strict=True)
         for node, call, finished in self._steps:
@@ -142,7 +142,7 @@ class StageFunction:
 
 
 def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.Node, Any]], Any]:
-    """From the values so far to a node's."""
+    """Gives a node's value from the values so far."""
     if node.op == "get_attr":
         holder, _, attribute = name_of(node).rpartition(".")
         module = resolve(holder)

@@ -35,7 +35,6 @@ class Ranks:
         stage, stages: this rank's place in its pipeline, and the pipeline's ranks.
         replica, replicas: which copy of the pipeline it is in, of how many.
         pipelines: global ranks of every replica's pipeline, by stage; none where stages have several numbers of them.
-        pipeline: of this replica.
         by_stage: global ranks of every stage, by replica.
         alike: groups of ranks that are given the same batch.
         control: the group on which ranks agree.

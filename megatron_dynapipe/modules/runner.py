@@ -16,7 +16,7 @@ from megatron_dynapipe.runtime.control_group import AGREED
 from megatron_dynapipe.runtime.passes import StageModel
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
-"""From a model's output and the micro-batch to the sum of the losses and their number."""
+"""Takes a model's output and the micro-batch; gives the sum of the losses and their number."""
 
 _NO_GRAPH = -math.inf
 """Count of a step in which a loss had no graph."""

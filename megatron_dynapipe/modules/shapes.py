@@ -87,7 +87,7 @@ def _leaf(value: Any) -> TensorMeta | bool | int | float | str | None:
 
 
 Run = Callable[[Structure | None], Structure | None]
-"""From what a stage receives to what it sends; None at the pipeline's ends."""
+"""Gives what a stage sends from what it receives; None at the pipeline's ends."""
 
 
 class ShapeTracker:
@@ -155,7 +155,7 @@ class ShapeTracker:
 
 
 _Said = Structure | str | None
-"""What a stage sends, or the error of one that cannot run; None after the last stage."""
+"""The tensors that a stage sends, or the error of one that cannot run; None after the last stage."""
 
 
 def output_structure(

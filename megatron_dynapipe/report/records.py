@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.plan.iteration import Totals
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import Shape
@@ -27,21 +28,21 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
 
     iteration: int
     measured_ns: int
-    """From the moment the plan was there to the end of its last instruction."""
+    """Time from the moment the plan was there to the end of its last instruction."""
     predicted_ns: int
     """By the plan, for the slowest replica."""
     plan_wait_ns: int
     """Time spent waiting for the plan, before `measured_ns` begins."""
     totals: Totals
-    """Of the whole iteration, over all replicas."""
+    """Totals of the whole iteration, over all replicas."""
     shapes: tuple[Shape, ...]
-    """Of this replica's micro-batches."""
+    """Shapes of this replica's micro-batches."""
     packed: int = 0
     """How many of them are packed rows."""
     allocated_bytes: int = 0
-    """Of tensors on this rank's GPU, at their peak; 0 on a CPU, which does not count."""
+    """Memory of tensors on this rank's GPU, at their peak; 0 on a CPU, which does not count."""
     reserved_bytes: int = 0
-    """Of that GPU held by the allocator, at its peak: above `allocated_bytes` lie fragments and free memory."""
+    """Memory of that GPU held by the allocator, at its peak: above `allocated_bytes` lie fragments and free memory."""
     allocator_retries: int = 0
     """Times that the allocator has had to give its cache back to find room, since the run began."""
     of_limits: str = ""
@@ -49,12 +50,12 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
 
 
 class RunRecord(_Record, frozen=True, tag="run"):
-    """What all iterations of a run, or of one of its starts, have in common."""
+    """The facts that all iterations of a run, or of one of its starts, have in common."""
 
     world_size: int
     stages: int
     memory_limit_bytes: int
-    """Of a device, that plans may use."""
+    """Memory of a device that plans may use."""
     model_state_bytes: tuple[int, ...]
     """Parameters, gradients and optimizer states of each stage; empty where they were not counted."""
     maximum: Shape
@@ -64,7 +65,7 @@ class RunRecord(_Record, frozen=True, tag="run"):
     computed_costs: bool = False
     """Whether plans were made of costs that were computed, not measured."""
     samples: dict[str, dict[str, int]] = {}
-    """Of the dataset, by split and task."""
+    """Numbers of the dataset's samples, by split and task."""
     about: dict[str, str] = {}
     """For people: command, model, data, layout, machine, versions, the time at which it began."""
 
@@ -83,7 +84,7 @@ class StageRecord(_Record, frozen=True, tag="stage"):
     """Loads and frees."""
     plan_wait_ns: int
     between_ns: int
-    """From the end of the previous iteration's list to this one's, without `plan_wait_ns`: gradient reduction,
+    """Time from the end of the previous iteration's list to this one's, without `plan_wait_ns`: gradient reduction,
     optimizer, log, evaluations and checkpoints. 0 in the first."""
     planned_activation_bytes: int
     """The most that passes hold at a time, by the plan, without model state."""
@@ -104,11 +105,11 @@ class TimelineRecord(_Record, frozen=True, tag="timeline"):
 
 
 class MemoryRecord(_Record, frozen=True, tag="memory"):
-    """What one rank's allocator held of its GPU at most, over a whole run that reserved nothing ahead."""
+    """The most that one rank's allocator held of its GPU, over a whole run that reserved nothing ahead."""
 
     rank: int
     allocated_bytes: int
-    """Of tensors, at their peak."""
+    """Memory of tensors, at their peak."""
     reserved_bytes: int
     """Held of the device, at its peak: the allocator keeps what it once took."""
     retries: int
@@ -116,7 +117,7 @@ class MemoryRecord(_Record, frozen=True, tag="memory"):
 
     @property
     def fragment_bytes(self) -> int:
-        """What it took beyond its tensors' peak, since free pieces did not fit new tensors."""
+        """Memory that it took beyond its tensors' peak, since free pieces did not fit new tensors."""
         return max(self.reserved_bytes - self.allocated_bytes, 0)
 
 
@@ -134,11 +135,11 @@ class EvaluationRecord(_Record, frozen=True, tag="evaluation"):
 Record = RunRecord | IterationRecord | StageRecord | TimelineRecord | MemoryRecord | EvaluationRecord
 
 MOST_BYTES = 16_000_000
-"""Of a rank's iterations: some ten thousand in full."""
+"""Size of a rank's iterations: some ten thousand in full."""
 MOST_TIMELINES = 32
-"""Of a rank, besides the last iteration's."""
+"""Timelines of a rank, besides the last iteration's."""
 MOST_EVALUATIONS = 256
-"""Of a rank: a task's losses take some 50 bytes in each."""
+"""Evaluations of a rank: a task's losses take some 50 bytes in each."""
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -229,9 +230,7 @@ class RecordFile:
                 is_kept = isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride)
             if is_kept:
                 kept[sized].append(line)
-        fresh = self.path.with_name(f".{self.path.name}.unfinished")
-        fresh.write_bytes(b"".join(kept[False] + kept[True]))
-        fresh.replace(self.path)
+        replace_bytes(self.path, b"".join(kept[False] + kept[True]))
         self._bytes = sum(map(len, kept[True]))
 
     def _write(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ from megatron_dynapipe.report.records import RunRecord, read_records
 RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 _START = re.compile(r"start-([0-9]{1,9})")
 _SAME = ("model", "data")
-"""What two starts of one run have in common, of `RunRecord.about`."""
+"""The names of `RunRecord.about` that two starts of one run have in common."""
 
 
 def earlier_starts(folder: Path) -> list[Path]:

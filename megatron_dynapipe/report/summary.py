@@ -14,8 +14,6 @@ SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
 PREFETCHED_ITERATION = 2
 """From this iteration of a start on, plans are expected to be there when they are wanted."""
-MOST_TASKS = 8
-"""Named on a line; the page has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[int]) -> "Spread":
-        """Of at least one value."""
+        """The spread of at least one value."""
         numbers = sorted(values)
         return cls(minimum=numbers[0], median=median(numbers), maximum=numbers[-1])
 
@@ -48,7 +46,7 @@ class Summary:
     micro_batches: Spread
     """Per iteration, over all replicas."""
     packed_share: float
-    """Of the micro-batches, packed rows."""
+    """The share of the micro-batches that are packed rows."""
     sizes: Spread
     input_lengths: Spread
     target_lengths: Spread
@@ -71,7 +69,7 @@ class Summary:
     of_limits: str
     """How near the last iteration came to what no plan can beat; empty where that is not known."""
     memory: MemoryRecord | None = None
-    """Of the rank with the most fragments; None without GPUs."""
+    """The memory of the rank with the most fragments; None without GPUs."""
 
 
 def summarise(
@@ -172,25 +170,6 @@ def _memory_line(memory: MemoryRecord) -> str:
         f"memory: rank {memory.rank}'s allocator held up to {reserved} for tensors of up to {tensors}{retries}: "
         f"a --dynapipe-device-memory-limit {fragments} below the device's memory has room for its fragments"
     )
-
-
-def evaluation_lines(evaluations: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
-    """A line for each split."""
-    return [_evaluation_line(split, losses) for split, losses in evaluations.items() if any(losses.values())]
-
-
-def _evaluation_line(split: str, losses: Mapping[str, Mapping[int, float]]) -> str:
-    whole = next(iter(losses))
-    last = max(iteration for values in losses.values() for iteration in values)
-    latest = {name.removeprefix(f"{whole} "): values[last] for name, values in losses.items() if last in values}
-    total = latest.pop(whole, None)
-    said = f"{split} loss after iteration {last}: " + ("–" if total is None else f"{total:.4f}")
-    if not latest:
-        return said
-    highest = sorted(latest.items(), key=lambda task_loss: -task_loss[1])
-    named = ", ".join(f"{task} {loss:.4f}" for task, loss in highest[:MOST_TASKS])
-    more = f", … {len(highest) - MOST_TASKS} lower ones" if len(highest) > MOST_TASKS else ""
-    return f"{said}; by task {named}{more}"
 
 
 def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:

@@ -28,7 +28,7 @@ WEIGHT = "#8a9a4b"
 IDLE = "#e9e9e9"
 WAIT = "#c9c9c9"
 CHAINS = ("#1b7f3b", "#a3206b", "#5b3fb0", "#7a5c00", "#00727a", "#b3261e")
-"""Of samples that are cut, in turn."""
+"""Colours of samples that are cut, in turn."""
 
 _ROW = 0.42  # height of a stage's row, in inches
 _BOX = 0.8  # height of a box, as a fraction of its row

@@ -38,12 +38,12 @@ class Panel:
 
     @property
     def span_ns(self) -> int:
-        """From the start of the iteration to its last event's end."""
+        """The time from the start of the iteration to its last event's end."""
         return max((event.end_ns for events in self.timeline for event in events), default=0)
 
     @property
     def idle_share(self) -> float:
-        """Of all stages' time until the last event, what no pass took."""
+        """The share of all stages' time until the last event that no pass took."""
         return idle_share(self.timeline, self.span_ns)
 
 

@@ -82,7 +82,7 @@ class ControlGroup:
         """
         ranks = [json.loads(text) for text in self.gather_texts(json.dumps(dict(fields)))]
         for name in sorted({name for rank in ranks for name in rank}):
-            having = [rank for rank, held in enumerate(ranks) if name in held]
+            having = [rank for rank, names in enumerate(ranks) if name in names]
             first = ranks[having[0]][name]
             for rank in having[1:]:
                 if (other := ranks[rank][name]) != first:
@@ -212,9 +212,9 @@ class StepAgreement:
         for group in self._alike:
             if others := [rank for rank in group if identities[rank] != identities[group[0]]]:
                 raise self._differ(group, others[0], identities)
-            held = [rank for rank in group if rows[rank][_IDENTITY + 2 :] != _NO_CHECKSUM]
-            if others := [rank for rank in held if rows[rank][_IDENTITY + 2 :] != rows[held[0]][_IDENTITY + 2 :]]:
-                raise self._differ(held, others[0], identities)
+            checked = [rank for rank in group if rows[rank][_IDENTITY + 2 :] != _NO_CHECKSUM]
+            if others := [rank for rank in checked if rows[rank][_IDENTITY + 2 :] != rows[checked[0]][_IDENTITY + 2 :]]:
+                raise self._differ(checked, others[0], identities)
 
     def then(self, function: Callable[[], None]) -> None:
         """Call a function once the agreement is settled."""

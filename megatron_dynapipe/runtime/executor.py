@@ -208,8 +208,8 @@ class PipelineExecutor:
         tensors = buffers.tensors(*key)
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
-            found = tuple(map(tuple, shapes))
-            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {found}")
+            sent = tuple(map(tuple, shapes))
+            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {sent}")
         expected, dtypes = list(self._dtypes(instruction)), [tensor.dtype for tensor in tensors]
         if dtypes != expected:
             raise ExecutionError(

@@ -62,7 +62,6 @@ class LiveStorages(TorchDispatchMode):
     before (parameters, inputs, masks) do not count; a view is its base's storage.
 
     Attributes:
-        bytes: alive now.
         peak_bytes: the most that were alive at once, between operations.
     """
 
@@ -76,10 +75,10 @@ class LiveStorages(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation; take note of storages that it made."""
-        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        inputs = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         output = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in given:
+            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in inputs:
                 self._note(leaf.untyped_storage())
         return output
 
@@ -100,7 +99,7 @@ class LiveStorages(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCounts:
-    """What the allocator has counted so far.
+    """The allocator's counts so far.
 
     Attributes:
         allocated_bytes: of tensors, at their peak since peaks were last reset.
@@ -157,9 +156,9 @@ def reserve(limit_bytes: int, device: torch.device) -> int:
         torch.empty(missing, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         free, _ = torch.cuda.mem_get_info(device)
-        wanted, there = in_mb(missing, free)
+        needed, there = in_mb(missing, free)
         raise ConfigError(
-            f"expected {wanted} of free device memory to reserve, found {there}",
+            f"expected {needed} of free device memory to reserve, found {there}",
             hint="lower --dynapipe-device-memory-limit, or end what else uses the device",
         ) from None
     return missing

@@ -48,9 +48,6 @@ class MessageBuffers:
     device has passed the transfer; a host that runs ahead of the device would hold more than the plan counts. A buffer
     is used again once nothing refers to it but its pool: what comes next on any stream follows, on the device, what has
     used it.
-
-    Args:
-        device: where they are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +70,7 @@ class MessageBuffers:
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """What refers to a tensor's memory: tensors, and graphs that keep them."""
+    """The number of references to a tensor's memory: tensors, and graphs that keep them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -29,7 +29,7 @@ from megatron_dynapipe.plan.instructions import (
 from megatron_dynapipe.runtime.executor import BufferTable, Handlers
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes autograd give received tensors a place in a graph; it never gets a gradient."""
+"""An input by which autograd gives received tensors a place in a graph; it never gets a gradient."""
 
 
 class Entry:
@@ -52,11 +52,11 @@ class Entry:
         self.tensors: Sequence[torch.Tensor] = tensors
         self._gradients: list[torch.Tensor | None] = []
         self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        wanted = [tensor.detach() for tensor, wants in zip(tensors, differentiable, strict=True) if wants]
-        if wanted and torch.is_grad_enabled():
-            self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in wanted]
-            self._gradients = [None] * len(wanted)
-            placed = iter(_Enter.apply(self, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
+        entering = [tensor.detach() for tensor, wants in zip(tensors, differentiable, strict=True) if wants]
+        if entering and torch.is_grad_enabled():
+            self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in entering]
+            self._gradients = [None] * len(entering)
+            placed = iter(_Enter.apply(self, _ANCHOR, *entering))  # type: ignore[no-untyped-call]
             self.tensors = [next(placed) if wants else t for t, wants in zip(tensors, differentiable, strict=True)]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -89,7 +89,7 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageGraph:
-    """What a backward pass needs of its forward.
+    """The part of a forward pass that its backward pass needs.
 
     Attributes:
         entry: where the graph begins.
@@ -126,22 +126,22 @@ class StageGraph:
             Gradients of the differentiable tensors that were received.
         """
         if self.loss is None:
-            wanted = [(edge, g) for edge, g in zip(self.edges, gradients, strict=True) if edge is not None]
-            if wanted:
-                torch.autograd.backward([edge for edge, _ in wanted], [gradient for _, gradient in wanted])
+            leaving = [(edge, g) for edge, g in zip(self.edges, gradients, strict=True) if edge is not None]
+            if leaving:
+                torch.autograd.backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
         elif self.loss.requires_grad:
             torch.autograd.backward(self.loss if scale is None else scale(self.loss))
         return self.entry.take_gradients()
 
 
 class StageModel(Protocol):
-    """What a rank's passes run in one step: Megatron's model chunks, or a part of any other model.
+    """The model that a rank's passes run in one step: Megatron's model chunks, or a part of any other model.
 
     Virtual stage `chunk × stages + stage` is chunk `chunk` of stage `stage`; boundary v follows virtual stage v.
     """
 
     def load(self, micro_batch: int) -> Any:
-        """What the forward passes of a micro-batch read besides received tensors, on the device."""
+        """The inputs of a micro-batch's forward passes besides received tensors, on the device."""
         ...
 
     def begin_pass(self, instruction: Pass) -> None:
@@ -149,7 +149,7 @@ class StageModel(Protocol):
         ...
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool] | None:
-        """Which tensors of a boundary have gradients; None says that those of a floating dtype have."""
+        """Flags of a boundary's tensors that have gradients; None says that those of a floating dtype have."""
         ...
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Any) -> Any:
@@ -161,7 +161,7 @@ class StageModel(Protocol):
         ...
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What gradients are taken of."""
+        """The loss that gradients are taken of."""
         ...
 
     def totals(self) -> torch.Tensor:
@@ -171,10 +171,9 @@ class StageModel(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class PassContext:
-    """What the handlers of one step share.
+    """The state that the handlers of one step share.
 
     Attributes:
-        model: runs the passes.
         stage, stages, chunks: this rank's place in the pipeline, and the virtual stages of each rank.
         forward_only: nothing is kept for a backward pass.
         losses_left: forward passes of the last virtual stage that are still to run on this rank.
@@ -211,13 +210,14 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
     received = buffers.tensors(Buffer.INPUT, micro_batch, chunk) if stage else ()
     with torch.set_grad_enabled(not context.forward_only):
         entry = Entry(received, model.differentiable(micro_batch, stage - 1) if stage else ())
-        made = model.forward(micro_batch, chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
+        outputs = model.forward(micro_batch, chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
         if context.is_last(chunk):
-            graph = StageGraph.to_loss(entry, made)
+            graph = StageGraph.to_loss(entry, outputs)
         else:
-            buffers.put(Buffer.OUTPUT, micro_batch, chunk, [tensor.detach() for tensor in made])
-            wanted = _floating(made) if (flags := model.differentiable(micro_batch, stage)) is None else flags
-            graph = StageGraph.to_outputs(entry, [t for t, wants in zip(made, wanted, strict=True) if wants])
+            buffers.put(Buffer.OUTPUT, micro_batch, chunk, [tensor.detach() for tensor in outputs])
+            flags = model.differentiable(micro_batch, stage)
+            wants = _floating(outputs) if flags is None else flags
+            graph = StageGraph.to_outputs(entry, [t for t, is_wanted in zip(outputs, wants, strict=True) if is_wanted])
     if not context.forward_only:
         context.graphs[micro_batch, chunk] = graph
     if context.is_last(chunk):
@@ -230,9 +230,9 @@ def _backward(context: PassContext, instruction: Backward | BackwardInput, buffe
     micro_batch, chunk = instruction.micro_batch, instruction.chunk
     context.model.begin_pass(instruction)
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
-    made = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
+    input_gradients = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
     if context.virtual_stage(chunk):
-        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, made)
+        buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, input_gradients)
 
 
 def _backward_weight(context: PassContext, instruction: BackwardWeight, buffers: BufferTable) -> None:

@@ -15,7 +15,7 @@ Mark = Callable[[], int]
 
 
 class DevicePlatform(Protocol):
-    """What the executor needs to know of a device."""
+    """The facts of a device that the executor needs."""
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +103,7 @@ class CudaPlatform:
         torch.cuda.synchronize(self.device)
 
     def peak_bytes(self) -> int | None:
-        """Of the caching allocator."""
+        """The peak of the caching allocator."""
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak

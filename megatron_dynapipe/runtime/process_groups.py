@@ -12,7 +12,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
 
 TRANSFER_BLOCKS = 8
-"""Of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
+"""Thread blocks of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ def make_groups(
         ConfigError: the default process group is bound to a device, whose NCCL groups have one stream each.
     """
     check_unbound(backend, getattr(dist.group.WORLD, "bound_device_id", None))
-    mine: PipelineGroups | None = None
+    joined: PipelineGroups | None = None
     for ranks in pipelines:
         groups = {
             channel: group_of_each([ranks], backend=backend, timeout_s=timeout_s, for_transfers=True)
             for channel in channels(len(ranks), chunks)
         }
         if dist.get_rank() in ranks:
-            mine = PipelineGroups(ranks=tuple(ranks), channels={c: g for c, g in groups.items() if g is not None})
-    return mine
+            joined = PipelineGroups(ranks=tuple(ranks), channels={c: g for c, g in groups.items() if g is not None})
+    return joined
 
 
 def group_of_each(
@@ -85,7 +85,7 @@ def group_of_each(
     Returns:
         That of the list this rank is in; None where it is in none, or alone.
     """
-    mine: dist.ProcessGroup | None = None
+    joined: dist.ProcessGroup | None = None
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     for ranks in lists:
         if len(ranks) > 1:
@@ -93,8 +93,8 @@ def group_of_each(
             group = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in it"
-                mine = group
-    return mine
+                joined = group
+    return joined
 
 
 def _few_blocks(timeout: datetime.timedelta | None) -> object:
@@ -157,5 +157,5 @@ def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
 
 
 def backend_of(device: torch.device) -> str:
-    """Which backend moves tensors of a device."""
+    """The backend that moves tensors of a device."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -26,7 +26,7 @@ class WeightCopies(NamedTuple):
 class _Copies(NamedTuple):
     """A weight's copies on this rank, the group of ranks with others, and where in it the first copy is."""
 
-    mine: list[torch.nn.Parameter]
+    copies: list[torch.nn.Parameter]
     group: dist.ProcessGroup | None
     first: int
 
@@ -49,7 +49,7 @@ class SharedWeights:
         backend: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        stages, mine = len(pipelines[0]), next(p.index(dist.get_rank()) for p in pipelines if dist.get_rank() in p)
+        stages, stage = len(pipelines[0]), next(p.index(dist.get_rank()) for p in pipelines if dist.get_rank() in p)
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._weights: list[_Copies] = []
         self._repeated: set[int] = set()
@@ -62,32 +62,32 @@ class SharedWeights:
             if copies:
                 first = weight.stages[0] % stages
                 self._weights.append(_Copies(copies, groups[holders], holders.index(first)))
-                self._repeated |= {id(copy) for copy in (copies if mine != first else copies[1:])}
+                self._repeated |= {id(copy) for copy in (copies if stage != first else copies[1:])}
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Those over which this rank sums gradients."""
+        """The groups over which this rank sums gradients."""
         return [weight.group for weight in self._weights]
 
     @torch.no_grad()
     def start_equal(self, device: torch.device | None = None) -> None:
         """Give every copy the first one's value, sent from `device` where copies lie elsewhere than groups can send."""
         for weight in self._weights:
-            one = weight.mine[0]
+            one = weight.copies[0]
             if weight.group is not None:
                 value = one.detach().to(device or one.device)
                 dist.broadcast(value, group=weight.group, group_src=weight.first)
                 one.copy_(value)
-            for other in weight.mine[1:]:
+            for other in weight.copies[1:]:
                 other.copy_(one)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients; frozen weights have none."""
         for weight in self._weights:
-            if not weight.mine[0].requires_grad:
+            if not weight.copies[0].requires_grad:
                 continue
-            gradients = [_gradient(copy) for copy in weight.mine]
+            gradients = [_gradient(copy) for copy in weight.copies]
             total = gradients[0]
             for other in gradients[1:]:
                 total += other
@@ -102,7 +102,7 @@ class SharedWeights:
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:
-    """What gradients are accumulated into: Megatron's `main_grad` where there is one."""
+    """The tensor that gradients are accumulated into: Megatron's `main_grad` where there is one."""
     gradient: torch.Tensor | None = getattr(weight, "main_grad", weight.grad)
     if gradient is None:
         gradient = weight.grad = torch.zeros_like(weight)

@@ -28,7 +28,7 @@ from megatron_dynapipe.runtime.watchdog import watched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """What a step's losses add up to, the same on every rank, and when this rank's instructions ran.
+    """The sums of a step's losses, the same on every rank, and when this rank's instructions ran.
 
     Attributes:
         loss: sum of all losses.
@@ -48,14 +48,13 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a rank runs in one step.
+    """The work of a rank in one step.
 
     Attributes:
         plan: this rank's instruction list.
         model: runs the list's passes.
         dtypes: those of a transfer's tensors, where they are not all the runner's.
         agreement: of all ranks, that they can run the step; None where they agreed before.
-        forward_only: an evaluation.
         around: entered while the list runs.
         finish: reduces the gradients after a training step's list; it may wait for the sums over all ranks.
     """
@@ -160,8 +159,8 @@ class StepRunner:
             chunks=self.chunks,
             forward_only=step.forward_only,
         )
-        passes = [each for each in step.plan.instructions if isinstance(each, Forward)]
-        context.losses_left = sum(context.is_last(each.chunk) for each in passes)
+        passes = [instruction for instruction in step.plan.instructions if isinstance(instruction, Forward)]
+        context.losses_left = sum(context.is_last(instruction.chunk) for instruction in passes)
         return context
 
 

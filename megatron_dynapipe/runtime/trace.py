@@ -38,5 +38,5 @@ class Trace:
         return tuple(map(Event, self._instructions, times, times[1:]))
 
     def span_ns(self) -> int:
-        """From the first instruction's start to the last one's end; waits until the device has passed it."""
+        """The time from the first instruction's start to the last one's end; waits until the device has passed it."""
         return self._marks[-1]() - self._marks[0]()

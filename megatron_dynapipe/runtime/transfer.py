@@ -115,9 +115,6 @@ class HostStagedTransport:
 
     A send waits, on the host, until the device has made the tensors and copied them; so the host does not run ahead of
     the device here. A receive's copy to the device runs on the current stream, which the passes that read it follow.
-
-    Args:
-        transport: carries tensors between hosts, as over gloo.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -166,9 +163,6 @@ class NoTransport:
 
 class GatedTransport:
     """A transport whose first transfer of a step waits for the ranks' agreement on it.
-
-    Args:
-        transport: moves tensors.
 
     Attributes:
         gate: called before the next transfer, once; raises where the step cannot run.

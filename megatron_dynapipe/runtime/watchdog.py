@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -58,9 +57,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
 
@@ -157,13 +154,7 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
 
 
 def watched(device: torch.device, *, deadline_s: float, rank: int) -> AbstractContextManager[ListWatchdog | None]:
-    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself.
-
-    Args:
-        device: of the rank.
-        deadline_s: of its process groups.
-        rank: its number, for the message.
-    """
+    """A watchdog for the lists of a rank on CUDA; None elsewhere, where a wait that expires raises an error itself."""
     if device.type != "cuda":
         return nullcontext()
     # A thread begins with device 0 as its current one: asking an event there would make a context on it for every rank.

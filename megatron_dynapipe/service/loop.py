@@ -66,7 +66,6 @@ class SplitWindow:
     """How far one split is, as one planner knows it.
 
     Attributes:
-        name: of the split.
         progress: the iteration in training.
         published: iterations that this planner has published and not deleted.
     """

@@ -20,21 +20,18 @@ _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file", dict=True):
-    """Costs measured on a device, from a cost model file at `path`, which is opened once."""
+class MeasuredCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file"):
+    """Costs measured on a device, from a cost model file at `path`, which a process opens once."""
 
     path: str
 
+    @functools.lru_cache(maxsize=2)  # noqa: B019  (what is kept is meant to be: one run's costs)
     def load(self) -> TableCostModel:
         """The file's costs, read and checked at the first call; raises `CostModelError`."""
-        return self._loaded
-
-    @functools.cached_property
-    def _loaded(self) -> TableCostModel:
         return TableCostModel.load(Path(self.path))
 
 
-class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic", dict=True):
+class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="analytic"):
     """Costs computed from the model's shape and the device's rates, up to a micro-batch of this size and length."""
 
     shape: ModelShape
@@ -42,17 +39,14 @@ class AnalyticCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_size: _AtLeastOne = 4096
     max_length: _AtLeastOne = 16384
 
+    @functools.lru_cache(maxsize=2)  # noqa: B019  (likewise)
     def load(self) -> AnalyticCostModel:
         """The model, tabulated once; raises `CostModelError`."""
-        return self._loaded
-
-    @functools.cached_property
-    def _loaded(self) -> AnalyticCostModel:
         return AnalyticCostModel(self.shape, self.rates, max_size=self.max_size, max_length=self.max_length)
 
 
 class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which iterations of one split are planned.
+    """The iterations of one split that are planned.
 
     Attributes:
         name: "train", "valid" or "test": the split's files in the dataset folder.

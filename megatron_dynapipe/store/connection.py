@@ -32,7 +32,7 @@ MAX_VALUE_BYTES = 256_000_000
 _REPLY_BYTES = 2 * MAX_VALUE_BYTES + 16_000_000
 """Largest reply: two values, and what names them."""
 _RETRIES = 4
-"""Of a lost connection, in two and a half seconds."""
+"""Attempts to restore a lost connection, in two and a half seconds."""
 _MODES = {
     "cluster": ("a Redis Cluster", "keys of one plan would lie on several servers: give a server of its own"),
     "sentinel": ("a Redis Sentinel", "give the URL of the server that it watches"),

@@ -23,7 +23,7 @@ from megatron_dynapipe.store.connection import MAX_VALUE_BYTES, REPLY_TIMEOUT_S,
 RETENTION_S = 2 * 3600
 """Entries that nobody deletes (their job was killed) leave a shared server after this time."""
 COMMANDS = "-@all +ping +select +xadd +xread +unlink +expire +info"
-"""What a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""
+"""Rights that a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""
 _BATCH = 256
 """Values in one request: a large iteration is published in a few."""
 _BLOCK_S = 1.0
@@ -61,7 +61,8 @@ class PlanStore(Connections):
             batch = items[start : start + _BATCH]
             commands: list[Command] = []
             for key, value in batch:
-                check_value(key, value)
+                if len(value) > MAX_VALUE_BYTES:
+                    raise StoreError(f"value of key {key} is {len(value)} B, above the limit of {MAX_VALUE_BYTES} B")
                 commands += self._appending(key, _ENTRY_ID, value)
             self._append(f"publishing {batch[0][0]} and {len(batch) - 1} more", commands)
 
@@ -111,7 +112,7 @@ class PlanStore(Connections):
 
     def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, tuple[int, bytes]]:
         """(first half of its id, value) of the newest entry of each stream that has one beyond the id in `after`."""
-        check_wait(list(after), timeout_s)
+        assert after and 0 < timeout_s < math.inf, f"a wait needs a key or topic and a deadline, got {timeout_s}"
         doing, deadline = f"waiting for {what}", time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
@@ -120,28 +121,13 @@ class PlanStore(Connections):
             if (reply := self.request(doing, *reading)) is not None:
                 return _entries(reply, doing)
             if time.monotonic() >= deadline:
-                raise timeout_error(what, list(after), timeout_s)
+                raise StoreTimeoutError(
+                    f"waited {timeout_s:g} s for {what}, and none of these came: {', '.join(after)}"
+                )
 
 
 open_store = PlanStore
 """Connects to a store; a context manager."""
-
-
-def timeout_error(what: str, awaited: Sequence[str], timeout_s: float) -> StoreTimeoutError:
-    """The error of every wait whose deadline passed."""
-    return StoreTimeoutError(f"waited {timeout_s:g} s for {what}, and none of these came: {', '.join(awaited)}")
-
-
-def check_value(key: str, value: bytes) -> None:
-    """Refuse a value too large for any store."""
-    if len(value) > MAX_VALUE_BYTES:
-        raise StoreError(f"value of key {key} is {len(value)} B, above the limit of {MAX_VALUE_BYTES} B")
-
-
-def check_wait(awaited: Sequence[str], timeout_s: float) -> None:
-    """Our own invariant: a wait waits for something, for a positive and finite time."""
-    assert awaited, "a wait needs at least one key or topic"
-    assert 0 < timeout_s < float("inf"), f"a wait needs a positive, finite deadline, got {timeout_s}"
 
 
 def _entries(reply: Any, doing: str) -> dict[str, tuple[int, bytes]]:

@@ -2,60 +2,29 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, Network, ScatterGather, Split, TableCostModel
+from megatron_dynapipe.cost import CostModel, TableCostModel
 from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.partitioner import Partitioner
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.problem import SplitBackward
-from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
 
 _MOST = 100_000
 """Layers, or ranks of one kind, that anybody has."""
+_SET_HERE = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
+"""Fields of `PlannerSettings` that follow from the other arguments."""
 _LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
-
-
-class BatchSettings(TypedDict, total=False):
-    """Settings of `plan_batch`: fields of `planning.settings.PlannerSettings`, which says what they are.
-
-    They have its defaults, but for `hidden_size` (the costs') and `micro_batch_layouts` (both).
-    """
-
-    hidden_size: int
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    chunks: int
-    layers_per_stage: Split
-    distributed_optimizer: bool
-    recompute: Sequence[str]
-    network: Network
-    scatter_gather: ScatterGather
-    micro_batch_layouts: Sequence[str]
-    element_bytes: int
-    sequence_parallel: bool
-    model_state_bytes: Sequence[int]
-    partition: Partitioner
-    schedule: ScheduleSettings
-    transfers: TransferRules
-    expert_layers: Sequence[int]
-    expert_parallel: int
-    expert_imbalance: float
-    split_backward: SplitBackward
 
 
 class PlannedBatch(NamedTuple):
@@ -75,7 +44,7 @@ class PlannedBatch(NamedTuple):
     @property
     def samples(self) -> list[list[list[int]]]:
         """Places in the lengths given: of every replica, micro-batch and row."""
-        return [[list(each.sample_ids) for each in replica] for replica in self.micro_batches]
+        return [[list(micro_batch.sample_ids) for micro_batch in replica] for replica in self.micro_batches]
 
 
 def plan_batch(
@@ -85,7 +54,7 @@ def plan_batch(
     layers: int | tuple[int, int],
     memory_mb: float,
     equal_counts: bool = False,
-    **settings: Unpack[BatchSettings],
+    **settings: Any,
 ) -> PlannedBatch:
     """Divide a batch into micro-batches, those over replicas, and order their passes; torch is not needed.
 
@@ -96,7 +65,8 @@ def plan_batch(
         memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
         equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
             alike in time.
-        settings: as `data_parallel`, `pipeline_parallel`, `recompute`.
+        settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`. Without them `hidden_size` is
+            that of the costs, and `micro_batch_layouts` are both.
 
     Raises:
         ConfigError: lengths, or settings, that are not what is expected.
@@ -108,7 +78,7 @@ def plan_batch(
     planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
     batch = _batch(lengths, model.family)
     plan = planner.plan(batch, 0)
-    if any(each.is_filler for replica in plan.replicas for each in replica.micro_batches):
+    if any(micro_batch.is_filler for replica in plan.replicas for micro_batch in replica.micro_batches):
         raise PlanningError(
             f"{len(batch)} samples cannot be divided into equally many micro-batches on each of"
             f" {len(plan.replicas)} replicas",
@@ -122,17 +92,18 @@ def plan_batch(
 
 
 def _settings(
-    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, given: BatchSettings
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, settings: Mapping[str, Any]
 ) -> PlannerSettings:
-    if unknown := sorted(set(given) - set(BatchSettings.__annotations__)):
+    known = [name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE]
+    if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(
-            f"expected settings among {', '.join(BatchSettings.__annotations__)}, got {', '.join(unknown)}",
+            f"expected settings among {', '.join(known)}, got {', '.join(unknown)}",
             hint="samples are whole, replicas run in step by equal_counts, and the family of the model is the costs'",
         )
-    if model.hidden_size is None and "hidden_size" not in given:
+    if model.hidden_size is None and "hidden_size" not in settings:
         raise CostModelError(f"{model.name} does not say the hidden size of its model", hint="give hidden_size")
     encoder, decoder = layers if isinstance(layers, tuple) else (layers, 0)
-    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **given}
+    sizes: dict[str, Any] = {"layers": encoder, "layers of the decoder": decoder, **settings}
     for name in ("layers", "layers of the decoder", "data_parallel", "tensor_parallel", "pipeline_parallel", "chunks"):
         if isinstance(size := sizes.get(name), int) and size > _MOST:
             raise ConfigError(f"expected {name} of at most {_MOST}, got {size}")
@@ -141,7 +112,7 @@ def _settings(
     chosen = {
         "hidden_size": model.hidden_size,
         "micro_batch_layouts": tuple(BatchLayout),
-        **given,
+        **settings,
         "family": model.family,
         "encoder_layers": encoder,
         "decoder_layers": decoder,
@@ -158,8 +129,8 @@ def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
-    found = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
-    tokens = np.array(found, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
+    positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
+    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
     return GlobalBatch(
         iteration=0,
         sample_ids=np.arange(len(tokens)),
@@ -176,7 +147,7 @@ def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
         positions = operator.index(first), operator.index(second)
     except (TypeError, ValueError):
         positions = 0, 0
-    within = all(each <= LARGEST_COORDINATE for each in positions)
+    within = all(length <= LARGEST_COORDINATE for length in positions)
     if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
         return positions
     expected = f"an integer from 1 to {LARGEST_COORDINATE}"

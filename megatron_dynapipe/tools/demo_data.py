@@ -41,7 +41,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def demo_source() -> str:
-    """What the manifest says about a demo folder made by this Python."""
+    """The manifest's words on a demo folder made by this Python."""
     return f"Python {platform.python_version()} standard library, recipe {_RECIPE}"
 
 
@@ -133,10 +133,10 @@ def _function_samples(node: Function, lines: list[str]) -> Iterator[TextSample]:
         yield from _sample("function_summary", f"summarize function:\n{body}", _first_line(docstring))
 
 
-def _sample(task: str, given: str, target: str) -> Iterator[TextSample]:
+def _sample(task: str, text: str, target: str) -> Iterator[TextSample]:
     """The sample, unless its target is too short to say anything."""
     if len(target) >= _LEAST_TEXT:
-        yield TextSample(task=task, input=given, target=target)
+        yield TextSample(task=task, input=text, target=target)
 
 
 def _first_line(docstring: str) -> str:

@@ -24,8 +24,8 @@ def problems(folder: Path) -> Iterator[str]:
     meta = read_meta(folder)
     for name, expected in sorted(meta.files.items()):
         try:
-            if (found := file_digest(folder / name)) != expected.quick:
-                yield changed_file(folder / name, expected.quick, found).message
+            if (digest := file_digest(folder / name)) != expected.quick:
+                yield changed_file(folder / name, expected.quick, digest).message
         except DataError as error:
             yield error.message
     try:
@@ -54,8 +54,8 @@ def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[
         largest = max(int(part.max()) for part in tokens)
         smallest = min(int(part.min()) for part in tokens)
         if largest >= meta.vocabulary_size or smallest < 0:
-            found = largest if smallest >= 0 else smallest
-            wrong.append(f"{split}: expected tokens in 0…{meta.vocabulary_size - 1}, sample {sample} has {found}")
+            token = largest if smallest >= 0 else smallest
+            wrong.append(f"{split}: expected tokens in 0…{meta.vocabulary_size - 1}, sample {sample} has {token}")
     yield from wrong[:_MOST_NAMED]
     if len(wrong) > _MOST_NAMED:
         yield f"{split}: {len(wrong) - _MOST_NAMED} more samples are wrong"

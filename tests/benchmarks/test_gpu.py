@@ -15,9 +15,7 @@ from benchmarks.gpu import run as gpu
 from benchmarks.throughput import report
 from tests.helpers.commands import run_python
 
-WANTS_DATA = pytest.mark.skipif(
-    not (ROOT / ".demo" / "data").exists(), reason="the demo data is not built (make setup)"
-)
+WANTS_DATA = pytest.mark.skipif(not (ROOT / ".demo" / "data").exists(), reason="no demo data (make setup)")
 
 
 def run(folder: Path, *words: str, timeout_s: float) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def test_a_row_leaves_the_warm_up_out():
     table = report.table([row])
     head = "| t5 | 1,1,2 | 1,536 | planned | 50 | 0.500 (0.500–0.500) | 50.0% | 30% | 20 ms, 2.0% |"
     assert f"{head} 3 | 8.250000 |" in table
-    planning = {0: WARM_UP | {"planning_ms": 5000.0}} | {
-        n: TIMED | {"planning_ms": ms} for n, ms in ((1, 30.0), (2, 10.0))
-    }
+    planning = {0: WARM_UP | {"planning_ms": 5000.0}} | {n: TIMED | {"planning_ms": ms} for n, ms in ((1, 30), (2, 10))}
     row = report.figures(ABOUT, planning, planning)
     assert (row["planning_ms"], row["planning_share"]) == (20, 0.02)
 
@@ -173,13 +171,6 @@ def test_methods_of_one_function_must_have_one_first_loss():
     report.check_losses([{"method": name, "first_loss": loss} for name, loss in losses.items()])
     with pytest.raises(SystemExit, match="expected the same first loss"):
         report.check_losses([{"method": name, "first_loss": loss} for name, loss in {**losses, "uniform": 8.1}.items()])
-
-
-def test_a_demo_ends_in_a_sentence():
-    speeds = {"planned": 6000.0, "packed_rows": 4000.0, "padding": 500.0}
-    rows = [{"method": name, "tokens_per_second": speed} for name, speed in speeds.items()]
-    said = report.sentence(rows)
-    assert "padded 500, packed into rows 4,000, planned 6,000 (12.00 × padding and 1.50 × packed_rows)" in said
 
 
 def test_slow_methods_train_fewer_batches():

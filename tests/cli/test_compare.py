@@ -1,4 +1,4 @@
-"""The compare command: its report, table and chart, and where its batches come from."""
+"""The compare command: its report and table, and where its batches come from."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_compare(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixt
     for batch in loaded["batches"]:
         methods = batch["methods"]
         assert list(methods) == METHODS
-        assert all(found["error"] is None for found in methods.values())
+        assert all(method["error"] is None for method in methods.values())
         assert methods["dynapipe"]["ms"] <= methods["padding"]["ms"]
         assert methods["padding"]["padding_efficiency"] < methods["dynapipe"]["padding_efficiency"]
         assert methods["padding"]["shapes"] <= 2 <= methods["packed_rows"]["shapes"]
@@ -74,17 +74,8 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert lines[10].startswith("  dynapipe: ") and "% of the limit: stages" in lines[10]
     assert lines[11].startswith(f"  no plan under packing, padding: {reason}")
     assert lines[12].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
-    assert lines[13].startswith(
-        "tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches: pa"
-    )
+    assert lines[13].startswith("tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches")
     assert len(lines) == 14
-
-
-def test_chart(batches_file: Path, cost_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where some methods have no plan."""
-    chart = tmp_path / "charts" / "compare.png"
-    assert main(arguments("compare", batches_file, cost_file, "--output", str(chart))) == 0
-    assert chart.read_bytes().startswith(b"\x89PNG") and str(chart) in capsys.readouterr().err
 
 
 def test_maximum_length_of_every_batch(tmp_path: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,8 +86,8 @@ def test_maximum_length_of_every_batch(tmp_path: Path, cost_file: Path, capsys: 
         """Padded positions of each batch under padding."""
         file = with_batches(tmp_path / "some.json", *batches)
         assert main(arguments("compare", file, cost_file, "--json")) == 0
-        found = zip(report(capsys)["batches"], batches, strict=True)
-        return [sum(b["input"]) / each["methods"]["padding"]["padding_efficiency"] for each, b in found]
+        pairs = zip(report(capsys)["batches"], batches, strict=True)
+        return [sum(b["input"]) / told["methods"]["padding"]["padding_efficiency"] for told, b in pairs]
 
     assert positions(short, long) == pytest.approx([3 * 200, 2 * 200])
     assert positions(short | {"max_seq_len": 65}, long | {"max_seq_len": 257}) == pytest.approx([3 * 64, 2 * 256])
@@ -110,13 +101,8 @@ def test_the_sampler_s_own_batches(dataset: Path, cost_file: Path, capsys: pytes
     assert main(of_dataset(dataset, cost_file, "--limit", "3", "--global-batch-size", "10", "--json")) == 0
     batches = report(capsys)["batches"]
     assert [batch["id"] for batch in batches] == ["iteration-0", "iteration-1", "iteration-2"]
-    settings = SamplerSettings(
-        family=ModelFamily.GPT,
-        seed=1234,
-        samples_per_iteration=10,
-        max_input_length=4096,
-        long_samples=LongSamples.FAIL,
-    )
+    draw = {"seed": 1234, "samples_per_iteration": 10, "max_input_length": 4096, "long_samples": LongSamples.FAIL}
+    settings = SamplerSettings(family=ModelFamily.GPT, **draw)
     table = LengthTable.read(dataset, "train")
     sampler, longest = Sampler(table, settings), int((table.input + table.target).max())
     for iteration, batch in enumerate(batches):
@@ -129,9 +115,9 @@ def test_the_sampler_s_own_batches(dataset: Path, cost_file: Path, capsys: pytes
 @pytest.mark.parametrize("family", list(ModelFamily))
 def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
     """As a run with --tokens-per-global-batch draws them; an epoch is every sample."""
-    found = dataset_batches(dataset, family, batches=3, samples=64, seed=1, tokens=400)
-    assert [batch.id for batch in found] == [f"iteration-{at}" for at in range(3)]
-    for batch in found:
+    batches = dataset_batches(dataset, family, batches=3, samples=64, seed=1, tokens=400)
+    assert [batch.id for batch in batches] == [f"iteration-{at}" for at in range(3)]
+    for batch in batches:
         assert (batch.target is not None) == (family is ModelFamily.T5)
         assert 300 < sum(batch.input) + sum(batch.target or []) <= 400
     lengths = LengthTable.read(dataset, "train")
@@ -165,10 +151,8 @@ def test_a_folder_that_is_no_dataset_is_refused(cost_file, tmp_path, capsys) -> 
 
 def test_means_are_over_batches_that_both_can_run() -> None:
     def entry(**speeds: float | None) -> dict[str, Any]:
-        found = {
-            name: {"error": None if speed else "too long", "tokens_per_second": speed} for name, speed in speeds.items()
-        }
-        return {"methods": found}
+        rows = {name: {"error": None if rate else "long", "tokens_per_second": rate} for name, rate in speeds.items()}
+        return {"methods": rows}
 
     over = geometric_means([entry(a=8.0, b=2.0, c=None), entry(a=9.0, b=9.0, c=3.0)])
     assert over["a"]["geomean_over"] == pytest.approx({"b": 2.0, "c": 3.0})

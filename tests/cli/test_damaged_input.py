@@ -129,7 +129,6 @@ REFUSED = [
     ("compare", ["--data", "somewhere"], "not allowed with argument"),
     ("compare", ["--global-batch-size", "8"], "--global-batch-size goes with --data"),
     ("compare", ["--limit", "0"], "expected a number from 1 to 1000000, got 0"),
-    ("compare", ["--output", "chart.txt"], "expected a chart of .png, .svg, got --output chart.txt"),
     ("tune", ["--layer-splits", "odd"], "expected --layer-splits among equal, even, auto, got 'odd'"),
     ("tune", ["--device", "H100"], "--device goes with --cost-model analytic, and a file was given"),
     ("tune", ["--cost-model", "analytic"], "--cost-model analytic needs --num-attention-heads, --vocab-size"),

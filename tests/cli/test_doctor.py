@@ -35,12 +35,7 @@ def test_what_the_checks_add_up_to(monkeypatch, capsys, findings, code, last) ->
     *lines, end = capsys.readouterr().out.splitlines()
     assert end == last
     if len(findings) == 3:
-        assert lines[2:] == [
-            "note  bb  found",
-            "          hint: x",
-            "FAIL  c   found",
-            "          hint: x",
-        ]
+        assert lines[2:] == ["note  bb  found", "          hint: x", "FAIL  c   found", "          hint: x"]
 
 
 def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:

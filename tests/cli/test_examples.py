@@ -62,9 +62,7 @@ def readers_own(folder: Path) -> None:
     write_run(folder / "dynapipe-report")
 
 
-def test_the_examples_run_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_examples_run_one_after_another(tmp_path, monkeypatch, capsys):
     """Those that take a second; in the order of `--help`, in which one makes what the next reads."""
     readers_own(tmp_path)
     for name in ("configs", "pretrain_gpt_multitask.py"):
@@ -81,9 +79,7 @@ def test_the_examples_run_one_after_another(
         assert not file or json.loads(Path(file).read_text())
 
 
-def test_patching_as_the_examples_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_patching_as_the_examples_do(tmp_path, monkeypatch, capsys):
     unpack(next(version for version in VERSIONS if "0.19" in version), tmp_path / "Megatron-LM")
     monkeypatch.chdir(tmp_path)
     statuses = [main.main(shlex.split(line)) for line in PATCHES]

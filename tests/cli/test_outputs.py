@@ -41,12 +41,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Output:
-    """A file that a command writes.
-
-    Attributes:
-        suffix: of the file's name.
-        command: the command's arguments, given the inputs and the file.
-    """
+    """A file that a command writes: its suffix, and the command's arguments, given the inputs and the file."""
 
     suffix: str
     command: Callable[[Inputs, Path], list[str]]
@@ -62,7 +57,6 @@ def tune(inputs: Inputs, path: Path) -> list[str]:
 
 OUTPUTS = {
     "plan": Output(".plan", lambda inputs, path: ["plan", *inputs.planning, "--output", str(path.parent)]),
-    "compare": Output(".png", lambda inputs, path: ["compare", *inputs.planning, "--output", str(path)]),
     "tune": Output(".yaml", tune),
     "show picture": Output(".png", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),
     "show drawing": Output(".svg", lambda inputs, path: ["show", str(inputs.plan), "--picture", str(path)]),

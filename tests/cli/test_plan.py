@@ -53,8 +53,8 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     for split, more in (("3,1", []), ("auto", []), ("auto", ["--split-from", str(others)])):
         words = ("--json", "--limit", "1", "--layer-split", split, *more)
         assert main(arguments("plan", batches_file, cost_file, *words)) == 0
-        found = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
-        assert sum(found) == 4 and (found == [3, 1] or split == "auto")
+        layers = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
+        assert sum(layers) == 4 and (layers == [3, 1] or split == "auto")
     assert main(arguments("plan", batches_file, cost_file, "--layer-split", "auto", "--virtual-stages", "1")) == 0
     assert re.match(r"layers per stage: \d,\d\n", capsys.readouterr().out)
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
@@ -82,20 +82,16 @@ def test_virtual_stages(batches_file, cost_file, capsys, words, stages) -> None:
 
 def test_plans_of_what_counts(tmp_path, cost_file, capsys):
     """All that counts is planned as what does not say; less is faster, and says so."""
-    file, found = {"format": "dynapipe-batches/1"}, {}
+    path, plans = tmp_path / "batches.json", []
     tokens = [60, 50, 40, 30, 20, 9, 8, 1]
-    for name, labels in {
-        "absent": {},
-        "all": {"labels": [59, 49, 39, 29, 19, 8, 7, 1]},
-        "few": {"labels": [1] * 8},
-    }.items():
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(file | {"batches": [{"id": "b0", "input": tokens} | labels]}))
+    for labels in ({}, {"labels": [59, 49, 39, 29, 19, 8, 7, 1]}, {"labels": [1] * 8}):
+        batches = [{"id": "b0", "input": tokens} | labels]
+        path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
         assert main(arguments("plan", path, cost_file, "--json")) == 0
-        (found[name],) = report(capsys)["iterations"]
-    assert found["all"]["digest"] == found["absent"]["digest"]
-    assert [plan.get("head") for plan in found.values()] == [None, None, "labels"]
-    assert found["few"]["predicted_ms"] < found["all"]["predicted_ms"]
+        plans += report(capsys)["iterations"]
+    absent, every, few = plans
+    assert every["digest"] == absent["digest"] and few["predicted_ms"] < every["predicted_ms"]
+    assert [plan.get("head") for plan in plans] == [None, None, "labels"]
 
 
 def test_messages_count_whole_unless_they_are_to_be_divided(batches_file, cost_file, capsys):
@@ -165,8 +161,8 @@ def test_plans_follow_the_rules_of_gpus(batches_file, cost_file, capsys):
     for rules in ("gloo", "gpu"):
         flags = ("--pipeline-parallel", "2", "--transfers", rules, "--json", "--limit", "1")
         assert main(arguments("plan", batches_file, cost_file, *flags)) == 0
-        (found,) = report(capsys)["iterations"]
-        times[rules] = found["digest"], found["predicted_ms"]
+        (plan,) = report(capsys)["iterations"]
+        times[rules] = plan["digest"], plan["predicted_ms"]
     assert times["gpu"][0] != times["gloo"][0] and times["gpu"][1] >= times["gloo"][1]
 
 

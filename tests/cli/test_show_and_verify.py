@@ -1,7 +1,6 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.cli import show
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.text import format_stages
@@ -56,16 +55,6 @@ def test_show_prints_a_plan_that_parses_back(file, capsys):
     )
     assert main(["show", str(file)]) == 0
     assert "tokens (input+target) 10+0,16+0; labels 2,7; at most" in capsys.readouterr().out
-
-
-def test_a_terminal_gets_lines_of_its_width(file, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["show", str(file), "--replica", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 60 and sum(line.startswith("    ") for line in lines) > 3
-    folded = show._wrapped(f"# samples {','.join(map(str, range(40)))}").splitlines()
-    assert len(folded) == 3 and "".join(line.strip() for line in folded).endswith("38,39"), "lists without spaces, too"
 
 
 def test_show_draws_and_traces(file, tmp_path, capsys):

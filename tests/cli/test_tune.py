@@ -63,9 +63,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert " plans in " in lines[3]
     assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3040 Gbit/s and 10 µs")
     (command,) = [line for line in lines if line.startswith("train: ")]
-    assert command.startswith(
-        "train: torchrun --standalone --nproc-per-node 4 pretrain_gpt_multitask.py --dynapipe-config"
-    )
+    assert command.startswith("train: torchrun --standalone --nproc-per-node 4 pretrain_gpt_multitask.py --dynapipe")
     assert "--pipeline-model-parallel-size" in command
     refused = [line for line in lines if line.startswith("cannot be used: ")]
     assert any(line.startswith("cannot be used: 1·4·1: ") for line in refused)
@@ -127,9 +125,7 @@ def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file,
     line = "print(f' iteration {n:8d}/       2 | elapsed time per iteration (ms): {100 / stages:.1f} |')"
     read = "stages = yaml.safe_load(open(sys.argv[2]))['pipeline-model-parallel-size']"
     script.write_text(f"import sys, yaml\n{read}\nfor n in (1, 2): {line}\n")
-    monkeypatch.setattr(
-        tuning.validate, "training_command", lambda script, flags, **_: [sys.executable, script, *flags]
-    )
+    monkeypatch.setattr(tuning.validate, "training_command", lambda script, rest, **_: [sys.executable, script, *rest])
     given = ["--validate", "3", "--validate-iterations", "2", "--json", "--", str(script)]
     assert main(arguments(batches_file, cost_file, *given)) == 0
     layouts = report(capsys)["layouts"]

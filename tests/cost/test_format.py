@@ -75,10 +75,7 @@ PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            at("format", value="dynapipe-cost-model/3"),
-            "expected format 'dynapipe-cost-model/1' or 'dynapipe-cost-model/2'",
-        ),
+        (at("format", value="dynapipe-cost-model/3"), "expected format 'dynapipe-cost-model/1' or 'dynapipe"),
         (at("format", value="dynapipe-cost-model/1"), "packed rows need format 'dynapipe-cost-model/2'"),
         (at("surprise", value=1), "surprise"),
         (at("keys", value={}), r"at `\$.keys`"),

@@ -24,6 +24,7 @@ from tests.helpers.stage_costs import grid_values, stage_costs
 ONE = np.array([1], np.int64)
 EIGHT = np.array([8], np.int64)
 KINDS = (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
+STORED, PEAK = Quantity.STORED, Quantity.PEAK
 COSTS = {
     ATTENTION: (4, 8, 1, 7, 0),
     MLP: (6, 12, 2, 0, 1),
@@ -59,18 +60,8 @@ def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
     [
         # [3 + 7, max(7, 3 + 4), stored 10 > 5 + 4]: a forward never peaks below what it keeps.
         pytest.param({}, [6, 8, 10], [10, 8, 10], id="the largest over the layers"),
-        pytest.param(
-            {(HEAD, Quantity.STORED): 9, (HEAD, Quantity.PEAK): 30},
-            [6, 8, 19],
-            [10, 8, 10 + 30],
-            id="the head's above the layers'",
-        ),
-        pytest.param(
-            {(HEAD, Quantity.STORED): 9, (HEAD, Quantity.PEAK): 2},
-            [6, 8, 19],
-            [10, 8, 19],
-            id="not below what the stage keeps",
-        ),
+        pytest.param({(HEAD, STORED): 9, (HEAD, PEAK): 30}, [6, 8, 19], [10, 8, 10 + 30], id="the head's above"),
+        pytest.param({(HEAD, STORED): 9, (HEAD, PEAK): 2}, [6, 8, 19], [10, 8, 19], id="not below what is kept"),
         # Not the stage that makes it, which keeps it as its last encoder layer's.
         pytest.param(
             {(DECODER_ATTENTION, Quantity.ENTRY_STORED): 50},

@@ -11,22 +11,16 @@ from tests.helpers.commands import run_python
 from tests.helpers.processes import run_ranks
 
 
-def run_alone(script: str) -> None:
-    """Run `script` in a process of its own, where Megatron has not been imported."""
-    run_python("-c", textwrap.dedent(script))
-
-
-def test_every_row_names_something_that_torch_has_once():
+def test_every_row_has_a_reason_and_names_something_that_torch_has_once():
     rows = [(row.owner, row.name) for row in stub_table.STUBS]
     assert len(set(rows)) == len(rows)
     for row in stub_table.STUBS:
         assert hasattr(platform.resolve(row.owner), row.name), row
-        assert row.why
+    reasons = [why for _, why in platform.ARGS_DEFAULTS.values()] + [row.why for row in stub_table.IN_MEGATRON]
+    assert all(row.why for row in stub_table.STUBS) and all("GPUs" in why or "NCCL" in why for why in reasons)
 
 
-def test_enable_puts_everything_in_force():
-    run_alone(
-        """
+ENABLED = """
         import os, sys, torch
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None), os.environ.pop("TORCH_COMPILE_DISABLE", None)
         from megatron_dynapipe import cpu
@@ -59,8 +53,12 @@ def test_enable_puts_everything_in_force():
         first = torch.rand(4)
         torch.cuda.set_rng_state(state)
         assert torch.equal(first, torch.rand(4)), "the CPU's generator is the device's"
-        """
-    )
+"""
+
+
+def test_enable_puts_everything_in_force():
+    """In a process of its own, where Megatron has not been imported."""
+    run_python("-c", textwrap.dedent(ENABLED))
 
 
 def draw_in_regions(rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -131,15 +129,14 @@ def test_the_cpu_can_be_asked_for_where_there_is_cuda(monkeypatch):
     assert platform.is_needed("cpu") and not platform.is_needed("auto")
 
 
-def test_cuda_is_refused_where_there_is_none(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", "expected a CUDA device, found none"), ("tpu", "expected a device of auto, cpu or cuda, got 'tpu'")],
+)
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="expected a CUDA device, found none"):
-        platform.is_needed("cuda")
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ConfigError, match="expected a device of auto, cpu or cuda, got 'tpu'"):
-        platform.is_needed("tpu")
+    with pytest.raises(ConfigError, match=message):
+        platform.is_needed(device)
 
 
 def test_a_missing_megatron_is_refused(monkeypatch):

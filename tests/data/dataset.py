@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, write_meta
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling.lengths import task_ids_path
-from megatron_dynapipe.units import BatchLayout, Recompute, Shape
+from megatron_dynapipe.units import BatchLayout, Shape
+from tests.helpers import lists
+from tests.helpers.samples import write_samples
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -23,17 +24,10 @@ def write_dataset(folder: Path) -> Path:
         samples = SAMPLES if split == "train" else []
         write_samples(folder / split, samples, 100)
         np.save(task_ids_path(folder, split), np.array(TASKS[: len(samples)], np.int16))
-    meta = DatasetMeta(
-        source="a table in a test",
-        tasks=("even", "odd"),
-        samples={"train": {"even": 2, "odd": 2}, "valid": {}, "test": {}},
-        vocabulary_size=100,
-        pad_id=PAD,
-        bos_id=BOS,
-        eos_id=EOS,
-        max_input_length=4,
-        max_target_length=3,
-    )
+    sizes = {"vocabulary_size": 100, "max_input_length": 4, "max_target_length": 3}
+    special = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
+    counts = {"train": {"even": 2, "odd": 2}, "valid": {}, "test": {}}
+    meta = DatasetMeta(source="a table in a test", tasks=("even", "odd"), samples=counts, **special, **sizes)
     write_meta(folder, meta)
     return folder
 
@@ -47,16 +41,9 @@ def micro_batch(
     layout: BatchLayout = BatchLayout.PADDED,
 ) -> MicroBatch:
     """A micro-batch of these samples of `SAMPLES`; their own lengths unless others are given."""
-    return MicroBatch(
-        sample_ids=tuple(samples),
-        input_lengths=tuple(inputs or [len(SAMPLES[at][0]) for at in samples]),
-        target_lengths=tuple(targets or [len(SAMPLES[at][1]) for at in samples]),
-        shape=shape,
-        layout=layout,
-        recompute=Recompute.NONE,
-        stored_bytes=(1,),
-        peak_bytes=(1,),
-    )
+    inputs = inputs or [len(SAMPLES[at][0]) for at in samples]
+    targets = targets or [len(SAMPLES[at][1]) for at in samples]
+    return lists.micro_batch(shape, inputs, targets, sample_ids=tuple(samples), layout=layout)
 
 
 def collator_of(folder: Path, required: RequiredFields) -> Collator:

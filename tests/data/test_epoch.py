@@ -34,7 +34,7 @@ def table(tasks: list[tuple[int, float]], seed: int) -> tuple[LengthTable, np.nd
 )
 def test_resumed_runs_see_what_an_uninterrupted_one_sees(
     tasks, seed, samples, has_rates, tokens, last, epochs, resumes, policy
-) -> None:
+):
     lengths, ids = table(tasks, seed)
     usable = np.flatnonzero(lengths.input <= 40) if policy is LongSamples.SKIP else np.arange(len(lengths))
     run = SamplerSettings(

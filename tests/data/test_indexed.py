@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megatron_dynapipe.data.indexed import IndexedReader, write_samples
+from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
+from tests.helpers.samples import write_samples
 
 SAMPLES = [([1, 2, 3], [4]), ([7], [8, 9]), ([0, 99], [98, 97, 96])]
 

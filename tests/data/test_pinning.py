@@ -1,5 +1,6 @@
 """A micro-batch in one buffer is the same micro-batch; the thread that reads ahead makes it."""
 
+from contextlib import closing
 from dataclasses import fields, replace
 
 import pytest
@@ -66,6 +67,7 @@ def test_the_iterator_prepares_what_it_yields(tmp_path):
     def entry(iteration):
         return stage_entry(iteration, micro_batch([0], Shape(1, 8, 8)))
 
-    with PlannedIterator(entry, collate, stop_iteration=1, prepare=lambda b: in_one_buffer(b, pin=False)) as iterator:
+    iterator = PlannedIterator(entry, collate, stop_iteration=1, prepare=lambda b: in_one_buffer(b, pin=False))
+    with closing(iterator):
         (item,) = iterator
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors(item.micro_batches[0]).values()}) == 1

@@ -20,11 +20,7 @@ _NAME = re.compile(rf"({PROGRAM}|torchrun|make|pip)( [a-z-]+)*")
 
 
 def printed(but_fences_of: Collection[str]) -> dict[str, str]:
-    """Commands, a block of them as one text, and the first place where each stands.
-
-    Args:
-        but_fences_of: pages whose fenced blocks are left out.
-    """
+    """Commands, a block of them as one text, and the first place of each; but for fenced blocks of some pages."""
     pages: dict[str, str] = {}
     for place, text in (*_in_pages(but_fences_of), *_in_heads(), *_in_strings()):
         lines = re.sub(r"\s*\\\n[#\s]*", " ", text).strip()

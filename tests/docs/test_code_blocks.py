@@ -16,16 +16,10 @@ from tests.helpers.commands import ROOT, run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """A block that is run, with small run files, data and models (`workspace`).
+    """A block that is run, with small run files, data and models (`workspace`)."""
 
-    Attributes:
-        swaps: words that need another machine, and what stands in their place.
-        after: a command behind the block, which ends what that leaves running.
-        slow: whether it runs in the slow suite alone.
-    """
-
-    swaps: tuple[tuple[str, str], ...] = ()
-    after: str = ""
+    swaps: tuple[tuple[str, str], ...] = ()  # words that need another machine, and what stands in their place
+    after: str = ""  # a command that ends what the block leaves running
     slow: bool = True
 
 

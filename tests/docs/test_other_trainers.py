@@ -194,9 +194,7 @@ def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, mo
     assert len(groups) == 2 and len(alone) < len(planned[0])
 
 
-def test_verl_has_to_come_before_the_modules_that_take_the_function(
-    verl: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verl_has_to_come_before_the_modules_that_take_the_function(verl, monkeypatch):
     stub(monkeypatch, "verl.workers.engine.utils", rearrange_micro_batches=verl.rearrange_micro_batches)
     with pytest.raises(ImportError, match=r"before verl\.workers\.engine\.utils: name it in VERL_USE_EXTERNAL_MODULES"):
         adapter("verl")

@@ -19,13 +19,7 @@ MODELS = {"flan-t5-large": "t5-v1.1", "Llama-3.2-1B": "llama"}
 """Folders of `models` and what small models lie there."""
 DEMOS = ("demo_gpt.yaml", "demo_t5.yaml")
 
-_TRAINING = {
-    "train-iters": 2,
-    "eval-iters": 0,
-    "dynapipe-calibrate": 0,
-    "lr-warmup-fraction": 0.0,
-    "lr-warmup-iters": 0,
-}
+_TRAINING = {"train-iters": 2, "eval-iters": 0, "dynapipe-calibrate": 0, "lr-warmup-fraction": 0, "lr-warmup-iters": 0}
 _MODEL = {
     "num-layers": 4,
     "encoder-num-layers": 2,

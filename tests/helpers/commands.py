@@ -21,9 +21,7 @@ def run(
     """A program that has ended with this status (None: any), with variables besides this process's."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(words, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=timeout_s)
-    assert status in (None, done.returncode), (
-        f"ended with {done.returncode}: {done.stdout[-3000:]}{done.stderr[-4000:]}"
-    )
+    assert status in (None, done.returncode), f"status {done.returncode}: {done.stdout[-3000:]}{done.stderr[-4000:]}"
     return done
 
 

@@ -102,9 +102,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def run_entry(
-    *, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool
-) -> dict[str, Any]:
+def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool) -> dict:
     """On one rank: what the script says, how it ends, and its losses."""
     from megatron_dynapipe.integration.supply import recorder
 

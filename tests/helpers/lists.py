@@ -1,12 +1,22 @@
-"""Instruction lists as text, checked by themselves, and the shapes of packed rows."""
+"""Instruction lists as text, checked by themselves, and micro-batches of some lengths."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_dynapipe.plan import verify
 from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.text import parse_instruction
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
-from megatron_dynapipe.units import ModelFamily, Shape, input_positions, round_up, target_positions
+from megatron_dynapipe.units import (
+    BatchLayout,
+    ModelFamily,
+    Recompute,
+    Shape,
+    input_positions,
+    round_up,
+    target_positions,
+)
 
 
 def verify_lists(
@@ -28,6 +38,19 @@ def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in range(len(lines))]
     return tuple(tuple(map(parse_instruction, line.partition(":")[2].split())) for line in lines)
+
+
+def micro_batch(shape: Shape, inputs: Sequence[int], targets: Sequence[int] = (), **fields: Any) -> MicroBatch:
+    """Samples of these lengths, numbered from 0, a GPT's without targets; they cost a byte."""
+    one = {"recompute": Recompute.NONE, "stored_bytes": (1,), "peak_bytes": (1,)}
+    one |= {"sample_ids": tuple(range(len(inputs))), "target_lengths": tuple(targets) or (0,) * len(inputs)}
+    return MicroBatch(input_lengths=tuple(inputs), shape=shape, **(one | fields))
+
+
+def packed(family: ModelFamily, inputs: Sequence[int], targets: Sequence[int] = (), **fields: Any) -> MicroBatch:
+    """The same in a packed row, as long as it need be."""
+    shape = packed_shape(family, inputs, targets)
+    return micro_batch(shape, inputs, targets, layout=BatchLayout.PACKED, **fields)
 
 
 def packed_shape(family: ModelFamily, input_tokens: Sequence[int], target_tokens: Sequence[int]) -> Shape:

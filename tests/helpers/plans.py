@@ -13,8 +13,8 @@ from megatron_dynapipe.planning.lowering import Topology, lower
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
-from tests.helpers.lists import packed_shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from tests.helpers.lists import micro_batch, packed_shape
 
 NO_LIMIT = 10**9
 
@@ -144,22 +144,11 @@ def _micro_batches(
     batches = []
     for row in range(problem.micro_batches):
         layout, sample = layouts[row % len(layouts)], first_sample + 2 * row
-        inputs, targets = (10, 16 + 8 * row), (3, 6) if t5 else (0, 0)
-        shape = Shape(2, inputs[1], 8 if t5 else 0)
-        if layout is BatchLayout.PACKED:
-            shape = packed_shape(family, inputs, targets)
-        batches.append(
-            MicroBatch(
-                sample_ids=(sample, sample + 1),
-                input_lengths=inputs,
-                target_lengths=targets,
-                shape=shape,
-                layout=layout,
-                recompute=Recompute.NONE,
-                stored_bytes=tuple(problem.stored_bytes[row].tolist()),
-                peak_bytes=tuple(problem.peak_bytes[row].tolist()),
-            )
-        )
+        lengths = (10, 16 + 8 * row), (3, 6) if t5 else (0, 0)
+        padded = Shape(2, 16 + 8 * row, 8 if t5 else 0)
+        shape = packed_shape(family, *lengths) if layout is BatchLayout.PACKED else padded
+        costs = {kind: tuple(getattr(problem, kind)[row].tolist()) for kind in ("stored_bytes", "peak_bytes")}
+        batches.append(micro_batch(shape, *lengths, layout=layout, sample_ids=(sample, sample + 1), **costs))
     return batches
 
 

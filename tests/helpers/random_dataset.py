@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dynapipe.data.indexed import write_samples
 from megatron_dynapipe.data.meta import DatasetMeta, write_meta
+from tests.helpers.samples import write_samples
 
 VOCABULARY = 512
 

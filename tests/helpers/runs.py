@@ -44,13 +44,7 @@ def write_run(
 ) -> Path:
     """Records of one replica; a prediction's nanosecond is a measured millisecond.
 
-    Args:
-        folder: of the run.
-        iterations: how many.
-        stages: how many.
-        micro_batches: of an iteration.
-        first: iteration.
-        start_ms: what the first iteration takes longer.
+    The first iteration takes `start_ms` longer than its passes.
     """
     plan = make_plan((micro_batches,), stages, method="1f1b", seed=3)
     shapes = tuple(micro_batch.shape for micro_batch in plan.replicas[0].micro_batches)

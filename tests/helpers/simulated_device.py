@@ -54,29 +54,17 @@ class DeviceMemoryError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """One thing that a rank gives to its device.
-
-    Attributes:
-        rank: whose device.
-        name: for messages.
-        stream: of the device.
-        after: launches whose events it waits for.
-        meets: what it has to meet on other ranks, with how many there are; None for what ends by itself.
-        hidden: a send that NCCL's buffers take, so that it ends by itself.
-        of_device: waits for everything before it on the device, and everything after waits for it.
-        takes: bytes of messages that are held from here on; negative where they are freed.
-        counted: bytes of messages that the plan counts while this runs; None for what is no pass.
-    """
+    """One thing that a rank gives to its device."""
 
     rank: int
     name: str
     stream: Hashable
-    after: tuple["Launch", ...] = ()
-    meets: tuple[Hashable, int] | None = None
-    hidden: bool = False
-    of_device: bool = False
-    takes: int = 0
-    counted: int | None = None
+    after: tuple["Launch", ...] = ()  # launches whose events it waits for
+    meets: tuple[Hashable, int] | None = None  # its peers on other ranks and their number; None where it ends by itself
+    hidden: bool = False  # a send that NCCL's buffers take, so that it ends by itself
+    of_device: bool = False  # waits for all before it on the device, and all after it wait
+    takes: int = 0  # bytes of messages that are held from here on; negative where they are freed
+    counted: int | None = None  # bytes of messages that the plan counts while this runs; None for what is no pass
     started: bool = False
     ended: bool = False
 
@@ -123,9 +111,7 @@ class Device:
 def run(devices: Sequence[Device], *, one_queue: bool = True) -> int:
     """Let all devices work off what they were given; the most bytes of messages that one holds during a pass.
 
-    Raises:
-        DeviceStallError: they wait for one another.
-        DeviceMemoryError: a pass finds more than is counted.
+    Devices that wait for one another, and a pass that finds more bytes than are counted, are errors.
     """
     meetings: dict[Hashable, list[Launch]] = defaultdict(list)
     queues: dict[tuple[int, Hashable], list[Launch]] = defaultdict(list)
@@ -309,19 +295,12 @@ class _Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How a plan's lists are run.
+    """How a plan's lists are run."""
 
-    Attributes:
-        tensor: tensor-parallel ranks; each of their passes ends with a collective among them.
-        reduces: gradients are reduced over the replicas at the list's end.
-        is_sharded: which messages are divided over the tensor-parallel ranks; None where none is.
-        buffer_bytes: a send of no more ends without its receive.
-    """
-
-    tensor: int = 1
-    reduces: bool = True
-    is_sharded: IsSharded | None = None
-    buffer_bytes: int = 0
+    tensor: int = 1  # tensor-parallel ranks; each of their passes ends with a collective among them
+    reduces: bool = True  # gradients over the replicas, at the list's end
+    is_sharded: IsSharded | None = None  # which messages are divided over the tensor-parallel ranks; None for none
+    buffer_bytes: int = 0  # a send of no more ends without its receive
 
     def launch(self, plan: IterationPlan) -> list[Device]:
         """What every rank's executor launches for an iteration: ranks of tensor, then replica, then stage."""
@@ -392,9 +371,5 @@ class Job:
 
 
 def check(plan: IterationPlan, job: Job, *, one_queue: bool = True) -> int:
-    """Launch a plan's lists and let the devices work them off; the most bytes of messages held during a pass.
-
-    Raises:
-        DeviceStallError, DeviceMemoryError: as of `run`.
-    """
+    """Launch a plan's lists and let the devices work them off, as `run` does."""
     return run(job.launch(plan), one_queue=one_queue)

@@ -100,11 +100,7 @@ def parts_of(
 ) -> tuple[int, int, int]:
     """What some samples cost in attention's linears, attention's inside and the MLP, in the unit of the rates.
 
-    Args:
-        rates: of a layer.
-        own: positions of each sample.
-        keys: of what its attention reads: those of the pieces before it and its own, and the encoder's.
-        encoder: positions of the encoder's output of each, for a decoder.
+    Attention reads a sample's `keys` positions: its own, those of pieces before it, and the encoder's for a decoder.
     """
     positions, pairs = sum(lengths), sum(n * k for n, k in zip(lengths, keys, strict=True))
     return rates.linear * positions + rates.memory * sum(encoder), rates.inner * pairs, rates.mlp * positions

@@ -14,19 +14,17 @@ BROUGHT_BY_EXTRAS = (
     *("torch", "megatron", "sympy", "matplotlib", "plotly"),
     *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
 )
-RUN = f"""
-import sys
-sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r}))  # an import of a None fails as if there were no such package
-from megatron_dynapipe.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+BLOCK = f"import sys; sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r}))\n"
+"""An import of a None fails as if there were no such package."""
+RUN = f"{BLOCK}from megatron_dynapipe.cli.main import main; sys.exit(main(sys.argv[1:]))"
 MODEL = ["--model", "gpt", "--layers", "4", "--hidden-size", "32"]
 
 
-def without_extras(*argv: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", RUN, *argv], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+def python(program: str, *argv: str, folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *argv]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture
@@ -37,24 +35,10 @@ def folder(tmp_path: Path) -> Path:
         return {f"{long}": [[size, value * size * long] for size in (1, 8, 64)] for long in (8, 64, 512)}
 
     times = {f"{part}.{way}": table(0.01) for part in ("encoder", "postprocess") for way in ("forward", "backward")}
-    costs = {
-        "format": "dynapipe-cost-model/1",
-        "name": "tiny",
-        "source": "test",
-        "device": "none",
-        "units": {},
-        "model": {"type": "decoder-only", "hidden": 32},
-        "keys": {
-            "tp1_none": {
-                "tp": 1,
-                "recompute": "none",
-                "model_state_mb": {"embedding": 1.0, "encoder": 2.0},
-                "time_ms": times,
-                "stored_activation_mb": {"encoder": table(0.05)},
-                "peak_activation_mb": {"encoder": table(0.06)},
-            }
-        },
-    }
+    layer = {"tp": 1, "recompute": "none", "model_state_mb": {"embedding": 1.0, "encoder": 2.0}, "time_ms": times}
+    layer |= {f"{kind}_activation_mb": {"encoder": table(mb)} for kind, mb in (("stored", 0.05), ("peak", 0.06))}
+    costs = {"format": "dynapipe-cost-model/1", "name": "tiny", "source": "test", "device": "none", "units": {}}
+    costs |= {"model": {"type": "decoder-only", "hidden": 32}, "keys": {"tp1_none": layer}}
     batches = [{"id": "b0", "input": [9, 65, 200, 12, 33]}]
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     (tmp_path / "batches.json").write_text(json.dumps({"format": "dynapipe-batches/1", "batches": batches}))
@@ -75,42 +59,35 @@ PLANNING += ["--recompute", "none"]
     ids=lambda argv: argv[0],
 )
 def test_a_command_needs_no_extra(folder: Path, argv: list[str]) -> None:
-    done = without_extras(*argv, folder=folder)
-    assert done.returncode == 0, done.stderr
+    done = python(RUN, *argv, folder=folder)
     if "--json" in argv:
         json.loads(done.stdout)
     assert done.stdout
 
 
 def test_plans_are_made_shown_and_verified_without_extras(folder: Path) -> None:
-    done = without_extras("plan", *PLANNING, "--pipeline-parallel", "2", "--output", "plans", folder=folder)
-    assert done.returncode == 0, done.stderr
+    python(RUN, "plan", *PLANNING, "--pipeline-parallel", "2", "--output", "plans", folder=folder)
     (plan,) = sorted((folder / "plans").glob("*.plan"))
     for argv in (["show", str(plan)], ["show", str(plan), "--trace", "trace.json"], ["verify", str(plan)]):
-        done = without_extras(*argv, folder=folder)
-        assert done.returncode == 0, done.stderr
+        python(RUN, *argv, folder=folder)
+    done = python(RUN, "show", str(plan), "--picture", "timeline.svg", folder=folder, status=2)
+    assert "the package matplotlib, which the extra [plots] brings" in done.stderr
 
 
-def test_the_planner_process_needs_no_extra() -> None:
-    program = f"import sys; sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r})); import megatron_dynapipe.service"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_planner_process_needs_no_extra(tmp_path: Path) -> None:
+    python(f"{BLOCK}import megatron_dynapipe.service", folder=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("argv", "package", "extra"),
     [
-        (["compare", *PLANNING, "--output", "methods.png"], "matplotlib", "plots"),
-        (["data", "demo", "--output", "demo"], "tokenizers", "data"),
+        (["data", "demo", "--output", "demo"], "pyarrow", "data"),
         (["profile", "--model", "gpt", "--output", "new.json", "--", "--num-layers", "2"], "torch", "train"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_an_extra_brings_is_named_where_it_is_missing(
-    folder: Path, argv: list[str], package: str, extra: str
-) -> None:
-    done = without_extras(*argv, folder=folder)
-    assert done.returncode == 2, done.stdout + done.stderr
+def test_what_an_extra_brings_is_named_where_it_is_missing(folder, argv, package, extra):
+    done = python(RUN, *argv, folder=folder, status=2)
     assert done.stderr.splitlines()[-2:] == [
         f"error: expected the package {package}, which the extra [{extra}] brings, found none",
         f"hint: pip install 'megatron-dynapipe[{extra}]'",
@@ -118,16 +95,14 @@ def test_what_an_extra_brings_is_named_where_it_is_missing(
 
 
 def test_doctor_says_that_this_machine_can_plan(folder: Path) -> None:
-    done = without_extras("doctor", "--json", folder=folder)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(python(RUN, "doctor", "--json", folder=folder).stdout)
     assert (told["can_plan"], told["can_train"]) == (True, False)
     torch = next(check for check in told["checks"] if check["name"] == "torch")
     assert torch["status"] == "absent" and torch["hint"] == "pip install 'megatron-dynapipe[train]'"
     assert torch["found"] == "not installed (for training): no torch"
 
 
-def test_importing_the_package_imports_nothing_else() -> None:
+def test_importing_the_package_imports_nothing_else(tmp_path: Path) -> None:
     program = """
 import sys
 before = set(sys.modules)
@@ -135,14 +110,11 @@ import megatron_dynapipe
 outside = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 sys.exit(f"imported {outside}" if outside != {"megatron_dynapipe"} else 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    python(program, folder=tmp_path)
 
 
-def test_a_name_of_the_package_says_what_it_needs() -> None:
-    program = f"""
-import sys
-sys.modules.update(dict.fromkeys({BROUGHT_BY_EXTRAS!r}))
+def test_a_name_of_the_package_says_what_it_needs(tmp_path: Path) -> None:
+    program = f"""{BLOCK}
 import megatron_dynapipe
 from megatron_dynapipe.errors import InstallationError
 assert megatron_dynapipe.tune
@@ -153,5 +125,4 @@ except InstallationError as error:
 else:
     sys.exit("Pipeline needs torch")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    python(program, folder=tmp_path)

@@ -54,15 +54,7 @@ SMALL = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
-GPT2 = {
-    "n_positions": 64,
-    "n_embd": 16,
-    "n_layer": 4,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+GPT2 = {"n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 T5 = {
     "d_model": 16,

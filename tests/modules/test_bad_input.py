@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_dynapipe import Pipeline, SharedModule, Stage, split_model
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.modules.inputs import Inputs
 from megatron_dynapipe.modules.trace import CutPoint
@@ -48,8 +49,6 @@ def said_by(function: Any) -> str:
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     """What every rank says to one wrong call after another; each is alone at fault where it can be."""
-    from megatron_dynapipe import Pipeline, SharedModule, Stage, split_model
-
     dist.init_process_group("gloo")
     batch, said = toy_batch(4, 5, 0), {}
 

@@ -37,10 +37,7 @@ def learn(name: str, ranks: int, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
-    [
-        (2, ["--epochs", "1"]),
-        pytest.param(4, ["--replicas", "2", "--epochs", "2"], marks=pytest.mark.slow),
-    ],
+    [(2, ["--epochs", "1"]), pytest.param(4, ["--replicas", "2", "--epochs", "2"], marks=pytest.mark.slow)],
 )
 def test_any_module_learns(ranks, arguments):
     learn("any_module.py", ranks, arguments)
@@ -50,9 +47,7 @@ def test_adapters_learn_and_they_alone_are_written(tmp_path):
     learn("lora_module.py", 2, ["--epochs", "2", "--output", str(tmp_path)])
     names = [set(load_file(tmp_path / f"{stage}.safetensors")) for stage in range(2)]
     assert all("lora_" in name for each in names for name in each)
-    assert len(names[0] | names[1]) == 4 * 4 * 2 and not names[0] & names[1], (
-        "two in each of four layers of four blocks"
-    )
+    assert len(names[0] | names[1]) == 4 * 4 * 2 and not names[0] & names[1], "two each of four layers of four blocks"
 
 
 @pytest.mark.parametrize("name", ["any_module.py", "lora_module.py"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dynapipe import Pipeline, split_model
 from megatron_dynapipe.plan.instructions import SendStart
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss
@@ -30,8 +31,6 @@ def count_calls() -> Counter[str]:
 
 
 def steps(rank: int, world_size: int) -> list[dict[str, int]]:
-    from megatron_dynapipe import Pipeline, split_model
-
     dist.init_process_group("gloo")
     counts, found = count_calls(), []
     part = split_model(toy(), toy_batch(2, 3, 0), stages=2)

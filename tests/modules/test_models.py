@@ -7,7 +7,7 @@ from tests.modules.models import CASES, build
 from tests.modules.training import train
 
 TOLERANCE = 1e-5
-EVERYDAY = {("gpt2", 2, 1), ("t5", 2, 1), ("vision", 2, 1), ("adapters", 2, 1)}
+EVERYDAY = {("t5", 2, 1), ("vision", 2, 1), ("adapters", 2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,10 @@ EVERYDAY = {("gpt2", 2, 1), ("t5", 2, 1), ("vision", 2, 1), ("adapters", 2, 1)}
 )
 def test_losses_and_gradients_are_those_of_one_process(name, stages, replicas):
     ranks = run_ranks(train, stages * replicas, {"name": name, "replicas": replicas}, deadline_s=240)
-    for found in ranks:
-        assert found["losses"] == pytest.approx(found["expected"], abs=TOLERANCE)
-        assert found["gradients"] < TOLERANCE
-        assert found["weights"] < TOLERANCE
-    held = [name for found in ranks for name in found["names"]]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(rank["expected"], abs=TOLERANCE)
+        assert rank["gradients"] < TOLERANCE and rank["weights"] < TOLERANCE
+    names = {name for rank in ranks for name in rank["names"]}
     whole = dict(build(name).named_parameters(remove_duplicate=False))
-    used = {key for key in whole if key in held or not any(whole[key] is whole[other] for other in held)}
-    assert used == set(held), "names are those of the whole model, and none is missing"
+    used = {key for key in whole if key in names or not any(whole[key] is whole[other] for other in names)}
+    assert used == names, "names are those of the whole model, and none is missing"

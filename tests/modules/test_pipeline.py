@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe import CutPoint, Pipeline, split_model
+from megatron_dynapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_dynapipe.modules.trace import ReadAttributes
 from tests.helpers.processes import run_ranks
 
@@ -20,7 +22,6 @@ class Toy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from megatron_dynapipe import CutPoint
 
         self.table = nn.Embedding(16, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
@@ -50,8 +51,6 @@ def toy_batch(size: int, length: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def toy_pipeline(lr: float = 0.1, replicas: int = 1, **settings: Any) -> tuple[Any, Any]:
-    from megatron_dynapipe import Pipeline, split_model
-
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     split = {key: settings.pop(key) for key in ("stages", "split_points") if key in settings}
@@ -111,7 +110,6 @@ def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
     """Losses where an attribute of the model and a global change between steps; what one rank's change alone gives."""
     global OFFSET
-    from megatron_dynapipe import Pipeline, split_model
 
     dist.init_process_group("gloo")
     model, batch = toy(), toy_batch(4, 6, 9)
@@ -185,8 +183,6 @@ def test_replicas_of_different_sizes_and_tied_weights():
 
 
 def half_precision(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_dynapipe.modules import Pipeline, split_model
-
     part, pipeline = toy_pipeline(precision="bf16")
     found: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
     scale = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
@@ -219,8 +215,6 @@ def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
 
 
 def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    from megatron_dynapipe.modules import Pipeline
-
     part, _ = toy_pipeline(replicas=2, split_points=["layers.1"])
     settings = {"precision": "fp16", "loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}
 
@@ -252,7 +246,6 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
     _, pipeline = toy_pipeline(replicas=world_size // stages, split_points=SPLITS[stages])
     losses = [step_of(pipeline, step) for step in range(2)]
-    from megatron_dynapipe.errors import CheckpointError
 
     with pytest.raises(CheckpointError, match=f"cannot write the checkpoint {__file__}/below: "):
         pipeline.save(f"{__file__}/below")
@@ -290,14 +283,10 @@ def test_a_checkpoint_goes_on_under_other_stages_and_replicas(tmp_path):
 
 
 def checkpoint_names(folder: str) -> list[str]:
-    from torch.distributed.checkpoint import FileSystemReader
-
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def refused(rank: int, world_size: int, folders: list[str]) -> list[str]:
-    from megatron_dynapipe.errors import DataError
-
     _, pipeline = toy_pipeline(split_points=["layers.1"])
     said = []
     for folder in folders:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_dynapipe import Pipeline, split_model
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.memory import LiveStorages
 from tests.helpers.processes import run_ranks
@@ -35,8 +36,6 @@ class Remembering(Mapping[str, torch.Tensor]):
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_dynapipe import Pipeline, split_model
-
     dist.init_process_group("gloo")
     batch, found = toy_batch(2, 3, 0), {}
     empty = Toy().to("meta")
@@ -75,8 +74,6 @@ class RealMemory(LiveStorages):
 
 def most_memory(rank: int, world_size: int) -> dict[str, float]:
     """Bytes of tensors that were made at most while a part was split off and filled, over those of the part."""
-    from megatron_dynapipe import split_model
-
     dist.init_process_group("gloo")
     found: dict[str, float] = {}
     for name in ("state dict", "meta"):
@@ -98,8 +95,6 @@ def test_a_rank_never_holds_more_than_its_part_and_one_layer():
 
 
 def both_ways(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], bool]:
-    from megatron_dynapipe import split_model
-
     dist.init_process_group("gloo")
     part = split_model(toy(), toy_batch(2, 3, 0), stages=4)
     mine = {name: value.clone() for name, value in part.state_dict().items()}

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_dynapipe import Pipeline, SharedModule, Stage
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from tests.helpers.processes import run_ranks
 from tests.modules.test_pipeline import checkpoint_names
 
@@ -61,8 +64,6 @@ SIZES = [(4, 6), (4, 6), (3, 6), (4, 6), (4, 9), (4, 9)]
 
 
 def own_stages(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_dynapipe import Pipeline, SharedModule, Stage
-
     dist.init_process_group("gloo")
     whole, model = Whole(), Whole()
     module = (model.first, model.last)[rank]
@@ -92,8 +93,6 @@ def own_stages(rank: int, world_size: int) -> dict[str, Any]:
 
 def count_messages() -> dict[str, int]:
     """Count how often ranks tell each other texts from now on."""
-    from megatron_dynapipe.runtime.control_group import ControlGroup
-
     counts: dict[str, int] = {}
     original = ControlGroup.gather_texts
 
@@ -137,8 +136,6 @@ def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Two replicas of stages whose weights have the same names, and a shared module under two names."""
-    from megatron_dynapipe import Pipeline, SharedModule, Stage
-
     dist.init_process_group("gloo")
     stage = rank // 2
     module = nn.Sequential(Plain(stage), Plain(stage + 2))
@@ -172,9 +169,6 @@ def test_stages_of_ones_own_are_saved_each_and_shared_weights_once(tmp_path):
 
 
 def given_shapes(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_dynapipe import Pipeline, Stage
-    from megatron_dynapipe.errors import ConfigError
-
     dist.init_process_group("gloo")
     messages = count_messages()
 

@@ -92,15 +92,10 @@ class Structured(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         pair = self.cuts[0]((self.first({"x": x, "scale": 2.0, "rows": x.shape[0], "name": None}), x))
         y, x = pair
-        given = {"x": y, "scale": 0.5, "rows": (y.shape[1], [x]), "name": "word"}
-        given = self.cuts[1](given)
-        z = self.second(given)
+        z = self.second(self.cuts[1]({"x": y, "scale": 0.5, "rows": (y.shape[1], [x]), "name": "word"}))
         z, box = self.cuts[2](z, Pair(y, 3))
-        return {
-            "z": self.third({"x": z, "scale": box.factor, "rows": 1, "name": "x"}),
-            "first": box.tensor,
-            "more": [1, x],
-        }
+        third = self.third({"x": z, "scale": box.factor, "rows": 1, "name": "x"})
+        return {"z": third, "first": box.tensor, "more": [1, x]}
 
 
 class Takes(nn.Linear):
@@ -167,9 +162,16 @@ class LoopOverExperts(nn.Module):
         return output
 
 
-def test_a_block_may_have_control_flow_of_its_own():
+BLOCKS = {
+    "control flow of its own": lambda layer: nn.Sequential(LoopOverExperts(), layer),
+    "compiled": lambda layer: torch.compile(layer, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_is_a_whole_module_whatever_it_does(block):
     model = Steps()
-    model.layers[1] = nn.Sequential(LoopOverExperts(), nn.Linear(4, 4))
+    model.layers[1] = block(model.layers[1])
     output, _ = run_divided(model, {"x": torch.randn(3, 6, 4)}, batch := {"x": torch.randn(5, 8, 4)})
     assert torch.equal(output, model(**batch))
 
@@ -207,13 +209,6 @@ def test_what_follows_from_the_batch_alone_crosses_no_boundary():
     assert torch.equal(output, model(**batch))
     assert [len(each) for each in division.boundaries] == [1, 1]
     assert [division.batch_keys(stage) for stage in range(3)] == [["x", "mask"], ["mask"], ["mask"]]
-
-
-def test_compiled_blocks_are_whole_modules():
-    model = Steps()
-    model.layers[1] = torch.compile(model.layers[1], backend="eager")
-    batch = {"x": torch.randn(3, 4)}
-    assert torch.equal(run_divided(model, batch, batch)[0], model(**batch))
 
 
 def test_a_trace_holds_for_other_sizes_until_control_flow_says_otherwise():
@@ -361,18 +356,10 @@ def test_what_a_whole_module_changes_is_its_own():
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (["layers.1"], ["layers.1"]),
-        (["1"], "got 2"),
-        (["layers.7"], "got 0"),
-        (["layers.1", "layers.1"], "more than once"),
-    ],
+    ("names", "message"), [(["1"], "got 2"), (["layers.7"], "got 0"), (["layers.1", "layers.1"], "more than once")]
 )
-def test_split_points_by_name(names, found):
+def test_split_points_are_named_by_the_end_of_one_name(names, message):
     model = nn.Sequential(Steps())
-    if isinstance(found, list):
-        assert resolve_split_points(model, names) == [f"0.{name}" for name in found]
-        return
-    with pytest.raises(ConfigError, match=found):
+    assert resolve_split_points(model, ["layers.1"]) == ["0.layers.1"]
+    with pytest.raises(ConfigError, match=message):
         resolve_split_points(model, names)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dynapipe.modules import Pipeline, split_model
 from tests.modules.models import CASES, Batch, build
 
 SIZES = ((4, 8), (5, 12), (3, 6), (7, 10), (2, 9))
@@ -39,8 +40,6 @@ def train(
     rank: int, world_size: int, *, name: str, replicas: int, sizes: Sequence[tuple[int, int]] = SIZES, **settings: Any
 ) -> dict[str, Any]:
     """Five steps in pieces and whole; the losses, and how far gradients and weights of this rank's part are apart."""
-    from megatron_dynapipe.modules import Pipeline, split_model
-
     dist.init_process_group("gloo")
     case, generator = CASES[name], torch.Generator().manual_seed(3)
     model, whole = build(name), build(name)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dynapipe.checkout import patching
+from megatron_dynapipe.checkout.survey import State, survey
+from megatron_dynapipe.tools.patch import change
 from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -43,13 +44,13 @@ def patched(request, tmp_path_factory) -> Iterator[Path]:
     """A checkout made from the wheel, patched; at the end patches are reversed, and it is compared with the wheel."""
     folder = unpack(request.param, tmp_path_factory.mktemp("checkout"))
     before = contents(folder)
-    (checkout,) = patching.survey(folder)
-    assert request.param in checkout.series.releases and checkout.state is patching.State.RELEASED
-    patching.change(folder)
+    (checkout,) = survey(folder)
+    assert request.param in checkout.series.releases and checkout.state is State.RELEASED
+    change(folder)
     changed = {name for name, data in contents(folder).items() if before.get(name) != data}
     assert changed == set(checkout.series.files)
     yield folder
-    patching.change(folder, reverse=True)
+    change(folder, reverse=True)
     assert {name: data for name, data in contents(folder).items() if "__pycache__" not in name} == before
 
 
@@ -126,7 +127,7 @@ def test_a_checkout_that_was_merged_with_changes_trains(data, tmp_path):
     folder = unpack(VERSIONS[-1], tmp_path / "checkout")
     path = folder / "megatron" / "training" / "training.py"
     path.write_text(path.read_text().replace('"""Pretrain utilities."""', 'print("a change of ours")', 1))
-    patching.change(folder, merge=True)
+    change(folder, merge=True)
     flags = f"{SMALL['gpt']} {COMMON} {LAYOUTS['two stages']} --train-iters 2 --use-dynapipe"
     output = "".join(launch(BY_HAND, folder, f"{flags} --dynapipe-data {data}", tmp_path))
     assert "a change of ours" in output and "iteration        2/       2" in output

@@ -4,10 +4,10 @@ import pytest
 from megatron_dynapipe.errors import PlanDecodeError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StageEntry, StagePlan
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
-from tests.helpers.lists import parse_stages
+from tests.helpers.lists import micro_batch, parse_stages
 from tests.helpers.plans import make_plan
 from tests.plan.test_fuzz import signed
 
@@ -22,14 +22,6 @@ STAGE_1 = (
 
 # If one of these changes, stored plans would be misread: raise codec.VERSION (records), or give a new instruction a
 # number never used before.
-GOLDEN_STAGE_0 = (
-    "9a96060200000191931002049201009302000096040100000191931002049408010000950702000001950501000001940803"
-    "0000930300009408040000"
-)
-GOLDEN_STAGE_1 = (
-    "9a96060100000091931002049201009507010000009302000094080100009303000094080200009604020000009193100204"
-    "9505020000009408050000"
-)
 GOLDEN_PLAN = (
     "44594e41504c00053b045d4fc128e5c2430b7756abf1ba6b9b07a3677074c2a4356537370201cd03e8920a0bc391a6706164"
     "6465649193919a920409920a1092000093021000a6706164646564a973656c65637469766592050692070890909293009a96"
@@ -42,15 +34,8 @@ GOLDEN_PLAN = (
 
 def golden_plan() -> IterationPlan:
     first, second = parse_stages(f"{STAGE_0}\n{STAGE_1}")
-    batch = MicroBatch(
-        sample_ids=(4, 9),
-        input_lengths=(10, 16),
-        target_lengths=(0, 0),
-        shape=Shape(2, 16),
-        recompute=Recompute.SELECTIVE,
-        stored_bytes=(5, 6),
-        peak_bytes=(7, 8),
-    )
+    costs = {"stored_bytes": (5, 6), "peak_bytes": (7, 8)}
+    batch = micro_batch(Shape(2, 16), (10, 16), sample_ids=(4, 9), recompute=Recompute.SELECTIVE, **costs)
     stages = (
         StagePlan(stage=0, instructions=first, predicted=(Event(Forward(0), 0, 300), Event(Backward(0), 900, 1500))),
         StagePlan(stage=1, instructions=second, predicted=(Event(Forward(0), 310, 500), Event(Backward(0), 500, 890))),
@@ -71,8 +56,6 @@ def golden_plan() -> IterationPlan:
 
 def test_the_wire_format_does_not_change_unnoticed():
     plan = golden_plan()
-    stages = [msgspec.msgpack.encode(stage.instructions).hex() for stage in plan.replicas[0].stages]
-    assert stages == [GOLDEN_STAGE_0, GOLDEN_STAGE_1]
     assert codec.encode(plan).hex() == GOLDEN_PLAN
     assert codec.decode_plan(bytes.fromhex(GOLDEN_PLAN)) == plan
 
@@ -102,41 +85,40 @@ def test_plans_and_entries_come_back_equal(family, counts, stages, chunks):
         (lambda data: b"PK\x03\x04" + bytes(60), r"expected a plan starting with b'DYNAPL', got b'PK"),
         (lambda data: data[:-1], "the plan is damaged: expected digest"),
         (lambda data: data + b"\0", "the plan is damaged: expected digest"),
-        (lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "the plan is damaged: expected digest"),
         (lambda data: codec.encode_entries(golden_plan())[0][2], "not a valid IterationPlan: "),
         (lambda data: signed(data[24:].replace(b"5e77", b"\xff\xfe\xfd\xfc")), "not a valid IterationPlan"),
     ],
-    ids=["short", "another format", "cut", "longer", "a bit", "an entry", "no text"],
+    ids=["short", "another format", "cut", "longer", "an entry", "no text"],
 )
-def test_damage(change, message):
+def test_damage_is_refused_and_named(change, message):
     with pytest.raises(PlanDecodeError, match=message):
         codec.decode_plan(change(codec.encode(golden_plan())))
 
 
+def changed(*place, to):
+    """The golden plan's fields with the one at this place set to another value."""
+    fields = part = msgspec.to_builtins(golden_plan())
+    for position in place[:-1]:
+        part = part[position]
+    part[place[-1]] = to
+    return fields
+
+
+FIELDS = msgspec.to_builtins(golden_plan())
+
+
 @pytest.mark.parametrize(
-    ("position", "value", "message"),
+    ("fields", "message"),
     [
-        (0, "seven", r"Expected `int`, got `str` - at `\$\[0\]`"),
-        (1, "bert", r"Invalid enum value 'bert' - at `\$\[1\]`"),
-        (2, None, r"Expected `bool`, got `None` - at `\$\[2\]`"),
+        (changed(0, to="seven"), r"Expected `int`, got `str` - at `\$\[0\]`"),
+        (changed(1, to="bert"), r"Invalid enum value 'bert' - at `\$\[1\]`"),
+        (changed(2, to=None), r"Expected `bool`, got `None` - at `\$\[2\]`"),
+        (FIELDS[:-2], "Expected `array` of at least length 11, got 10"),  # the last one says who runs in step
+        ([*FIELDS, 0], "Expected `array` of at most length 12, got 13"),
+        (changed(-2, 0, 1, 0, 1, 0, 0, to=99), "Invalid value 99"),  # the opcode of stage 0's first instruction
+        (changed(-2, 0, 0, 0, 0, to=[0]), ".*got 1 sample ids"),  # for two samples
     ],
 )
-def test_a_field_of_the_wrong_form_is_named(position, value, message):
-    fields = msgspec.to_builtins(golden_plan())
-    fields[position] = value
+def test_a_field_of_the_wrong_form_is_named(fields, message):
     with pytest.raises(PlanDecodeError, match=f"not a valid IterationPlan: {message}"):
-        codec.decode_plan(signed(msgspec.msgpack.encode(fields)))
-
-
-def test_short_and_long_records_and_unknown_instructions_are_refused():
-    fields = msgspec.to_builtins(golden_plan())
-    with pytest.raises(PlanDecodeError, match="Expected `array` of at least length 11, got 10"):
-        codec.decode_plan(signed(msgspec.msgpack.encode(fields[:-2])))  # the last one says who runs in step
-    with pytest.raises(PlanDecodeError, match="Expected `array` of at most length 12, got 13"):
-        codec.decode_plan(signed(msgspec.msgpack.encode([*fields, 0])))
-    fields[-2][0][1][0][1][0][0] = 99  # the opcode of the first instruction of stage 0 of replica 0
-    with pytest.raises(PlanDecodeError, match="Invalid value 99"):
-        codec.decode_plan(signed(msgspec.msgpack.encode(fields)))
-    fields[-2][0][0][0][0] = [0]  # one sample id for two samples
-    with pytest.raises(PlanDecodeError, match=r"not a valid IterationPlan: .*got 1 sample ids"):
         codec.decode_plan(signed(msgspec.msgpack.encode(fields)))

@@ -138,9 +138,7 @@ class Handlers:
 
 def run_plans(*, rank: int, world_size: int, seeds: list[int]) -> int:
     dist.init_process_group("gloo", init_method="env://")
-    channels = [
-        Channel(payload, payload is Payload.ACTIVATION, wraps) for payload, wraps in product(Payload, (False, True))
-    ]
+    channels = [Channel(kind, kind is Payload.ACTIVATION, wraps) for kind, wraps in product(Payload, (False, True))]
     groups = {channel: dist.new_group(backend="gloo") for channel in channels}
     for seed in seeds:
         plan = RandomPlan(seed, world_size)

@@ -1,30 +1,19 @@
 import pytest
+from msgspec.structs import replace
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.iteration import MicroBatch, Piece, Totals
-from megatron_dynapipe.units import BatchLayout, Recompute, Shape
+from megatron_dynapipe.plan.iteration import Piece, Totals
+from megatron_dynapipe.units import BatchLayout, Shape
+from tests.helpers.lists import micro_batch
 from tests.helpers.plans import make_plan
 
-
-def micro_batch(**changes):
-    fields = {
-        "sample_ids": (4, 9),
-        "input_lengths": (10, 16),
-        "target_lengths": (3, 6),
-        "shape": Shape(2, 16, 8),
-        "recompute": Recompute.NONE,
-        "stored_bytes": (5, 5),
-        "peak_bytes": (7, 7),
-    }
-    return MicroBatch(**(fields | changes))
-
-
+GOOD = micro_batch(Shape(2, 16, 8), (10, 16), (3, 6), stored_bytes=(5, 5), peak_bytes=(7, 7))
 PACKED = {"layout": BatchLayout.PACKED, "shape": Shape(1, 32, 16)}
 NONE = {"sample_ids": (), "input_lengths": (), "target_lengths": (), "shape": Shape(0, 16, 8)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"sample_ids": (4,)}, r"expected 2 samples with their lengths in a padded micro-batch of shape"),
         ({"input_lengths": (1, 2, 3)}, r"expected 2 samples with their lengths in a padded micro-batch of shape"),
@@ -37,10 +26,10 @@ NONE = {"sample_ids": (), "input_lengths": (), "target_lengths": (), "shape": Sh
         ({"peak_bytes": (7,)}, "expected stored and peak bytes for the same virtual stages, got 2 and 1"),
     ],
 )
-def test_micro_batches_that_cannot_be(changes, said):
-    assert micro_batch().shape != micro_batch(**PACKED).shape
-    with pytest.raises(PlanError, match=said):
-        micro_batch(**changes)
+def test_micro_batches_that_cannot_be_are_refused(changes, message):
+    assert replace(GOOD, **PACKED).layout is BatchLayout.PACKED
+    with pytest.raises(PlanError, match=message):
+        replace(GOOD, **changes)
 
 
 def test_totals_count_all_replicas():

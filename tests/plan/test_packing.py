@@ -2,23 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.packing import RowOffsets, row_offsets
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
-from tests.helpers.lists import packed_shape
-
-
-def packed(family, inputs, targets):
-    return MicroBatch(
-        sample_ids=tuple(range(len(inputs))),
-        input_lengths=inputs,
-        target_lengths=targets,
-        shape=packed_shape(family, inputs, targets),
-        layout=BatchLayout.PACKED,
-        recompute=Recompute.NONE,
-        stored_bytes=(),
-        peak_bytes=(),
-    )
+from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers.lists import packed
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,10 @@ MIXED = (BatchLayout.PACKED, BatchLayout.PADDED)
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (
-            ModelFamily.GPT,
-            {"shape": Shape(1, 16)},
-            r"row of shape 1x24 or longer for samples that end at input position 24",
-        ),
-        (ModelFamily.GPT, {"shape": Shape(1, 28)}, r"expected a packed row of shape 1x24 .*, got 1x28"),
-        (ModelFamily.GPT, {"input_lengths": (10, 17)}, r"end at input position 25 and target position 0, got 1x24"),
-        (ModelFamily.T5, {"target_lengths": (3, 10)}, r"of shape 1x32[+]24 .* target position 17, got 1x32[+]16"),
+        (GPT, {"shape": Shape(1, 16)}, r"row of shape 1x24 or longer for samples that end at input position 24"),
+        (GPT, {"shape": Shape(1, 28)}, r"expected a packed row of shape 1x24 .*, got 1x28"),
+        (GPT, {"input_lengths": (10, 17)}, r"end at input position 25 and target position 0, got 1x24"),
+        (T5, {"target_lengths": (3, 10)}, r"of shape 1x32[+]24 .* target position 17, got 1x32[+]16"),
     ],
 )
 def test_the_offsets_of_a_packed_row_cover_it(family, changes, message):
@@ -167,21 +163,20 @@ def test_the_offsets_of_a_packed_row_cover_it(family, changes, message):
 def test_packed_rows_where_the_settings_allow_them_of_their_samples_or_longer():
     plan = make_plan((2,), 1, layouts=MIXED)  # one stage: nothing crosses a boundary in the row's shape
     verify(plan_with(plan, shape=Shape(1, 64)))
-    with pytest.raises(
-        PlanError, match=r"micro-batch 0: expected a layout .* allow \(padded\), got packed\nhint: plan"
-    ):
+    with pytest.raises(PlanError, match=r"micro-batch 0: .* layout .* allow \(padded\), got packed\nhint: plan"):
         verify(replace(plan, layouts=(BatchLayout.PADDED,)))
 
 
 def test_every_sample_is_planned_once():
     plan = make_plan((2, 1), 2)
     verify(plan, expected_samples=range(6))
-    with pytest.raises(PlanError, match="expected the 7 samples of the global batch, got 6: lost 6; too many of none"):
-        verify(plan, expected_samples=range(7))
-    with pytest.raises(PlanError, match="got 6: lost none; too many of 5"):
-        verify(plan, expected_samples=range(5))
-    with pytest.raises(PlanError, match="lost 0; too many of none"):
-        verify(plan, expected_samples=[0, 0, 1, 2, 3, 4, 5])
+    for samples, message in (
+        (range(7), "expected the 7 samples of the global batch, got 6: lost 6; too many of none"),
+        (range(5), "got 6: lost none; too many of 5"),
+        ((0, *range(6)), "lost 0; too many of none"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            verify(plan, expected_samples=samples)
 
 
 def test_stages_are_in_order():

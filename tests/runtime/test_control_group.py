@@ -56,13 +56,15 @@ def test_what_all_ranks_agree_on():
         "expected one plan of iteration 4 on all ranks: the digest of its plan is 0123456789abcde… on rank 0 and "
         "fedcba987654321… on rank 2"
     )
-    for rank, found in enumerate(ranks):
-        assert found["texts"] == ["", "2 ü2 ü"]
-        assert found["no failure"] == f"value {rank}"
-        assert found["two fail"] == f"InfeasibleError: {'' if rank == 1 else 'rank 1: '}too large\nhint: less"
+    for rank, outcome in enumerate(ranks):
         kind = "OSError" if rank == 1 else f"{PlannerFailedError.__name__}: rank 1: OSError"
-        assert found["other kind"] == f"{kind}: disk of 1"
-        assert found["plans"] == ["agreed", said]
+        assert outcome == {
+            "texts": ["", "2 ü2 ü"],
+            "no failure": f"value {rank}",
+            "two fail": f"InfeasibleError: {'' if rank == 1 else 'rank 1: '}too large\nhint: less",
+            "other kind": f"{kind}: disk of 1",
+            "plans": ["agreed", said],
+        }
 
 
 DIFFERENCES = [
@@ -77,11 +79,11 @@ SAME, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 
 def _differences(*, rank: int, world_size: int) -> list[str]:
-    return _control(lambda control: [str(control.find_difference(held[rank])) for held, _ in DIFFERENCES])
+    return _control(lambda control: [str(control.find_difference(fields[rank])) for fields, _ in DIFFERENCES])
 
 
 def test_the_first_field_in_which_ranks_differ_is_the_same_on_all():
-    assert run_ranks(_differences, 2) == [[found for _, found in DIFFERENCES]] * 2
+    assert run_ranks(_differences, 2) == [[difference for _, difference in DIFFERENCES]] * 2
 
 
 def _agree(control, plan: str) -> str:

@@ -10,13 +10,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel, Forward, Load, Payload
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import (
-    CudaPlatform,
-    HostStagedTransport,
-    PipelineExecutor,
-    ScatterGatherTransport,
-    Work,
-)
+from megatron_dynapipe.runtime import CudaPlatform, HostStagedTransport, PipelineExecutor, ScatterGatherTransport, Work
 from megatron_dynapipe.runtime.messages import MessageBuffers
 from megatron_dynapipe.runtime.watchdog import ListWatchdog
 

@@ -47,12 +47,10 @@ def test_nothing_is_reserved_where_nothing_is_missing(gpu: SimpleNamespace, limi
     assert reserve(limit, device) == 0 and gpu.asked == []
 
 
-def test_too_little_memory_is_said(gpu: SimpleNamespace) -> None:
+def test_too_little_memory_and_segments_that_do_not_grow_are_refused(gpu, monkeypatch):
     with pytest.raises(ConfigError, match=r"expected 0\.002 MB of free device memory to reserve, found 0\.001 MB"):
         reserve(2000, GPU)
-
-
-def test_segments_have_to_grow(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.asked.clear()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     with pytest.raises(ConfigError, match="whose segments grow"):
         reserve(1000, GPU)

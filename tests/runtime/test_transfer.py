@@ -172,7 +172,5 @@ def abandon(*, rank: int, world_size: int, silent: list[int], shards_from: float
 )
 def test_a_wait_fails_by_the_deadline_and_names_the_instruction(silent, shards_from, deadline_s):
     arguments = {"silent": silent, "shards_from": shards_from, "deadline_s": deadline_s}
-    with pytest.raises(
-        RanksFailedError, match=r"(?i)timed out[\s\S]*at stage 1, step 1: RECV_F0<0\[4\] --> WAIT_RECV_F0<0"
-    ):
+    with pytest.raises(RanksFailedError, match=r"(?i)timed out[\s\S]*at stage 1, step 1: .*WAIT_RECV_F0<0"):
         run_ranks(abandon, 4, arguments, deadline_s=30)

@@ -88,7 +88,7 @@ def test_it_ends_when_all_is_planned(settings, source, store) -> None:
 )
 def test_iterations_are_shared_by_their_number_ahead_of_training(
     settings, source, store, planner, planners, progress, planned
-) -> None:
+):
     job = only_train(settings(planner=planner, planners=planners, look_ahead=4, idle_timeout_s=1.0))
     announce(job, store, "train", progress)
     with running(job, source, store):

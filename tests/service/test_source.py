@@ -67,9 +67,7 @@ def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_agai
 
 
 @pytest.mark.parametrize(("first_s", "patience_s"), [(1.0, 10.0), (26.0, 78.0), (90.0, 150.0)])
-def test_plans_that_take_long_are_waited_for_as_long_three_times(
-    job, store, make, monkeypatch, first_s: float, patience_s: float
-) -> None:
+def test_plans_that_take_long_are_waited_for_as_long_three_times(job, store, make, monkeypatch, first_s, patience_s):
     plans = make(deadline_s=300.0)
     now = [0.0]
     monkeypatch.setattr(source.time, "monotonic", lambda: now[0])

@@ -124,12 +124,7 @@ class Relay:
 
 
 class Scripted:
-    """A server that answers the first two requests of each connection as Redis does, and the next ones as told.
-
-    Args:
-        pieces: of its answer, sent one after another; a function gives those of each request.
-        pause_s: between them.
-    """
+    """A server that answers the first two requests of each connection as Redis does, and the next ones in pieces."""
 
     def __init__(self, pieces: Sequence[bytes] | Callable[[], Sequence[bytes]], pause_s: float = 0.0) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))

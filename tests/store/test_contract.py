@@ -80,9 +80,7 @@ def test_every_waiting_reader_gets_the_value(store: PlanStore, key: str) -> None
         assert [wait.result() for wait in waits] == [(key, b"plan")] * 6
 
 
-def test_of_several_keys_the_first_that_comes_or_is_asked_for_is_returned(
-    store: PlanStore, key: str, later: Later
-) -> None:
+def test_of_several_keys_the_first_that_comes_or_is_asked_for_is_returned(store, key, later):
     later(lambda: store.put_all([(f"{key}:b", b"2")]))
     assert store.wait_any([f"{key}:a", f"{key}:b"], timeout_s=10, what="either") == (f"{key}:b", b"2")
     store.put_all([(f"{key}:a", b"1")])
@@ -114,19 +112,11 @@ def test_a_deleted_key_is_gone_and_may_be_published_anew(store: PlanStore, key: 
 @pytest.mark.parametrize(
     ("announced", "goal", "reached"),
     [
-        ([0], 0, 0),
-        ([3], 3, 3),
-        ([3], 0, 3),
-        ([1, 2, 5], 4, 5),
-        ([5, 2], 4, 5),
-        ([5, 5], 5, 5),
-        ([2, 3], 4, None),
-        ([], 0, None),
+        *(([0], 0, 0), ([3], 3, 3), ([3], 0, 3), ([1, 2, 5], 4, 5), ([5, 2], 4, 5), ([5, 5], 5, 5)),
+        *(([2, 3], 4, None), ([], 0, None)),
     ],
 )
-def test_progress_is_the_largest_value_announced(
-    store: PlanStore, key: str, announced: list[int], goal: int, reached: int | None
-) -> None:
+def test_progress_is_the_largest_value_announced(store, key, announced, goal, reached):
     for value in announced:
         store.announce(key, value)
     assert store.read_progress([key, f"{key}:none"]) == ({key: max(announced)} if announced else {})
@@ -154,12 +144,9 @@ def test_progress_of_any_of_several_topics_ends_the_wait(store: PlanStore, key: 
     assert store.wait_progress(goals, timeout_s=5, what="training") == {f"{key}:train": 10, f"{key}:valid": 1}
 
 
-def test_negative_progress_is_a_bug_of_ours(store: PlanStore, key: str) -> None:
+def test_negative_progress_and_a_wait_without_key_or_deadline_are_bugs_of_ours(store: PlanStore, key: str) -> None:
     with pytest.raises(AssertionError, match="progress is never negative, got -1"):
         store.announce(key, -1)
-
-
-@pytest.mark.parametrize(("keys", "timeout_s"), [([], 1.0), (["k"], 0.0), (["k"], float("inf"))])
-def test_a_wait_without_key_or_deadline_is_a_bug_of_ours(store: PlanStore, keys: list[str], timeout_s: float) -> None:
-    with pytest.raises(AssertionError, match="a wait needs"):
-        store.wait_any(keys, timeout_s=timeout_s, what="nothing")
+    for keys, timeout_s in (([], 1.0), ([key], 0.0), ([key], float("inf"))):
+        with pytest.raises(AssertionError, match="a wait needs"):
+            store.wait_any(keys, timeout_s=timeout_s, what="nothing")

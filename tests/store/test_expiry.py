@@ -53,9 +53,7 @@ def test_a_slow_reply_is_waited_for_as_long_as_the_caller_says(address, raw, key
 
 def test_a_key_that_another_program_wrote_is_reported(address, raw) -> None:
     raw.set("dynapipe:spoiled", "text")
-    with (
-        open_store(address) as store,
-        pytest.raises(StoreError, match=r"publishing dynapipe:spoiled and 0 more: .*WRONGTYPE") as caught,
-    ):
+    message = r"publishing dynapipe:spoiled and 0 more: .*WRONGTYPE"
+    with open_store(address) as store, pytest.raises(StoreError, match=message) as caught:
         store.put_all([("dynapipe:spoiled", b"plan")])
     assert caught.value.hint is not None and caught.value.hint.startswith("the server must be Redis or Valkey, 6.2")

@@ -48,35 +48,18 @@ def test_an_address_shows_no_password(url: str, shown: str) -> None:
     assert "hunter2" not in f"{[address]} {address}"
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "node1:6379",
-        "http://:hunter2@node1",
-        "redis://",
-        "redis://:hunter2@",
-        "redis://:hunter2@node1:port",
-        "redis://:hunter2@node1:99999",
-        "redis://node1?password=hunter2",
-        "unix://",
-        "redis://:hunter2@[node1",
-        # what a client would read otherwise
-        "redis://node 1:6379/0",
-        "redis://node1:6379/0\n",
-        " redis://node1:6379/0",
-        "redis://node1:6379/plans",
-        "redis://node1:6379/1x",
-        "redis://node1:6379/-1",
-        "redis://node1:6379/0/1",
-        "redis://node1:6379/" + "9" * 5000,
-        "redis://node1:0/0",
-        "redis://" + "x" * 300 + ":6379/0",
-        "redis://a..b:6379/0",
-        "unix:///run/valkey socket",
-        "redis://:hunter2\x00@node1",
-    ],
-)
+MALFORMED = [
+    *("", "node1:6379", "http://:hunter2@node1", "redis://", "redis://:hunter2@", "redis://:hunter2@node1:port"),
+    *("redis://:hunter2@node1:99999", "redis://node1?password=hunter2", "unix://", "redis://:hunter2@[node1"),
+    # what a client would read otherwise
+    *("redis://node 1:6379/0", "redis://node1:6379/0\n", " redis://node1:6379/0", "redis://node1:6379/plans"),
+    *("redis://node1:6379/1x", "redis://node1:6379/-1", "redis://node1:6379/0/1", "redis://node1:6379/" + "9" * 5000),
+    *("redis://node1:0/0", "redis://" + "x" * 300 + ":6379/0", "redis://a..b:6379/0", "unix:///run/valkey socket"),
+    "redis://:hunter2\x00@node1",
+]
+
+
+@pytest.mark.parametrize("url", MALFORMED)
 def test_a_malformed_address_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ConfigError, match=r"the plan store's URL must be redis://\[user:password@\]host") as caught:
         StoreAddress(url)

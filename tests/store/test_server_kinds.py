@@ -21,22 +21,13 @@ ADDRESS = StoreAddress("redis://:secret@plans:6379/0")
 
 
 @pytest.mark.parametrize(
-    "info",
+    ("info", "message"),
     [
-        "redis_version:6.2.0\r\nredis_mode:standalone\r\n",
-        "redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n",
-        "redis_version:dev\r\n",
-        "",
-        "# a line that is none",
-    ],
-)
-def test_servers_that_serve_plans(info: str) -> None:
-    check_kind(ADDRESS, fields_of(info))
-
-
-@pytest.mark.parametrize(
-    ("info", "said"),
-    [
+        ("redis_version:6.2.0\r\nredis_mode:standalone\r\n", None),
+        ("redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n", None),
+        ("redis_version:dev\r\n", None),
+        ("", None),
+        ("# a line that is none", None),
         ("redis_version:7.2.4\r\nredis_mode:cluster\r\n", "got a Redis Cluster"),
         ("redis_version:7.2.4\r\nserver_mode:cluster\r\n", "got a Redis Cluster"),
         ("redis_version:7.0.0\r\nredis_mode:sentinel\r\n", "got a Redis Sentinel"),
@@ -44,8 +35,11 @@ def test_servers_that_serve_plans(info: str) -> None:
         ("redis_version:5.0.7\r\n", "expected Redis 6.2 or newer"),
     ],
 )
-def test_servers_that_do_not_are_named(info: str, said: str) -> None:
-    with pytest.raises(StoreError, match=said) as caught:
+def test_servers_that_cannot_serve_plans_are_named(info: str, message: str | None) -> None:
+    if message is None:
+        check_kind(ADDRESS, fields_of(info))
+        return
+    with pytest.raises(StoreError, match=message) as caught:
         check_kind(ADDRESS, fields_of(info))
     assert caught.value.hint is not None and "secret" not in str(caught.value)
 
@@ -57,9 +51,7 @@ CLUSTER = "cluster-enabled yes\ncluster-port {other}\ncluster-config-file nodes-
     ("settings", "words", "kind"),
     [(CLUSTER, (), "Cluster"), ("sentinel monitor mine 127.0.0.1 {other} 1", ("--sentinel",), "Sentinel")],
 )
-def test_a_node_of_a_cluster_and_a_sentinel_are_refused(
-    tmp_path: Path, settings: str, words: tuple[str, ...], kind: str
-) -> None:
+def test_a_node_of_a_cluster_and_a_sentinel_are_refused(tmp_path, settings, words, kind):
     port = free_port()
     lines = f"port {port}\n{settings.format(port=port, other=free_port())}"
     with serving(tmp_path, lines, port=port, words=words), pytest.raises(StoreError, match=f"got a Redis {kind}"):

@@ -8,8 +8,6 @@ import pytest
 from megatron_dynapipe import plan_batch
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tools.batch import BatchSettings
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import ModelFamily
 
@@ -53,11 +51,6 @@ def test_pairs_may_be_those_of_json() -> None:
         assert plan_batch(same, model, **layout) == planned
 
 
-def test_settings_are_those_of_the_planner_that_are_not_set_for_it() -> None:
-    chosen = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
-    assert {*BatchSettings.__annotations__} == {*PlannerSettings.__struct_fields__} - chosen
-
-
 @pytest.mark.parametrize(
     ("lengths", "changes", "error", "said"),
     [
@@ -89,7 +82,5 @@ def test_what_cannot_be_planned(lengths, changes, error, said) -> None:
 
 @pytest.mark.parametrize("sample", [5, (5,), (5, 2), (0, 5), (5, 3.0), "ab"])
 def test_a_sample_of_an_encoder_and_decoder_is_a_pair(sample) -> None:
-    with pytest.raises(
-        ConfigError, match=r"lengths\[1\]: .* a pair: of its input, .*, and of its target, from 3, got "
-    ):
+    with pytest.raises(ConfigError, match=r"lengths\[1\]: .* a pair: of its input, .*, and of its target, from 3"):
         plan_batch([(5, 5), sample], costs(ModelFamily.T5), **LAYOUT | {"layers": (4, 4)})

@@ -45,7 +45,7 @@ def about(run: RunConfig) -> dict[str, str]:
 
 
 def _command() -> str:
-    """As it was given to Python, without its interpreter; run files are written out in `sys.argv`."""
+    """The command as Python got it, without its interpreter; run files are written out in `sys.argv`."""
     words = sys.orig_argv
     script = next((at for at, word in enumerate(words) if word == sys.argv[0]), 1)
     return shlex.join(words[script:])

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,8 @@ from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.processes import ChildLog, package_path, start_guarded
+from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0
 
 START_S = 120.0
@@ -76,7 +76,7 @@ def _identity(run: RunConfig) -> str:
 
 
 def _processes(run: RunConfig) -> int:
-    """As many as the node has ranks, in whole tensor-parallel groups: so they share its memory as in training."""
+    """As many as the node's ranks, in whole tensor-parallel groups: the processes share its memory as in training."""
     shared = run.planner.tensor_parallel
     ranks = min(local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
@@ -109,20 +109,14 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
 
 def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
     """Run a command that ends with this process; why it failed, or None."""
-    log = ChildLog()
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    process = start_guarded(command, log=log, env=environment | {"PYTHONPATH": package_path()})
-    try:
-        status = process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
+    environment |= {"PYTHONPATH": package_path()}
+    status, lines = run_guarded(command, deadline_s=deadline_s, env=environment)
+    if status is None:
         return f"not done after {deadline_s:.0f} s"
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()  # ends what still runs
-        last = [line for line in log.tail(200).splitlines() if "error: " in line or "Error: " in line]
-        log.close()
-    return None if status == 0 else (last[0].strip() if last else f"exit status {status}")
+    errors = [line.strip() for line in lines if "error: " in line or "Error: " in line]
+    return None if status == 0 else (errors or [f"exit status {status}"])[0]
 
 
 def _share(path: Path, timeout_s: float) -> None:
@@ -132,9 +126,7 @@ def _share(path: Path, timeout_s: float) -> None:
     if path.exists() and path.read_bytes() == data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    Path(file.name).replace(path)
+    replace_bytes(path, data)
 
 
 def _digest(path: Path) -> str:

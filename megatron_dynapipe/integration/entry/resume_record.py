@@ -28,6 +28,7 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
+from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 
 if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before the CPU platform is in force
@@ -115,9 +116,7 @@ class CheckpointRecords:
         folder = self._folder if self._is_local else checkpoint_of(self._folder, last_iteration(self._folder))
         if folder is None or not folder.is_dir():
             return
-        fresh = folder / f".{NAME}.unfinished"
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
-        fresh.replace(folder / NAME)
+        replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(self._record), indent=1) + b"\n")
         if not self._is_local:
             (folder / digests.NAME).unlink(missing_ok=True)  # of a checkpoint that this one has replaced
             self.finish()

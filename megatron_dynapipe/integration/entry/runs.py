@@ -18,7 +18,6 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
-from megatron_dynapipe.integration.entry.checkpoint_lock import lock_checkpoints
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.session import Session
@@ -31,6 +30,7 @@ from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, 
 from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
+from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
@@ -135,7 +135,8 @@ def _preflight(run: RunConfig) -> None:
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    lock_checkpoints(run)
+    if run.rank == 0 and run.checkpoints.save is not None:
+        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 
 def _plan_layer_split(run: RunConfig) -> RunConfig:

@@ -7,11 +7,9 @@ Everything is started when Megatron asks for its datasets: by then the process g
 where training resumes. Ranks start things in the same order, and a failure on one is raised on all.
 """
 
-import contextlib
 import functools
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -20,8 +18,6 @@ import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from tqdm import tqdm
-from tqdm.contrib import DummyTqdmFile
 
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -90,7 +86,6 @@ class Session:
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
-        self._move_bar: Callable[[], object] = lambda: None
         self._tasks: Sequence[str] = ()
 
     def __enter__(self) -> Self:
@@ -159,7 +154,6 @@ class Session:
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         self._trained, self._trace, self._labels = item, result.trace, labels
         self._recorder.add(item, result.trace, losses)
-        self._move_bar()
         count_flops(item, self._device)
         self._iterators["train"].prepare()
         return losses
@@ -278,10 +272,6 @@ class Session:
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
-        if self._control.rank == torch.distributed.get_world_size() - 1:  # it prints Megatron's log
-            train = inputs.splits[0]
-            bar = progress_bar(first=train.first_iteration, iterations=train.iterations or 0)
-            self._move_bar = self._resources.enter_context(bar)
         self._first_iteration = inputs.splits[0].first_iteration
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
@@ -348,19 +338,3 @@ def _maximum(inputs: PlanInputs) -> Shape:
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
     )
-
-
-@contextlib.contextmanager
-def progress_bar(*, first: int, iterations: int) -> Iterator[Callable[[], object]]:
-    """A bar of training iterations on stdout, where that is a terminal; the call that moves it on.
-
-    Lines that are printed meanwhile go above it. `first` iterations were trained before, by the run that is resumed.
-    """
-    if not sys.stdout.isatty():
-        yield lambda: None
-        return
-    # The bar and the lines in one file: tqdm takes a bar away for a line of its own file alone.
-    screen = sys.stdout
-    bar = tqdm(total=first + iterations, initial=first, desc="training", unit="it", file=screen, dynamic_ncols=True)
-    with bar, contextlib.redirect_stdout(DummyTqdmFile(screen)):
-        yield bar.update

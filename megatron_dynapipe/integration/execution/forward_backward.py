@@ -91,20 +91,20 @@ def run_iteration(
         return runner.run(step), stage.reports(), stage.labels
 
 
-def _have_experts_apart(models: Sequence[torch.nn.Module]) -> bool:
+def _have_experts_apart(models: Sequence[Any]) -> bool:
     """Whether gradients of experts are reduced over a communicator of their own.
 
     A whole backward pass starts reductions on it and on the others' as gradients become ready, a second half as buckets
     are numbered: where one replica ends by the one and another by the other, they would start them in two orders.
     """
-    return any(_wrapped(model).expert_parallel_bucket_groups for model in models)
+    return any(model.expert_parallel_bucket_groups for model in models)
 
 
 def _before_first_list(
     warm_up: Callable[[], None],
     runner: StepRunner,
     plan: StagePlan,
-    models: Sequence[torch.nn.Module],
+    models: Sequence[Any],
     make_stage: Callable[[], MegatronStage],
 ) -> None:
     """Warm up, then run the list without the other stages: so its shapes, cut rows and halves have been run before any
@@ -114,7 +114,7 @@ def _before_first_list(
     clear_kept_keys(models)
     with contextlib.ExitStack() as resources:
         resources.enter_context(without_timers(get_model_config(models[0])))
-        for model in map(_wrapped, models):
+        for model in models:
             resources.enter_context(model.no_sync())
             resources.callback(model.zero_grad_buffer)
         runner.run_alone(Step(plan=plan, model=make_stage()))
@@ -145,7 +145,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
     def __init__(
         self,
         config: Any,
-        models: Sequence[torch.nn.Module],
+        models: Sequence[Any],
         instructions: Sequence[Instruction],
         *,
         is_first_stage: bool,
@@ -174,19 +174,19 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
             self._release(instruction.chunk)
 
     def during_weights(self, instruction: BackwardWeight) -> WeightDone | None:
-        """What reduces bucket groups while this half runs, if it is the chunk's last; other gradients are there."""
-        model: Any = self._models[instruction.chunk]
+        """The function that reduces bucket groups while this half runs, if it is the chunk's last."""
+        model = self._models[instruction.chunk]
         has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
         if not (self._overlaps and has_handles and self._may_release(instruction)):
             return None
-        return partial(self._start, model, held=True)
+        return partial(self._start, model, held_back=True)
 
     def after_weights(self, instruction: BackwardWeight) -> None:
         """Reduce what is left of the chunk's gradients if this was the last of its backward passes' halves."""
         if self._may_release(instruction):
             self._release(instruction.chunk)
             if self._overlaps:
-                self._start(self._models[instruction.chunk], held=True)
+                self._start(self._models[instruction.chunk], held_back=True)
 
     def _may_release(self, instruction: Backward | BackwardWeight) -> bool:
         """Whether it ends its chunk's backward passes, and later chunks' have ended: replicas reduce in one order."""
@@ -199,13 +199,13 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         # have not begun begins here: all of a replica without passes, and all of Megatron's first batch, in which its
         # hooks only count.
         for chunk in reversed(range(len(self._models))):
-            held = chunk in self._held
-            if held:
+            held_back = chunk in self._held
+            if held_back:
                 self._release(chunk)
             if self._overlaps and kind is None:
-                self._start(self._models[chunk], held=held)
+                self._start(self._models[chunk], held_back=held_back)
 
-    def _start(self, model: Any, pending: Collection[torch.Tensor] = (), *, held: bool) -> None:
+    def _start(self, model: Any, pending: Collection[torch.Tensor] = (), *, held_back: bool) -> None:
         """Start what has not begun, up to the first bucket group with a gradient that is still to come."""
         has_handles = model.ddp_config.num_distributed_optimizer_instances == 1
         for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
@@ -214,17 +214,12 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
             if has_handles:
                 begun = group.grad_reduce_handle is not None or group.grad_reduce_finished
             else:
-                begun = not held or group.is_first_batch
+                begun = not held_back or group.is_first_batch
             if not begun:
                 group.start_grad_sync(force_all_reduce=self._force_all_reduce)
 
     def _release(self, chunk: int) -> None:
         self._held.pop(chunk).__exit__(None, None, None)
-
-
-def _wrapped(model: torch.nn.Module) -> Any:
-    """Megatron's wrapper has attributes that `nn.Module` does not know."""
-    return model
 
 
 def _per_chunk(function: Any, chunks: int) -> Sequence[Callable[..., Any] | None]:
@@ -255,7 +250,7 @@ class _ParameterGathers:
     def __init__(
         self,
         config: Any,
-        models: Sequence[torch.nn.Module],
+        models: Sequence[Any],
         instructions: Sequence[Instruction],
         *,
         at_once: bool,
@@ -271,7 +266,7 @@ class _ParameterGathers:
     def begin(self) -> None:
         """Join, or start, what comes before the passes."""
         for chunk in self._at_once:
-            model: Any = self._models[chunk]
+            model = self._models[chunk]
             if _gathers_in_forward_passes(model):
                 # Buckets are filled from the model's end; a forward pass begins at its start.
                 for group in reversed(model.bucket_groups):

@@ -19,7 +19,7 @@ from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gr
 from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
 
 DeviceBatch = Mapping[str, Any]
-"""What a step function takes from its iterator for one micro-batch."""
+"""The value that a step function takes from its iterator for one micro-batch."""
 LoadMicroBatch = Callable[[int], DeviceBatch]
 """Makes the device tensors of the micro-batch of that index."""
 PrepareMicroBatch = Callable[[int], None]

@@ -31,10 +31,6 @@ _TENSOR_PARALLEL_STATE = "model-parallel-rng"
 class MicroBatchContext:
     """Sets this rank's model chunks for the micro-batch that runs next.
 
-    Args:
-        models: this rank's model chunks.
-        seed: of the run.
-
     Raises:
         ConfigError: the models were built with something that cannot be set for a micro-batch.
     """
@@ -79,9 +75,6 @@ class RecomputeSwitch:
     "full" recomputes every layer by itself, unless Megatron's `--recompute-method` and `--recompute-num-layers` say
     otherwise; "selective" recomputes the modules of `--recompute-modules`, by default the core attention.
 
-    Args:
-        models: this rank's model chunks.
-
     Raises:
         ConfigError: modules are to be recomputed that cannot be switched.
     """
@@ -93,16 +86,16 @@ class RecomputeSwitch:
         self._attentions = [module for module in modules if isinstance(module, Attention)]
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         self._mode: Recompute | None = None
-        wanted = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
-        if fixed := wanted - set(RECOMPUTE_MODULES):
+        recomputed = {name for config in self._configs for name in config.recompute_modules or ("core_attn",)}
+        if fixed := recomputed - set(RECOMPUTE_MODULES):
             raise ConfigError(
                 f"expected --recompute-modules among {', '.join(RECOMPUTE_MODULES)}, got {', '.join(sorted(fixed))}: "
                 "plans choose recomputation for each micro-batch, and these are fixed when the model is built"
             )
-        self._wanted = wanted
+        self._recomputed = recomputed
         self._dense = [layer for layer in layers if isinstance(layer.mlp, MLP)]
         self._of_experts = [module for module in modules if isinstance(module, MoELayer)]
-        for layer in self._dense if "mlp" in wanted else ():
+        for layer in self._dense if "mlp" in recomputed else ():
             layer.mlp.register_forward_hook(_return_copied_bias)
 
     def set(self, mode: Recompute) -> None:
@@ -114,7 +107,7 @@ class RecomputeSwitch:
             config.recompute_granularity = None if mode is Recompute.NONE else mode.value
             if mode is Recompute.FULL and config.recompute_method is None:
                 config.recompute_method, config.recompute_num_layers = "uniform", 1
-        modules = self._wanted if mode is Recompute.SELECTIVE else ()
+        modules = self._recomputed if mode is Recompute.SELECTIVE else ()
         for attention in self._attentions:
             attention.checkpoint_core_attention = "core_attn" in modules
         for layer in self._dense:

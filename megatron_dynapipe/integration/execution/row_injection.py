@@ -56,18 +56,13 @@ class RowInjection:
     def _give(self, _model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if self._row is None:
             return arguments, keywords
-        given = [None if place == _MASK else value for place, value in enumerate(arguments)]
+        positional = [None if place == _MASK else value for place, value in enumerate(arguments)]
         unmasked = {"attention_mask": None} if "attention_mask" in keywords else {}
-        return tuple(given), {**keywords, **unmasked, "packed_seq_params": self._row}
+        return tuple(positional), {**keywords, **unmasked, "packed_seq_params": self._row}
 
 
 class EitherAttention(nn.Module):
-    """Megatron's core attention for padded rows, ours for packed ones; neither has parameters.
-
-    Args:
-        attention: whose core attention it is.
-        padded: Megatron's.
-    """
+    """Megatron's core attention for padded rows, ours for packed ones; neither has parameters."""
 
     def __init__(self, attention: Attention, padded: nn.Module) -> None:
         super().__init__()
@@ -79,7 +74,7 @@ class EitherAttention(nn.Module):
     def forward(
         self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None = None, **options: Any
     ) -> torch.Tensor:
-        """As of either."""
+        """Run either of them."""
         core = self.padded if packed_seq_params is None else self.packed
         attended: torch.Tensor = core(*tensors, packed_seq_params=packed_seq_params, **options)
         return attended

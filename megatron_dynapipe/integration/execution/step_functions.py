@@ -25,12 +25,12 @@ from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
-"""From host tensors to what a step function takes."""
+"""Makes what a step function takes from host tensors."""
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
-    """Which of a micro-batch's tensors a rank's model chunks read."""
+    """The tensors of a micro-batch that a rank's model chunks read."""
     chunks = unwrap_model(list(models))
     if stages := [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]:
         return RequiredFields(
@@ -152,7 +152,7 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
     texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask, host.tasks)
     if host.input_segments is not None and host.decoder_segments is not None:
         segments = host.input_segments, host.decoder_segments
-        packed = [tensor for each in segments for tensor in (each.offsets, each.positions)]
+        packed = [tensor for segment in segments for tensor in (segment.offsets, segment.positions)]
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
         encoder, decoder = _on_device(segments[0], moved[:2]), _on_device(segments[1], moved[2:])
         cross = attention_row(decoder, encoder, row_format)
@@ -199,7 +199,7 @@ def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> lis
 
 
 def copy_buffer(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-    """As `copy_to`, of tensors that lie in one buffer, which is copied; None if they do not."""
+    """Copy tensors as `copy_to`, if they lie in one buffer, which is copied; None if they do not."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     if len(storages) != 1:
         return None

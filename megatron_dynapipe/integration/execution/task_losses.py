@@ -79,8 +79,8 @@ def named_losses(
     whole = {name: _joined([report[name] for report in reports]) for name in reports[0] if name != BY_TASK}
     sums = whole[LOSS_NAME].new_zeros(len(tasks), 2)
     for report in reports:
-        if (found := report.get(BY_TASK)) is not None:
-            sums[: len(found)] += found
+        if (reported := report.get(BY_TASK)) is not None:
+            sums[: len(reported)] += reported
     if group is not None and len(tasks):
         torch.distributed.broadcast(sums, torch.distributed.get_global_rank(group, 0), group)
     counts = sums[:, 1].clone()

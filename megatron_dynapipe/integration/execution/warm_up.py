@@ -40,7 +40,7 @@ ROWS = (272, 400)
 
 
 def warm_up(
-    models: Sequence[torch.nn.Module],
+    models: Sequence[Any],
     settings: PlannerSettings,
     *,
     forward_step: ForwardStep,
@@ -69,23 +69,23 @@ def warm_up(
         boundaries = _boundaries(settings, host.shape)
         with ExitStack() as resources, without_timers(config):
             for chunk_model in models:
-                resources.enter_context(_wrapped(chunk_model).no_sync())
+                resources.enter_context(chunk_model.no_sync())
                 chunk_model.train(not forward_only)
                 resources.callback(chunk_model.train)
             for chunk in range(len(models)):
                 virtual = chunk * stages + stage
                 received = boundaries[virtual - 1] if virtual else ()
-                states = [torch.zeros(each, dtype=dtype, device=device) for each in received]
+                states = [torch.zeros(shape, dtype=dtype, device=device) for shape in received]
                 _run(context, chunk, states, sends=virtual + 1 < settings.layout.virtual_stages)
     for chunk_model in models:
-        _wrapped(chunk_model).zero_grad_buffer()
+        chunk_model.zero_grad_buffer()
 
 
 def _load(make_batch: Callable[[HostMicroBatch], DeviceBatch], host: HostMicroBatch, _index: int) -> DeviceBatch:
     return make_batch(host)
 
 
-def _make_communicators(models: Sequence[torch.nn.Module], device: torch.device) -> None:
+def _make_communicators(models: Sequence[Any], device: torch.device) -> None:
     """Use every group that passes and reductions use, once; all ranks use them in one order.
 
     NCCL makes a group's communicator at its first use, for which the host waits and memory is allocated: inside a list
@@ -95,7 +95,7 @@ def _make_communicators(models: Sequence[torch.nn.Module], device: torch.device)
     used = [groups.tp, groups.embd]
     if get_model_config(models[0]).num_moe_experts is not None:
         used += [groups.ep, groups.tp_ep]
-    for model in map(_wrapped, models):
+    for model in models:
         for reduced in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
             used += [getattr(reduced, name, None) for name in _REDUCTION_GROUPS]
     for group in {id(group): group for group in used}.values():
@@ -145,15 +145,16 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
-    family, layouts, made = settings.family, settings.micro_batch_layouts, []
+    family, layouts, micro_batches = settings.family, settings.micro_batch_layouts, []
     longer = [min(LENGTH, length) for length in longest[1:]]
     for lengths in (longer, [round_up(length // 2) for length in longer]):
         sizes = (1, 2) if BatchLayout.PADDED in layouts else ()
-        made += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
+        micro_batches += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
     for positions in ROWS if BatchLayout.PACKED in layouts else ():
         shape = Shape(1, positions, positions if family is ModelFamily.T5 else 0)
-        made.append(_micro_batch(family, shape, required, samples=-(-positions // min(filter(None, longest[1:])))))
-    return made
+        samples = -(-positions // min(filter(None, longest[1:])))
+        micro_batches.append(_micro_batch(family, shape, required, samples=samples))
+    return micro_batches
 
 
 def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *, samples: int = 0) -> HostMicroBatch:
@@ -180,8 +181,3 @@ def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *,
 def _segments(positions: int, samples: int) -> RowSegments:
     """A row of samples of nearly one length."""
     return RowSegments.of([positions * sample // samples for sample in range(samples + 1)], positions)
-
-
-def _wrapped(model: torch.nn.Module) -> Any:
-    """Megatron's wrapper has methods that `nn.Module` does not know."""
-    return model

@@ -21,7 +21,7 @@ from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
-"""Of Megatron's `--recompute-modules`, those that can be switched for each micro-batch."""
+"""Values of Megatron's `--recompute-modules` that can be switched for each micro-batch."""
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:

@@ -20,7 +20,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import CONFIG_FLAG, EARLY_FLAGS, UNSET_FLAG
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, near_name
 from megatron_dynapipe.integration.flags import fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.flags.planning_flags import (
@@ -91,7 +91,7 @@ def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
 
     def known(name: str) -> str:
         if (flag := f"--{name}") not in (flags := parser._option_string_actions):
-            near = config.near_name(flag, flags)
+            near = near_name(flag, flags)
             raise argparse.ArgumentTypeError(f"{name!r} is not a flag" + (f": {near}?" if near else ""))
         return name
 

@@ -230,7 +230,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
 
 
 def state_bytes(args: argparse.Namespace) -> StateBytes:
-    """As Megatron's arguments ask: gradients in fp32 or as parameters, Adam's two moments or SGD's one."""
+    """Bytes that Megatron's arguments ask for: gradients in fp32 or as parameters, Adam's two moments or SGD's one."""
     is_half = args.params_dtype.itemsize < 4
     stage_ranks = args.data_parallel_size * args.tensor_model_parallel_size
     moments = {"adam": 2, "sgd": 1}.get(args.optimizer, 2)

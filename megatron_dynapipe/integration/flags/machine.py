@@ -90,7 +90,7 @@ def cluster_of(named: str, *, device: torch.device) -> Cluster | None:
 
 
 def describe(cluster: Cluster) -> str:
-    """Which file is used and why, for a run's log."""
+    """The file that is used and why, for a run's log."""
     by_name = f"found by the device's name, {cluster.device}; --dynapipe-cluster names another"
     why = by_name if cluster.device else "as named"
     return f"memory and links of {cluster.path.name} ({why}), where nothing else gives them"

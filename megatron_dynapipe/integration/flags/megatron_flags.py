@@ -16,7 +16,7 @@ from megatron_dynapipe.units import ModelFamily
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
 RELEASE = "release"
-"""What a tracker says of a checkpoint that no run saved, and its folder's name."""
+"""A tracker's word for a checkpoint that no run saved, and its folder's name."""
 FILE = Path(__file__).with_suffix(".txt")
 SUPPORTED, WITHOUT_EFFECT = "supported", "without effect: "
 """How the lines of the file begin that say what is done with the flags below them."""

@@ -32,7 +32,7 @@ OF_WEIGHTS = (
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_router_enable_expert_bias",
 )  # fmt: skip
-"""What decides which weights there are: --finetune, which takes any other change, would not load them."""
+"""Arguments that decide which weights there are: --finetune, which takes any other change, would not load them."""
 
 TRAINING = (
     "hidden_dropout", "attention_dropout", "moe_router_load_balancing_type", "moe_aux_loss_coeff",

@@ -1,13 +1,11 @@
-"""The flags that say what plans choose among: one table for training, where they begin with --dynapipe-, and commands.
-
-It imports no packages, so that `--help` is quick.
-"""
+"""The flags that say what plans choose among, in one table for training (`--dynapipe-…`) and for commands."""
 
 import argparse
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_dynapipe.cost import parse_split
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
@@ -16,9 +14,9 @@ TRAINING = "--dynapipe-"
 AUTO, EQUAL = "auto", "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 MOST = 10**6
-"""Of layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
+"""The most layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
 MOST_REAL = 1e9
-"""Of megabytes, seconds, Gbit/s and microseconds."""
+"""The most megabytes, seconds, Gbit/s and microseconds."""
 
 
 def number[N: (int, float)](kind: type[N], least: N, most: N, *, above: bool = False) -> Callable[[str], N]:
@@ -59,8 +57,6 @@ def recompute_modes(text: str) -> tuple[Recompute, ...]:
 
 def layers_per_stage(text: str) -> str | tuple[float, ...]:
     """A type of arguments: `AUTO`, `EQUAL`, or the layers of each virtual stage."""
-    from megatron_dynapipe.cost import parse_split
-
     if text in (AUTO, EQUAL):
         return text
     expected = "layers as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"

@@ -22,7 +22,6 @@ class CheckpointConfig:
     """Where checkpoints are saved and loaded, and what one must hold to go on from it.
 
     Attributes:
-        save, load: Megatron's folders.
         step: the iteration to load; None for the last.
         non_persistent: whether Megatron saves checkpoints in between that every layout can load.
         non_persistent_folder: where; None for a folder inside `save`.
@@ -62,13 +61,10 @@ class RunConfig:
     """One run, as it was asked for.
 
     Attributes:
-        model: what is trained.
         inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
         in_checkout: whether a patched checkout's own script runs, and builds its own model.
-        rank: of this process.
-        device: of this rank.
         truncate: where truncated samples lose tokens.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
@@ -152,7 +148,7 @@ class RunConfig:
 
 
 def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
-    """What plans are made from where training goes on from an iteration, which a checkpoint sets."""
+    """The inputs of plans where training goes on from an iteration, which a checkpoint sets."""
     train, *others = inputs.splits
     left = max((train.iterations or 0) - iteration, 0)
     train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)

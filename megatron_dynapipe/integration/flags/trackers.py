@@ -44,7 +44,7 @@ def check_trackers(args: argparse.Namespace) -> None:
 
 
 def _check_readable(tracker: Path) -> None:
-    """As Megatron reads it: a number, or the word `release`."""
+    """Refuse a tracker that Megatron cannot read: it holds a number, or the word `release`."""
     hint = f"write the number of the last complete checkpoint in {tracker.parent} into it, or move it away"
     try:
         text = read_bounded(tracker, most_bytes=100).decode().strip()

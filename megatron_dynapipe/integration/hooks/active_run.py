@@ -23,7 +23,7 @@ class PlannedRun(Protocol):
 
     @property
     def shape(self) -> Shape | None:
-        """Of the micro-batch that is running; None before the first."""
+        """The shape of the micro-batch that is running; None before the first."""
 
     @property
     def samples(self) -> int:

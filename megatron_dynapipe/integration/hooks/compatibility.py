@@ -15,7 +15,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dynapipe.checkout.patching import UNKNOWN, survey
+from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements

@@ -15,7 +15,6 @@ class Replacement:
     Attributes:
         owner: dotted path of the module or class that defines the name, or of the one module whose import of it is
             replaced.
-        name: of a function.
         make: from the original to its replacement.
         parameters: those of the original that the replacement relies on; tested on every supported version.
         everywhere: also rebind it in Megatron's modules that imported it by value.

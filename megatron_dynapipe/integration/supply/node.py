@@ -31,7 +31,6 @@ class NodeGroup:
         timeout_s: how long a rank waits for the node's first, or the first for a rank.
 
     Attributes:
-        ranks: of the node.
         is_first: whether this is the rank that sends.
     """
 

@@ -5,7 +5,7 @@ from statistics import median
 from megatron_dynapipe.units import ModelFamily
 
 _MOST_OFF = 0.2
-"""Of the predicted time, between it and the measured one."""
+"""A share of the predicted time, between it and the measured one."""
 _ITERATIONS = 20
 
 

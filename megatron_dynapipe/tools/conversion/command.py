@@ -45,11 +45,6 @@ Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
 def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> tuple[Path, str]:
     """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
 
-    Args:
-        source: HuggingFace's folder.
-        folder: of checkpoints, to be written.
-        progress: sees the tensors go by.
-
     Returns:
         The run file, `model.yaml`, and the command that trains with it.
 
@@ -199,7 +194,7 @@ def _check_index(index: Path) -> None:
 
 
 class _Index(msgspec.Struct):
-    """Which file holds each weight."""
+    """The file that holds each weight."""
 
     weight_map: dict[str, str]
 

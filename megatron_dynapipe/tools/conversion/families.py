@@ -9,7 +9,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import round_up
 
 _ROWS_MULTIPLE = 128
-"""As Megatron pads vocabularies by itself (`--make-vocab-size-divisible-by`)."""
+"""Megatron pads vocabularies to it by itself (`--make-vocab-size-divisible-by`)."""
 
 _BIASES = (
     "Megatron has biases of queries, keys and values alone (Qwen2's), or of every linear layer at once: not of all four"
@@ -18,7 +18,7 @@ _BIASES = (
 """Why `attention_bias` has no flags: no checkpoint of Qwen's makers has it."""
 
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What `--use-rope-scaling` has besides its factor."""
+"""The settings that `--use-rope-scaling` has besides its factor."""
 
 
 def read_config(path: Path) -> Any:

@@ -66,7 +66,7 @@ class Heads:
         return [query / self.scale, key, value]
 
     def join_transposed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """As `join`, of one tensor [h, 3 × heads × c] with queries, keys and values one behind another."""
+        """Join one tensor [h, 3 × heads × c] with queries, keys and values one behind another."""
         return self.join(tensors[0].t().chunk(3))
 
     def split_transposed(self, tensor: Tensor) -> list[Tensor]:
@@ -74,7 +74,7 @@ class Heads:
         return [torch.cat(self.split(tensor)).t()]
 
     def join_in_turn(self, tensors: Sequence[Tensor]) -> Tensor:
-        """As `join`, of one bias [3 × heads × c]."""
+        """Join one bias [3 × heads × c]."""
         return self.join(tensors[0].chunk(3))
 
     def split_in_turn(self, tensor: Tensor) -> list[Tensor]:

@@ -26,10 +26,9 @@ from typing import Any, NoReturn
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
-from megatron_dynapipe.integration.entry.checkpoint_lock import lock
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
-from megatron_dynapipe.outputs import replace_bytes, unwritten
+from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, unwritten
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import renew
 from megatron_dynapipe.tools.elastic.layout import agreed_layout
@@ -224,7 +223,7 @@ def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpa
     from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.service.loop import split_sampler
 
-    lock(args.save, args.dynapipe_timeout_s)
+    lock_folder(Path(args.save), wait_s=args.dynapipe_timeout_s * LOCK_SHARE)
     delete_unfinished(_emergency_folder(args))
     one = copy.deepcopy(args)
     with _one_rank(), contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments

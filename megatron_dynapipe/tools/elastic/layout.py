@@ -51,11 +51,9 @@ class ModuleLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks that are there train a model of segments.
 
     Attributes:
-        replicas: of the pipeline.
         stages: ranks of each pipeline.
         stage_of: the stage of each segment.
         split_points: names of the modules at which stages begin; empty with one stage.
-        predicted_ms: of an iteration.
     """
 
     replicas: int

@@ -18,13 +18,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.outputs import lock_folder, replace_bytes, replace_folder, restore_folder, strangers
+from megatron_dynapipe.outputs import lock_folder, replace_bytes
+from megatron_dynapipe.tools.folders import replace_folder, restore_folder, strangers
 
 RECORD = ".dynapipe-run.json"
 _PREFIX = "iteration_"
 _MOST_BYTES = 10_000_000
 _TORCH_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
-"""Of torch's checkpoints: rank 0 may not see other nodes' at once on a network file system."""
+"""Files of torch's checkpoints: rank 0 may not see other nodes' at once on a network file system."""
 
 
 _Waste = Annotated[str, msgspec.Meta(pattern=rf"^{_PREFIX}\d+\.(unfinished|replaced|removed)(-\d+)?\Z")]

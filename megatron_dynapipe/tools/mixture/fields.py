@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class RowError(Exception):
-    """What is wrong with a row, without its place, which the reader knows."""
+    """An error in a row, without its place, which the reader knows."""
 
 
 Reader = Callable[[bytes], tuple[Any, ...]]

@@ -26,7 +26,7 @@ from megatron_dynapipe.files import open_regular
 
 BLOCK_BYTES = 1_000_000
 MOST_LINE_BYTES = 64_000_000
-"""Of one row; more is no text that anybody has written."""
+"""Bytes of one row; more is no text that anybody has written."""
 _ROWS_AT_ONCE = 1000
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SUFFIXES = (*_LINES, ".csv", ".csv.gz", ".parquet", ".arrow")

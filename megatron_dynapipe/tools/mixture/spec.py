@@ -34,7 +34,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Objective(enum.StrEnum):
-    """What is learned from plain text: the next token (decoder-only), or removed spans (encoder–decoder)."""
+    """The objective on plain text: the next token (decoder-only), or removed spans (encoder–decoder)."""
 
     NEXT_TOKEN = "next_token"
     SPAN_CORRUPTION = "span_corruption"
@@ -115,7 +115,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def templates(self) -> tuple[str, str] | None:
-        """Of input and target, where it has them."""
+        """The templates of input and target, where it has them."""
         if isinstance(self.template, str):
             inputs, targets = self.template.split("|||")
             return inputs.strip(), targets.strip()

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
-from megatron_dynapipe.data.indexed import save_array, sync, token_dtype, write_index
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
-from megatron_dynapipe.data.tokenizer import Tokenizer, start_id
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import spans_path
 from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, task_rates
 from megatron_dynapipe.tools.prepare.encode import TRUNCATED, status_of
+from megatron_dynapipe.tools.prepare.indexed import save_array, sync, token_dtype, write_index
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.tools.prepare.staging import Staging
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, start_id
 
 _SAMPLES_AT_ONCE = 2**14
 LEFT_OUT = len(SPLITS)

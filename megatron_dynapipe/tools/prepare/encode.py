@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.data.indexed import token_dtype
-from megatron_dynapipe.data.tokenizer import SENTINEL, FastEncoder, chat_renderer
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.long_samples import LongSamples, kept_ranges
 from megatron_dynapipe.tools.mixture.fields import RowError, chat_segments, read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import Mixture, Objective
+from megatron_dynapipe.tools.prepare.indexed import token_dtype
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, empty, too_long
+from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL, FastEncoder, chat_renderer
 
 KEPT, TRUNCATED = 0, 1
 FIRST_SKIPPED = 2
@@ -182,7 +182,7 @@ class Encoder:
         return names, columns
 
     def _statuses(self, block: Block, samples: _Samples) -> npt.NDArray[np.uint8]:
-        """What becomes of each sample; raises DataError where that is an error."""
+        """The outcome of each sample; raises DataError where that is an error."""
         settings = self._settings
         lengths = np.fromiter(map(len, samples.ids), np.int32, len(samples.ids)).reshape(-1, 2)
         statuses = np.full(len(lengths), KEPT, np.uint8)

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
-from megatron_dynapipe.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, sentinel_ids
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.outputs import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.processes import set_parent_death_signal
+from megatron_dynapipe.tools.folders import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.sources import Source, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
@@ -35,6 +35,7 @@ from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, TextSample
 from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
 from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer, sentinel_ids
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
@@ -278,7 +279,7 @@ def _encode_in_worker(block: Block, task: int) -> EncodedBlock:
 
 
 def _notes(mixture: Mixture, meta: DatasetMeta) -> Iterator[str]:
-    """What became of samples that are not as they were, and tasks with fewer samples than were asked for."""
+    """Notes on samples that are not as they were, and on tasks with fewer samples than were asked for."""
     if truncated := sum(meta.truncated.values()):
         yield f"{truncated} of {sum(meta.read.values())} samples were truncated to the maximum lengths"
     for reason, count in meta.skipped.items():

@@ -98,14 +98,14 @@ def empty(place: str, is_input: bool, reason: Skipped) -> DataError:
     )
 
 
-def too_long(place: str, found: str, settings: PrepareSettings) -> DataError:
-    """The error of a sample over a maximum length, with what was found in words."""
+def too_long(place: str, lengths: str, settings: PrepareSettings) -> DataError:
+    """The error of a sample over a maximum length, with its lengths in words."""
     allowed = " and ".join(
         f"{limit} {name} tokens"
         for limit, name in zip(settings.limits, ("input", "target"), strict=True)
         if limit is not None
     )
     return DataError(
-        f"{place}: expected samples of at most {allowed}, this one has {found}",
+        f"{place}: expected samples of at most {allowed}, this one has {lengths}",
         hint="raise the maximum length, or use --long-samples truncate (or skip)",
     )

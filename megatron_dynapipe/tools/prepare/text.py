@@ -1,32 +1,28 @@
 """The text before it is tokenised: the first rows of every file are checked, and a tokenizer is trained."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from megatron_dynapipe.data.tokenizer import (
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.mixture.fields import read_rows, row_reader
+from megatron_dynapipe.tools.mixture.sources import Source
+from megatron_dynapipe.tools.mixture.spec import Mixture, Objective
+from megatron_dynapipe.tools.prepare.encode import Encoder
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings
+from megatron_dynapipe.tools.prepare.tokenizer import (
     NO_CHAT_TEMPLATE,
     Tokenizer,
     load_tokenizer,
     sentinel_ids,
     train_tokenizer,
-    words,
 )
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.long_samples import LongSamples
-from megatron_dynapipe.tools.mixture.fields import ROLE_OF_MODEL, read_rows, row_reader
-from megatron_dynapipe.tools.mixture.sources import Source
-from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
-from megatron_dynapipe.tools.prepare.encode import Encoder
-from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, empty, too_long
 
 TRAINING_BYTES = 500_000_000
 """Text that a tokenizer is trained on at most, an equal part of every entry's."""
 SENTINELS = 100
-"""Of a tokenizer that is trained where spans of text are removed."""
+"""Sentinels of a tokenizer that is trained where spans of text are removed."""
 _BYTES_AND_SPECIAL = 259
 _FIRST_ROWS = 20
 
@@ -70,36 +66,18 @@ def make_tokenizer(mixture: Mixture, sources: Sequence[Source], settings: Prepar
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer, pad_token=settings.pad_token)
     corrupted = any(task.text and task.objective is Objective.SPAN_CORRUPTION for task in mixture.tasks)
-    texts = _texts(mixture, sources, settings)
+    texts = _texts(mixture, sources)
     return train_tokenizer(texts, settings.vocabulary_size, sentinels=SENTINELS if corrupted else 0)
 
 
-def _texts(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> Iterator[str]:
-    """What a tokenizer is trained on; raises DataError for rows that cannot be used, whatever their tokens are."""
+def _texts(mixture: Mixture, sources: Sequence[Source]) -> Iterator[str]:
+    """The texts that a tokenizer is trained on; raises DataError for rows that cannot be read."""
     allowed = TRAINING_BYTES // len(sources)
     for spec, source in zip(mixture.tasks, sources, strict=True):
         read, seen = row_reader(spec), 0
         for block in (block for part in source for block in part.blocks()):
-            for number, (task, *values) in read_rows(block, read):
-                if (error := _unusable(spec, settings, values)) is not None:
-                    raise error(f"{block.file}, {block.unit} {number} (task {task!r})")
+            for _, (_, *values) in read_rows(block, read):
                 yield from [turn.content for turn in values[0]] if spec.messages is not None else values
             seen += len(block.lines)
             if seen > allowed:
                 break
-
-
-def _unusable(spec: TaskSpec, settings: PrepareSettings, values: Sequence[Any]) -> Callable[[str], DataError] | None:
-    """From a row's place to the error of a row that is refused by any tokenizer; None for others."""
-    if spec.messages is not None:
-        talks = any(turn.role == ROLE_OF_MODEL for turn in values[0])
-        return None if talks or settings.skip_empty else partial(empty, is_input=True, reason=Skipped.NO_ASSISTANT_TURN)
-    if not all(values):
-        return None if settings.skip_empty else partial(empty, is_input=not values[0], reason=Skipped.EMPTY)
-    if settings.long_samples is LongSamples.FAIL and spec.text is None:
-        for name, text, limit in zip(("an input", "a target"), values, settings.limits, strict=True):
-            # No token of a trained tokenizer goes beyond a word; counting these exactly is slow.
-            if limit is not None and len(text) > limit and len(text.split()) > limit and (count := words(text)) > limit:
-                found = f"{name} of {count} words, each of them a token or more"
-                return partial(too_long, found=found, settings=settings)
-    return None

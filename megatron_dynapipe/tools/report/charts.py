@@ -22,15 +22,15 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, amount
 ITERATION = "iteration"
 """Title of the axes on which starts are marked."""
 MOST_LINES = 8
-"""Of tasks, in one chart."""
+"""Tasks in one chart."""
 MOST_POINTS = 1_000
-"""Of a line."""
+"""Points of a line."""
 MOST_BOXES = 120_000
-"""Of the page: as many iterations as this allows, at least one."""
+"""Boxes of the page, which shows as many iterations as this allows, at least one."""
 MOST_DRAWN = 12_000
-"""Of one panel; the shortest are left out beyond."""
+"""Boxes of one panel; beyond, the shortest are left out."""
 LEAST_SHARE = 1 / 5_000
-"""Of the iteration: waits that are shorter would be thinner than a pixel until zoomed far in."""
+"""A share of the iteration: shorter waits would be thinner than a pixel until zoomed far in."""
 
 FAR_ABOVE = 4
 """Times the fullest stage's memory: a limit's line there would flatten the bars."""
@@ -115,7 +115,7 @@ def _loss(run: Run) -> Chart:
 
 
 def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
-    """Of a split that was evaluated: few tasks as lines, all tasks as a table."""
+    """The losses of a split that was evaluated: few tasks as lines, all tasks as a table."""
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
     tasks = {name.removeprefix(f"{whole} "): line for name, line in losses.items() if name != whole and line}

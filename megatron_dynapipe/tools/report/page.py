@@ -55,7 +55,7 @@ def _plotly() -> str:
 
 
 def _about(starts: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """What the last start says of itself, and where others began."""
+    """The last start's description of itself, and where others began."""
     if not starts:
         return []
     *earlier, last = starts

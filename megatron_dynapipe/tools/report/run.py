@@ -65,7 +65,7 @@ class Run:
 
     @property
     def last_timelines(self) -> list[RecordedTimeline]:
-        """Those of the last start: earlier ones may have had other stages."""
+        """The timelines of the last start: earlier ones may have had other stages."""
         first = -1 if self.run is None else self.run.first_iteration
         return [timeline for timeline in self.timelines if timeline.iteration >= first]
 
@@ -220,7 +220,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dic
 
 
 def _tokens(records: Sequence[EvaluationRecord]) -> dict[str, int]:
-    """Of one of the last evaluations, all of which are of the same samples."""
+    """The tokens of one of the last evaluations, all of which are of the same samples."""
     last = max(record.iteration for record in records)
     counts: dict[str, float] = defaultdict(float)
     for record in records:
@@ -244,7 +244,7 @@ def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict
 
 
 def _timelines(records: Sequence[TimelineRecord], run: RunRecord | None) -> tuple[RecordedTimeline, ...]:
-    """Those of which every stage is there: ranks are read while they write."""
+    """The timelines of which every stage is there: ranks are read while they write."""
     groups: dict[tuple[int, int], dict[int, TimelineRecord]] = defaultdict(dict)
     for record in records:
         groups[record.iteration, record.replica][record.stage] = record

@@ -29,7 +29,6 @@ class Group:
     """Ranks that share a row of a micro-batch.
 
     Attributes:
-        ranks: their number.
         samples: of the row, as indices.
         positions: of the row on each rank.
         work: of attention on each rank, in squared positions.
@@ -132,10 +131,9 @@ def _sizes(least: int, most: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicRun:
-    """What `default_dynamic_cp` comes to on a batch.
+    """The outcome of `default_dynamic_cp` on a batch.
 
     Attributes:
-        schedules: of every rank.
         shapes: of the rows of all ranks.
     """
 
@@ -144,7 +142,7 @@ class DynamicRun:
 
     @property
     def makespan_ns(self) -> int:
-        """Of the slowest rank."""
+        """The time of the slowest rank."""
         return max(schedule.makespan_ns for schedule in self.schedules)
 
 

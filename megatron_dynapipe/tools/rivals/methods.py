@@ -54,7 +54,7 @@ class Longest(NamedTuple):
 
     @classmethod
     def of_tokens(cls, family: ModelFamily, tokens: int, target_tokens: int) -> "Longest":
-        """Of maximum lengths in tokens."""
+        """Make it of maximum lengths in tokens."""
         return cls(round_up(input_positions(family, tokens)), round_up(target_positions(family, target_tokens)))
 
 
@@ -66,7 +66,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: real tokens, without padding, over that time.
         peak_memory_mb: of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
-        micro_batches: of all replicas.
         shapes: different shapes of micro-batches.
         of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
         idle: share of all stages' time in which no pass runs.

@@ -20,7 +20,7 @@ _Rows = list[IntArray]
 
 
 def partitions(problem: BatchProblem, offered: Iterable[_Rows]) -> OrderedPartitions:
-    """Of the micro-batches offered, all that fit with one in flight, by recompute mode."""
+    """All micro-batches offered that fit with one in flight, by recompute mode."""
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     fitting = []
     for members in offered:

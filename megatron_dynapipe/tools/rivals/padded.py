@@ -9,13 +9,7 @@ from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 
 
 def partitions(problem: BatchProblem, order: IntArray, offered: Iterable[IntArray]) -> tuple[Partition, ...]:
-    """Of those offered, every one that fits with one micro-batch in flight, by recompute mode.
-
-    Args:
-        problem: samples, costs, memory.
-        order: every sample once.
-        offered: sizes of micro-batches that divide the order.
-    """
+    """Every partition offered that fits with one micro-batch in flight, by recompute mode."""
     inputs, targets = problem.inputs[order], problem.targets[order]
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     fitting = []
@@ -32,7 +26,7 @@ def partitions(problem: BatchProblem, order: IntArray, offered: Iterable[IntArra
 
 
 def sizes_within(inputs: IntArray, targets: IntArray, tokens: int | None) -> Iterator[IntArray]:
-    """As many samples to each micro-batch as keep its padded positions within `tokens`; None tries powers of two."""
+    """Sizes of micro-batches whose padded positions stay within `tokens`; None tries powers of two."""
     positions = inputs + targets
     longest = int(positions.max())
     for most in [tokens] if tokens else _powers(longest, 2 * longest * len(inputs)):
@@ -55,7 +49,7 @@ def _powers(least: int, most: int) -> Iterator[int]:
 
 
 def _within(inputs: IntArray, targets: IntArray, tokens: int) -> IntArray:
-    """As many samples to each micro-batch as keep its padded positions within `tokens`, at least one."""
+    """Sizes of micro-batches whose padded positions stay within `tokens`, or of one sample."""
     sizes: list[int] = []
     size = longest_input = longest_target = 0
     for input_length, target_length in zip(inputs.tolist(), targets.tolist(), strict=True):

@@ -25,7 +25,7 @@ _VERL_LINEAR = 24576
 
 
 class Room(NamedTuple):
-    """What a rival packs into.
+    """The rows and memory that a rival packs into.
 
     Attributes:
         positions: most of a row.
@@ -77,7 +77,7 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
-    """As many micro-batches as hold all tokens, equal in FLOPs; then the longest are split to a multiple of replicas.
+    """Micro-batches equal in FLOPs, as few as hold all tokens; then the longest are split to a multiple of replicas.
 
     Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
     """

@@ -49,7 +49,6 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A `planning.partitioner.Partitioner`: how micro-batches are made in place of the planner's own search.
 
     Attributes:
-        algorithm: which of them.
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of
             two, of rows more (`rules.row_sizes`).
         micro_batch_tokens: padded positions of a micro-batch, for token_based; None tries powers of two.

@@ -126,12 +126,12 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
 
 
 def _shares(tables: CostTables, samples: Samples) -> Reals:
-    """Of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite where none is known."""
+    """Shares of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite if unknown."""
     return np.asarray(np.maximum((_by_size(tables, samples) / tables.sizes).min(axis=-1) - _ROUNDING_NS, 0))
 
 
 def _floor(tables: CostTables, samples: Samples, row_multiple: int) -> Reals:
-    """Of any padded micro-batch, and any packed row derived from them: `[kinds]`.
+    """The least of any padded micro-batch, and of any packed row derived from them: `[kinds]`.
 
     A row's cost is a mean of its samples' costs at the row's positions, weighted by their own positions over the row's;
     rounding the row up takes these weights below 1 together.
@@ -160,14 +160,14 @@ def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _packed_floor(packed: PackedTables) -> Reals:
-    """Of any measured packed row: `[kinds]`."""
+    """The least of any measured packed row: `[kinds]`."""
     known = np.where(packed.linear == ABSENT, np.inf, packed.linear)
     least = (known[:, Quantity.FORWARD] + known[:, Quantity.BACKWARD]).min(axis=(1, 2), initial=np.inf)
     return np.asarray(np.maximum(least - _ROUNDING_NS, 0))
 
 
 def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Reals:
-    """Of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
+    """Shares of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
     inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
     positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
     charged = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)

@@ -38,7 +38,7 @@ PLAN_DEADLINE_S = 600.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate's plan of one batch takes.
+    """The time and memory of a candidate's plan of one batch.
 
     Attributes:
         predicted_ns: forward, backward and transfers; 0 with an error.
@@ -159,7 +159,7 @@ class Workers:
 
 
 _STORED_BYTES = 2
-"""Of a parameter, as cost models count them."""
+"""Bytes of a parameter, as cost models count them."""
 _STEP_BYTES = 30
 
 
@@ -206,7 +206,7 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
 
 
 def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1.0) -> float:
-    """Of the model's weights, forward and backward: six a weight and token; attention's own products are left out.
+    """FLOPs of the model's weights, forward and backward: six a weight and token, without the products of attention.
 
     The last MLP and the head run `counted` of the tokens.
     """

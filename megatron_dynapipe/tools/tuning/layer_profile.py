@@ -43,7 +43,6 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One layer.
 
     Attributes:
-        name: for people.
         forward_ms, backward_ms: of a slice of each of the profile's sizes.
         boundary_bytes: of a sample, that cross to the next layer; what skips this layer is among it.
         stored_bytes: of a sample, kept from its forward's end to its backward's.
@@ -62,7 +61,6 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A model as a chain of layers.
 
     Attributes:
-        name: for people.
         sizes: samples of the slices that were measured, rising. Between them time is linear; below the first and above
             the last it is proportional to theirs.
         layers: from input to loss.

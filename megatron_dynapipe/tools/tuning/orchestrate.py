@@ -176,7 +176,7 @@ class OrchestrationProblem:
         return [size for size in range(1, count + 1) if count % size == 0]
 
     def samples_per_replica(self, micro_batches: int, replicas: int) -> float:
-        """Of a unit, on the busiest replica."""
+        """Samples of a unit on the busiest replica."""
         samples = micro_batches * self._micro_batch_size
         return -(-samples // replicas) if self._whole else samples / replicas
 

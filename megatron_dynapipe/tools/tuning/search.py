@@ -36,7 +36,7 @@ Progress = Callable[[int, int, float | None], None]
 
 
 class _Evaluation:
-    """What is known of a candidate so far."""
+    """A candidate and what is known of it so far."""
 
     def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
         self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
@@ -49,7 +49,7 @@ class _Evaluation:
 
     @property
     def bound_ns(self) -> int:
-        """Of all batches: what was planned, and bounds of the others."""
+        """The time of all batches: what was planned, and bounds of the others."""
         planned = sum(outcome.predicted_ns for outcome in self.outcomes)
         ends = (self.reduction_ns + self.optimizer_ns) * len(self.bounds)
         return planned + sum(self.bounds[len(self.outcomes) :]) + ends

@@ -21,7 +21,7 @@ class Split(enum.StrEnum):
     EVEN = "even"
     """The busiest stage, with the head on the last one, has as little work as can be."""
     AUTO = "auto"
-    """As training chooses it, by planning batches under many splits: slow."""
+    """Training's own choice, by planning batches under many splits: slow."""
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Those of every kind of parallelism, by name."""
+        """The size of every kind of parallelism, by name."""
         return {name: getattr(self, name) for name in Layout.__struct_fields__}
 
 

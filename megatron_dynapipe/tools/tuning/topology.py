@@ -116,7 +116,6 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
     """What may be placed after what: states are the free devices, state 0 the whole cluster.
 
     Attributes:
-        counts: of every placement.
         free: devices left in every state.
         choices: of every state, (placement, state after it).
     """
@@ -196,6 +195,6 @@ def _scatter(free: Counts, need: int) -> Counts:
 
 
 def _shared(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of each node, the share of a unit that both stages hold there."""
+    """The share of a unit that both stages hold on each node."""
     a_end, b_end = np.cumsum(a), np.cumsum(b)
     return np.asarray(np.maximum(0.0, np.minimum(a_end, b_end) - np.maximum(a_end - a, b_end - b)))

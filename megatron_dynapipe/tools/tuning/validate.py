@@ -7,15 +7,11 @@ iteration is left out. With several rounds the runs take turns, and of each iter
 """
 
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -23,14 +19,13 @@ import msgspec
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.processes import run_guarded
 from megatron_dynapipe.tools.tuning.space import TunedLayout, Tuning
 from megatron_dynapipe.units import BYTES_PER_MB, amount
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _TAIL = 12
 """Lines of a failed run's output that its error keeps."""
-_END_S = 20.0
-"""From a request to end to a kill."""
 
 LAYOUT_FILE_MARK = "Written by `megatron-dynapipe tune`"
 """In the first line of a file with a layout's flags."""
@@ -43,14 +38,14 @@ type Flags = dict[str, str | int | bool]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout's runs took."""
+    """The times of a layout's runs."""
 
     iterations_ms: tuple[float, ...] = ()
     error: str | None = None
 
     @property
     def mean_ms(self) -> float | None:
-        """Of an iteration; None without a measurement."""
+        """The time of an iteration; None without a measurement."""
         return fmean(self.iterations_ms) if self.iterations_ms else None
 
 
@@ -139,7 +134,7 @@ def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: P
 
 
 def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
-    """What a run needs to train under a layout."""
+    """The flags that make a run train under a layout."""
     flags: Flags = {
         "tensor-model-parallel-size": layout.tensor_parallel,
         "pipeline-model-parallel-size": layout.pipeline_parallel,
@@ -208,17 +203,7 @@ def measure(
 
 def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measured:
     """One run, whose processes are ended with it."""
-    with tempfile.TemporaryFile() as output:
-        # A session of its own, so that its ranks, planners and store end with it.
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(deadline_s)
-            status = process.returncode
-        finally:
-            _end(process)
-        output.seek(0)
-        lines = output.read().decode(errors="replace").splitlines()
+    status, lines = run_guarded(command, deadline_s=deadline_s)
     times = {int(match[1]): float(match[2]) for line in lines if (match := _ITERATION.search(line))}
     if status is None:
         return Measured(error=f"not done within {deadline_s:g} s: {len(times)} of {iterations} iterations were trained")
@@ -227,16 +212,3 @@ def run(command: Sequence[str], *, iterations: int, deadline_s: float) -> Measur
         tail = "\n".join(lines[-_TAIL:])
         return Measured(error=f"ended with status {status} without a time of iteration {missing[0]}; it said:\n{tail}")
     return Measured(iterations_ms=tuple(times[number] for number in range(2, iterations + 1)))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run's processes."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-            process.wait(_END_S)
-        except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()

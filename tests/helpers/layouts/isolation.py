@@ -5,15 +5,14 @@ from itertools import pairwise
 import torch
 
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.integration.entry.megatron_pipeline import Sample, Tokens, reader_of
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.packing import row_offsets
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.tools.megatron_pipeline import Sample, Tokens, reader_of
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import build, start, t5_split
-from tests.helpers.lists import packed_shape
+from tests.helpers.lists import packed
 
 ROW = (0, 2, 8, 5, 11)
 """Samples of the row, of very different lengths."""
@@ -47,16 +46,7 @@ def logits(model: torch.nn.Module, family: ModelFamily, batch: list[Sample]) -> 
     gpt = family is ModelFamily.GPT
     inputs = tuple(len(i) + (len(t) if gpt else 0) for i, t in batch)
     targets = tuple(0 if gpt else len(t) for _, t in batch)
-    plan = MicroBatch(
-        sample_ids=tuple(range(len(batch))),
-        input_lengths=inputs,
-        target_lengths=targets,
-        shape=packed_shape(family, inputs, targets),
-        layout=BatchLayout.PACKED,
-        recompute=Recompute.NONE,
-        stored_bytes=(0,),
-        peak_bytes=(0,),
-    )
+    plan = packed(family, inputs, targets)
     required = RequiredFields(tokens=True, decoder_tokens=not gpt)
     host = Collator(required=required, reader=reader_of(batch), special=Tokens())(0, plan, family)
     device = torch.device("cpu")

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron.core.transformer.mlp import MLP
 
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, _longest, global_batch
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, _longest, global_batch
 from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout

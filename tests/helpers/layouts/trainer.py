@@ -8,9 +8,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.entry.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import chains
+from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.units import BatchLayout
 from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout, samples

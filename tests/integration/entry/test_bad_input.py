@@ -85,12 +85,7 @@ def test_a_data_file_shorter_than_its_index_is_refused(data, tmp_path):
     ("lacking", "instead", "flags", "said"),
     [
         ("--calculate-per-token-loss", "", "", "hint: add --calculate-per-token-loss"),
-        (
-            "--global-batch-size",
-            "--seed",
-            "--tokens-per-global-batch 512",
-            "1 data-parallel replicas, got none\nhint: wi",
-        ),
+        ("--global-batch-size", "--seed", "--tokens-per-global-batch 512", "1 data-parallel replicas, got none\nhint"),
     ],
 )
 def test_what_every_run_needs_is_asked_for(lacking, instead, flags, said, data, tmp_path, monkeypatch):

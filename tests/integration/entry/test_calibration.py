@@ -14,11 +14,6 @@ from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
-def on_a_rank(rank: int, world_size: int, call: str, **arguments: Any) -> Any:
-    """One of the functions below, where Megatron may be imported."""
-    return globals()[call](**arguments)
-
-
 def run_of(hidden: int) -> Any:
     """As much of a run's configuration as measuring looks at."""
     from types import SimpleNamespace
@@ -33,7 +28,7 @@ def run_of(hidden: int) -> Any:
     )  # fmt: skip
 
 
-def measured_twice(cache: str, file: bytes) -> list[Any]:
+def measured_twice(rank: int, world_size: int, cache: str, file: bytes) -> list[Any]:
     """Paths of three runs with a profile that writes `file`, the last of another width; how often it was run."""
     import os
     from unittest.mock import patch
@@ -60,10 +55,8 @@ def measured_twice(cache: str, file: bytes) -> list[Any]:
 
 
 def test_costs_are_measured_once_for_a_model_and_machine(tmp_path):
-    found = run_ranks(
-        on_a_rank, 1, {"call": "measured_twice", "cache": str(tmp_path), "file": encode_file(gpt_file())}, deadline_s=60
-    )[0]
-    (first, again, other), commands, said = found
+    rank = {"cache": str(tmp_path), "file": encode_file(gpt_file())}
+    (first, again, other), commands, said = run_ranks(measured_twice, 1, rank, deadline_s=60)[0]
     assert first == again != other and Path(first).parent == tmp_path / "megatron-dynapipe"
     assert len(commands) == 2 and commands[0][-2:] == ["--some", "flag"]
     assert said.count("costs measured in") == 2
@@ -71,14 +64,12 @@ def test_costs_are_measured_once_for_a_model_and_machine(tmp_path):
 
 
 def test_a_profile_that_fails_leaves_computed_costs_and_says_why(tmp_path):
-    paths, _, said = run_ranks(
-        on_a_rank, 1, {"call": "measured_twice", "cache": str(tmp_path), "file": b""}, deadline_s=60
-    )[0]
+    paths, _, said = run_ranks(measured_twice, 1, {"cache": str(tmp_path), "file": b""}, deadline_s=60)[0]
     assert paths == []
     assert "could not be measured, costs are computed: error: nothing to measure" in said
 
 
-def trained(cache: str, argv: list[str]) -> str:
+def trained(rank: int, world_size: int, cache: str, argv: list[str]) -> str:
     """What a run says whose caches lie elsewhere."""
     import os
 
@@ -97,7 +88,6 @@ def test_a_run_measures_its_layers_first(tmp_path):
     said = []
     for run in ("first", "again"):
         argv = entry_scripts.words("gpt", data, flags, report=tmp_path / run)
-        rank = {"call": "trained", "cache": str(tmp_path / "cache"), "argv": argv}
-        said += run_ranks(on_a_rank, 1, rank, deadline_s=300)
+        said += run_ranks(trained, 1, {"cache": str(tmp_path / "cache"), "argv": argv}, deadline_s=300)
         assert (tmp_path / run / "cost-model.json").exists()
-    assert ["costs measured in" in each for each in said] == [True, False]
+    assert ["costs measured in" in output for output in said] == [True, False]

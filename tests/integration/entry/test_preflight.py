@@ -36,11 +36,7 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
     [
         ("t5", "--dynapipe-device-memory-limit 1", "parameters, gradients and optimizer state, of 1.0 MB"),
         ("gpt", "--dynapipe-device-memory-limit 1", "of activations on stage 0"),
-        (
-            "t5",
-            "--dynapipe-report-dir /proc/nowhere",
-            "expected a report folder that can be written",
-        ),
+        ("t5", "--dynapipe-report-dir /proc/nowhere", "expected a report folder that can be written"),
         ("gpt", "--dynapipe-calibrate 60 --seq-length 8", "--dynapipe-long-samples"),
     ],
 )
@@ -122,9 +118,7 @@ def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
         assert " no token of this batch counts |" in active_run.log_line(good)
         monkeypatch.setattr(FakeSession, "has_labels", True)
         monkeypatch.setattr(FakeSession, "tokens", 16_301)
-        assert "| global batch size: 16301 tokens | lm" in active_run.log_line(
-            f" | global batch size:    80 | lm{good}"
-        )
+        assert "| global batch size: 16301 tokens | lm" in active_run.log_line(f" | global batch size:   80 | lm{good}")
     finally:
         active_run.deactivate()
 

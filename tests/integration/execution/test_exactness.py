@@ -1,6 +1,7 @@
 """Layouts against one process: gradients of one iteration, losses, norms and weights of five, from the same weights.
 
-The reference runs samples one by one, unpadded, without Megatron's schedules, reductions or optimizer.
+The reference runs samples one by one, unpadded, without Megatron's schedules, reductions or optimizer. In each family
+every two settings meet in some row.
 """
 
 import functools
@@ -14,82 +15,51 @@ from tests.helpers.layouts.layout import ALL, Layout, on_ranks, reference, table
 
 LAYOUTS = (
     "gpt 1x1x1",
-    "gpt 1x1x1, recompute mixed",
-    "gpt 1x2x1, recompute mixed",
-    "gpt 1x2x2, overhead 0",
-    "gpt 1x1x2, overlapped",
     "gpt 1x2x2, Megatron's attention, overlapped, one replica without samples *",
     "gpt 1x4x1, full",
     "gpt 1x2x1, layers 3+1",
     "gpt 1x3x1, layers 1+2+1, selective",
     "gpt 1x2x1, two chunks, overhead 0.5",
-    "gpt 1x2x1, two chunks, recompute mixed",
-    "gpt 1x2x2, two chunks, overlapped",
     "gpt 1x2x2, two chunks, distributed optimizer *",
-    "gpt 2x1x1",
-    "gpt 2x2x1, recompute mixed",
-    "gpt 2x2x2",
-    "gpt 2x2x1, two chunks",
-    "gpt 2x2x2, overlapped, distributed optimizer",
     "gpt 1x2x2, rotary positions, untied",
     "gpt 2x2x1, two chunks, sequence parallel, rotary positions, untied, recompute mixed",
-    "gpt 4x2x1",
-    "gpt 4x1x1, Megatron's attention",
     "gpt 4x1x2",
     "gpt 2x1x4, sequence parallel",
     "gpt 2x4x1, selective",
-    "gpt 1x2x3, overhead 0",
-    "gpt 1x2x4, overhead 0",
     "gpt 1x8x1, depth 8, recompute mixed",
     "gpt 1x8x1, layers 2+1+1+1+1+1+2+1",
     "gpt 1x5x1, two chunks, depth 10",
     "gpt 2x2x1, sequence parallel, recompute mixed, also of MLPs",
-    "gpt 2x2x1, two chunks, sequence parallel",
-    "gpt 2x2x2, sequence parallel, overlapped, distributed optimizer",
     "gpt 4x2x1, sequence parallel, full",
     "gpt 1x1x4, distributed optimizer",
-    "t5 1x1x1, recompute mixed",
-    "t5 1x2x2, recompute mixed, overhead 0",
     "t5 1x1x2, one replica without samples",
     "t5 1x2x2, overlapped, one replica without samples",
-    "t5 1x4x1",
     "t5 1x3x1, layers 1+2+1",
     "t5 1x2x1, layers 2+1 *",
     "t5 1x4x1, layers 1+2+1+1",
     "t5 1x2x1, two chunks, recompute mixed, of MLPs *",
     "t5 2x2x2, two chunks, distributed optimizer",
-    "t5 2x2x1, sequence parallel, recompute mixed",
-    "t5 1x2x2, relative positions, recompute mixed, overhead 0",
     "t5 2x2x1, two chunks, sequence parallel, rotary positions, recompute mixed",
-    "t5 1x4x2",
     "t5 2x1x2",
-    "t5 2x2x1, recompute mixed",
-    "t5 2x2x2, overlapped, distributed optimizer",
     "t5 2x2x2, relative positions, untied, recompute mixed",
     "t5 4x2x1, full",
     "t5 4x1x2",
     "t5 2x4x1, sequence parallel",
     "t5 4x2x1, sequence parallel",
     "t5 1x1x4, distributed optimizer",
-    "t5 1x2x4, overhead 0",
     "t5 1x8x1, depth 8, recompute mixed",
     "t5 1x8x1, layers 1+1+2+1+1+2+1+1",
-    "t5 1x7x1, layers 1+1+1+2+1+1+1",
-    "t5 1x6x1, layers 1+2+1+2+1+1",
 )
 PACKED = (
     "gpt 1x1x1, packed",
     "gpt 1x1x1, rotary positions, recompute mixed, rows mixed",
-    "gpt 1x2x1, recompute mixed, packed",
     "gpt 2x2x1, two chunks, sequence parallel, rotary positions, recompute mixed, packed *",
     "gpt 1x4x1, packed",
     "gpt 1x2x2, no positions, rows mixed, overhead 0",
     "gpt 2x2x2, rows mixed, overlapped, distributed optimizer",
     "t5 1x1x1, recompute mixed, packed",
-    "t5 1x2x1, packed",
     "t5 1x2x2, rotary positions, recompute mixed, rows mixed, overhead 0",
     "t5 1x2x1, relative positions, recompute mixed, packed *",
-    "t5 2x2x1, two chunks, sequence parallel, recompute mixed, packed",
     "t5 1x4x1, two chunks, depth 8, packed",
     "t5 2x2x2, rows mixed, scatter-gather, distributed optimizer, overhead 50",
 )
@@ -103,12 +73,9 @@ SLICED = (
     "gpt 1x4x1, slices of 16, recompute mixed, rules of CUDA",
 )
 DIVIDED = (
-    "gpt 1x1x1, divided",
-    "gpt 1x2x1, recompute mixed, divided",
     "gpt 2x2x1, two chunks, sequence parallel, rotary positions, recompute mixed, every second divided",
     "gpt 1x2x2, two chunks, divided, overlapped, distributed optimizer *",
     "gpt 1x2x2, every second divided, overlapped, one replica without samples",
-    "gpt 1x2x1, slices of 16, recompute mixed, divided",
     "gpt 2x2x1, divided",
     "t5 1x2x2, relative positions, divided, overhead 0",
     "t5 2x2x2, every second divided, overlapped, distributed optimizer",
@@ -120,12 +87,10 @@ HALVED = (
     "gpt 1x2x2, layers 2.5+1.5, overlapped, distributed optimizer",
     "gpt 1x2x1, layers 2.5+1.5, divided",
     "gpt 1x3x1, layers 1.5+2+0.5, full, packed",
-    "gpt 1x2x1, layers 2.5+1.5, slices of 16, recompute mixed",
     "gpt 1x2x1, layers 2.5+1.5, recompute mixed, also of MLPs",
     "gpt 1x2x2, layers 1.5+2.5, Megatron's attention, overlapped",
     "t5 1x2x1, layers 1.5+2.5, recompute mixed *",
     "t5 1x2x1, layers 2.5+1.5, recompute mixed, of MLPs",
-    "t5 1x4x1, layers 1.5+0.5+1.5+0.5, relative positions",
     "t5 1x4x2, layers 1.5+0.5+0.5+1.5, relative positions, overlapped",
     "t5 2x2x1, layers 2.5+1.5, sequence parallel, recompute mixed, packed",
 )
@@ -133,15 +98,12 @@ TARGETS = (
     "gpt 1x1x1, losses of targets, recompute mixed, also of MLPs",
     "gpt 1x2x1, losses of targets, untied, packed",
     "gpt 2x2x1, losses of targets, sequence parallel, rotary positions, recompute mixed, rows mixed *",
-    "gpt 2x2x1, losses of targets, recompute mixed",
     "gpt 4x1x1, losses of targets, Megatron's attention",
-    "gpt 4x2x1, losses of targets, sequence parallel, full",
     "gpt 1x2x2, losses of targets, layers 3.5+0.5, overlapped, every second divided *",
     "gpt 1x2x2, losses of targets, layers 4+0, overlapped",
     "gpt 1x2x1, losses of targets, layers 3.5+0.5, slices of 16, full *",
     "gpt 1x3x1, losses of targets, layers 1.5+2+0.5, recompute mixed, packed",
     "gpt 1x2x1, losses of targets, two chunks, slices of 16, recompute mixed, divided",
-    "gpt 1x2x2, losses of targets, slices of 8, overlapped, distributed optimizer",
     "gpt 1x2x2, losses of targets, two chunks, overlapped, distributed optimizer, one replica without samples",
     "gpt 2x2x2, losses of targets, sequence parallel, overlapped, distributed optimizer",
     "gpt 2x2x1, losses of targets, sequence parallel, every second divided, Transformer Engine's layers",
@@ -207,5 +169,5 @@ def test_a_layout_in_half_precision_stays_within_its_noise(layout):
 def half_noise(family: str, dtype: str) -> tuple[float, float]:
     alone = Layout(family=family, dtype=dtype, loss_scale=64.0 if dtype == "fp16" else None)
     orders = [replace(alone, samples=samples) for samples in (ALL, ALL[::-1])]
-    found = [deviation(on_ranks("trainer.train", order), reference(alone.model)) for order in orders]
-    return max(g for g, _ in found), max(losses for _, losses in found)
+    deviations = [deviation(on_ranks("trainer.train", order), reference(alone.model)) for order in orders]
+    return max(g for g, _ in deviations), max(losses for _, losses in deviations)

@@ -8,10 +8,7 @@ import pytest
 from megatron_dynapipe.plan.instructions import Backward, Forward
 from tests.helpers.layouts.layout import on_ranks, table
 
-LAYOUTS = (
-    "gpt 1x2x2, two chunks",
-    "t5 1x1x2 *",
-)
+LAYOUTS = ("gpt 1x2x2, two chunks", "t5 1x1x2 *")
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS))
@@ -43,9 +40,7 @@ def gathers_of(words: str, *, at_once: bool = False) -> list[str]:
     starts = [lambda _, name=f"start {chunk}": found.append(name) for chunk in range(3)]
     passes = [(Forward if word[0] == "F" else Backward)(int(word[1]), int(word[3])) for word in words.split()]
     config = SimpleNamespace(param_sync_func=starts)
-    gathers = _ParameterGathers(
-        config, [model(chunk) for chunk in range(3)], passes, at_once=at_once, forward_only=False
-    )
+    gathers = _ParameterGathers(config, list(map(model, range(3))), passes, at_once=at_once, forward_only=False)
     gathers.begin()
     for each in passes:
         if isinstance(each, Forward):

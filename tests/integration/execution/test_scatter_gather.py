@@ -10,12 +10,7 @@ from tests.helpers import entry_scripts
 from tests.helpers.layouts.layout import Layout, table
 from tests.helpers.processes import run_ranks
 
-LAYOUTS = (
-    "gpt 2x2x1",
-    "gpt 2x2x1, two chunks, overhead 0.5",
-    "t5 2x2x1, recompute full and none *",
-    "t5 2x4x1, bf16",
-)
+LAYOUTS = ("gpt 2x2x1", "gpt 2x2x1, two chunks, overhead 0.5", "t5 2x2x1, recompute full and none *", "t5 2x4x1, bf16")
 
 
 def train(*, rank: int, world_size: int, layout: Layout) -> dict:

@@ -48,10 +48,7 @@ def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
     return {"losses": result["losses"], "gradients": result["gradients"], "said": output.getvalue()}
 
 
-LAYOUTS = (
-    "t5 1x2x1",
-    "gpt 1x2x1, two chunks, bf16 *",
-)
+LAYOUTS = ("t5 1x2x1", "gpt 1x2x1, two chunks, bf16 *")
 
 
 @pytest.mark.parametrize("wanted", table(LAYOUTS))

@@ -9,11 +9,7 @@ import torch._dynamo
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout, on_ranks, table
 
-LAYOUTS = (
-    "gpt 1x2x2, two chunks, overlapped",
-    "t5 1x2x1, dropout *",
-    "t5 2x2x1, sequence parallel, bf16",
-)
+LAYOUTS = ("gpt 1x2x2, two chunks, overlapped", "t5 1x2x1, dropout *", "t5 2x2x1, sequence parallel, bf16")
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS))
@@ -25,10 +21,7 @@ def test_a_warm_pipeline_trains_as_a_cold_one(layout):
             assert relative_error(one[3], other[3]) == 0.0
 
 
-GROUPS = (
-    "gpt 1x1x2, divided, overlapped *",
-    "gpt 2x2x2, divided, overlapped, distributed optimizer",
-)
+GROUPS = ("gpt 1x1x2, divided, overlapped *", "gpt 2x2x2, divided, overlapped, distributed optimizer")
 
 
 @pytest.mark.parametrize("layout", table(GROUPS))

@@ -65,10 +65,7 @@ SLOW = {
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),
     "odd heads": ({"hidden_size": 960}, "has no heads of 60 channels"),
     "old devices": ({"bf16": False, "fp16": True}, "needs compute capability 8.0 on 7.0"),
-    "small heads": (
-        {"position_embedding_type": "relative", "hidden_size": 128},
-        "wants heads of 16 channels",
-    ),
+    "small heads": ({"position_embedding_type": "relative", "hidden_size": 128}, "wants heads of 16 channels"),
 }
 
 
@@ -140,9 +137,7 @@ def test_the_core_attention_is_transformer_engines_where_it_is_installed(
     ],
     ids=str,
 )
-def test_backward_passes_are_divided_where_layers_can(
-    changes: dict[str, object], version: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_passes_are_divided_where_layers_can(changes, version, reason, monkeypatch):
     monkeypatch.setattr(batch_layout, "HAVE_TRANSFORMER_ENGINE", bool(version))
     monkeypatch.setattr(batch_layout, "is_te_min_version", lambda least: Version(version) >= Version(least))
     defaults = {"gradient_accumulation_fusion": True, "recompute_modules": None, "dynapipe_split_backward": "on"}

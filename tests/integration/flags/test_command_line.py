@@ -43,10 +43,7 @@ def test_our_flags_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            "--dynapipe-coast-model=x",
-            "--dynapipe-coast-model=x\nhint: did you mean --dynapipe-cost-model",
-        ),
+        ("--dynapipe-coast-model=x", "--dynapipe-coast-model=x\nhint: did you mean --dynapipe-cost-model"),
         ("--dynapipe_layout auto", "hint: did you mean --dynapipe-layout"),
         ("--xyz 1", "unrecognized arguments: --xyz 1\nhint: --help lists all flags"),
         ("--use-dynapipe=1", "--use-dynapipe: ignored explicit argument '1'"),

@@ -29,18 +29,14 @@ def test_a_variable_stops_the_run(name: str) -> None:
     fork.check([], {name: ""})
 
 
-def test_what_the_fork_has_beside_its_dynapipe_flags_is_decided_on() -> None:
+def test_what_the_fork_and_its_launch_template_have_beside_dynapipe_flags_is_decided_on() -> None:
     flags = """--sort-dataset --pack-dataset --targets-data-path --per-iter-time-log-path --profile-with-nsys
         --nsys-profile-warmup --nsys-profile-steps --debug-dump-memory-trace --microbenchmark-save-dir --skip-iters
-        --empty-unused-memory-interval --deepspeed --deepspeed_config --deepspeed_mpi"""
+        --empty-unused-memory-interval --deepspeed --deepspeed_config --deepspeed_mpi
+        --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline --data-impl"""
     variables = {"DYNAPIPE_REDIS_CMD", "DYNAPIPE_KVREDIS_POLLING_INTERVAL", "DYNAPIPE_KVREDIS_CONNECT_TIMEOUT"}
     assert {*flags.split()} <= {*fork.FLAGS} and variables <= {*fork.VARIABLES}
     assert ("--dataloader-type", "ordered") in fork.VALUES
-
-
-def test_flags_of_its_launch_template_that_megatron_dropped_are_decided_on() -> None:
-    template = "--no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline --data-impl"
-    assert {*template.split()} <= {*fork.FLAGS}
 
 
 def test_other_flags_and_values_pass() -> None:

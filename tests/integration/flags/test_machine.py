@@ -7,31 +7,27 @@ import torch
 
 from megatron_dynapipe import config
 from megatron_dynapipe.config import read_cluster
+from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine
 from tests.configs.test_configs import CLUSTERS
 
+FILES = {
+    "GB200": "gb200_186gb",
+    "B200": "b200_180gb",
+    "H200": "h200_141gb",
+    "H100 80GB HBM3": "h100_80gb",
+    "A100-SXM4-80GB": "a100_80gb",
+    "A100-SXM4-40GB": "a100_40gb",
+    **dict.fromkeys(("H100 PCIe", "H200 NVL", "GH200 480GB", "A100-PCIE-40GB", "GeForce RTX 4090")),
+}
 
-@pytest.mark.parametrize(
-    ("device", "file"),
-    [
-        ("NVIDIA GB200", "gb200_186gb"),
-        ("NVIDIA B200", "b200_180gb"),
-        ("NVIDIA H200", "h200_141gb"),
-        ("NVIDIA H100 80GB HBM3", "h100_80gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100-PCIE-40GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_a_device_finds_its_file(device: str, file: str | None) -> None:
-    assert config.cluster_file(device) == file
-    assert (config.cluster_file(device, of_kind=True) is None) == ("RTX" in device)
+
+@pytest.mark.parametrize("device", FILES)
+def test_a_device_finds_its_file(device: str) -> None:
+    assert config.cluster_file(f"NVIDIA {device}") == FILES[device]
+    assert (config.cluster_file(f"NVIDIA {device}", of_kind=True) is None) == ("RTX" in device)
 
 
 def test_every_file_is_some_devices() -> None:
@@ -64,6 +60,7 @@ def test_memory_is_divided_over_the_ranks_of_a_device(monkeypatch: pytest.Monkey
     assert machine.device_memory_bytes(named, on_cpu=False) == 72 * 10**9, "as a flag's limit is each rank's"
 
 
+MEASURED = {"intra-node": Link(latency_us=60.0, gbps=25.0)}
 WHOLE = """device-memory-mb: 1000
 intra-node-gbps: 600
 inter-node-gbps: 100
@@ -72,21 +69,15 @@ inter-node-latency-us: 20
 """
 
 
-def test_links_are_measured_or_the_clusters_or_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_measured_or_the_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     path = tmp_path / "cluster.yaml"
-    measured = {"intra-node": Link(latency_us=60.0, gbps=25.0)}
     path.write_text(WHOLE + "devices-per-node: 2\n")
-    cluster = read_cluster(path)
-    for links, known, expected in (
-        ({}, None, (4, 4800.0, 0.0, 100.0, 4000.0)),
-        (measured, None, (4, 25.0, 60.0, 100.0, 4000.0)),
-        ({}, cluster, (2, 600.0, 0.0, 100.0, 20.0)),
-        (measured, cluster, (2, 25.0, 60.0, 100.0, 20.0)),
-    ):
-        found = machine.network(links, known)
-        intra = found.intra_node_gbps, found.intra_node_latency_us
-        assert (found.devices_per_node, *intra, found.inter_node_gbps, found.inter_node_latency_us) == expected
+    for links, intra in (({}, Link(latency_us=0.0, gbps=600.0)), (MEASURED, MEASURED["intra-node"])):
+        network = machine.network(links, read_cluster(path))
+        assert (network.intra_node_gbps, network.intra_node_latency_us) == (intra.gbps, intra.latency_us)
+        assert (network.devices_per_node, network.inter_node_gbps, network.inter_node_latency_us) == (2, 100.0, 20.0)
+        assert machine.network(links, None) == Network.over(links, devices_per_node=4)
 
 
 @pytest.mark.parametrize(
@@ -109,22 +100,19 @@ def test_a_file_that_is_no_clusters_is_refused(text: str, message: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("ranks", "devices", "backend", "expected", "share"),
+    ("devices", "backend", "expected", "share"),
     [
-        (1, 1, "nccl", [0], 1),
-        (4, 4, "nccl", [0, 1, 2, 3], 1),
-        (2, 8, "nccl", [0, 1], 1),
-        (4, 4, "gloo", [0, 1, 2, 3], 1),
-        (4, 1, "gloo", [0, 0, 0, 0], 4),
-        (5, 2, "gloo", [0, 1, 0, 1, 0], 3),
+        (1, "nccl", [0], 1),
+        (4, "nccl", [0, 1, 2, 3], 1),
+        (8, "nccl", [0, 1], 1),
+        (1, "gloo", [0, 0, 0, 0], 4),
+        (2, "gloo", [0, 1, 0, 1, 0], 3),
     ],
 )
-def test_gpus_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, devices: int, backend: str, expected: list[int], share: int
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    found = [machine.device_index(rank, devices=devices, backend=backend) for rank in range(ranks)]
-    assert (found, machine.ranks_per_device(devices)) == (expected, share)
+def test_ranks_take_gpus_in_turn(monkeypatch, devices, backend, expected, share):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(expected)))
+    indices = [machine.device_index(rank, devices=devices, backend=backend) for rank in range(len(expected))]
+    assert (indices, machine.ranks_per_device(devices)) == (expected, share)
 
 
 def test_ranks_do_not_share_a_gpu_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,7 @@ def test_a_weight_gradient_is_added_to_its_buffer(inputs: torch.dtype, buffer: t
     torch.testing.assert_close(into.double(), expected, rtol=2e-2 if inputs != torch.float32 else 1e-5, atol=1e-1)
 
 
-def test_where_a_product_cannot_add_up_gradients_are_added_after_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_product_cannot_add_up_gradients_are_added_after_it(monkeypatch, capsys):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 

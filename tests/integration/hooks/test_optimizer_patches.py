@@ -1,6 +1,6 @@
 """Patches of Megatron's distributed optimizer: applied while DynaPipe trains, whatever the device.
 
-That runs resume as they were saved is held by `entry/test_checkpoints.py` and `entry/test_layouts.py`.
+That runs resume as they were saved is held by `entry/test_checkpoints.py`.
 """
 
 import ast

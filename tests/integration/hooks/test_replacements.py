@@ -55,11 +55,7 @@ def test_names_are_replaced_once():
 def _install_twice(*, rank: int, world_size: int) -> list[str]:
     import importlib
 
-    paths = (
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.core.pipeline_parallel",
-        "megatron.training.training",
-    )
+    paths = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel", "megatron.training.training"
     modules = [importlib.import_module(path) for path in paths]
     training = modules[-1]
     before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]

@@ -1,38 +1,36 @@
 """Routers: terms that no partition changes, and that are Megatron's where all samples are of one length."""
 
+from unittest import mock
+
 import pytest
 import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from megatron_dynapipe.integration.models import experts
+from megatron_dynapipe.integration.models.divided_linears import WeightHalves
+from megatron_dynapipe.integration.models.experts import PlannedRouter, begin_micro_batch
+from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
+from megatron_dynapipe.units import BatchLayout, Shape
+from tests.helpers.lists import micro_batch
 from tests.helpers.processes import run_ranks
+from tests.integration.models.attention_ranks import config, start
 
 HIDDEN, EXPERTS, LENGTHS = 6, 4, (8, 8, 8)
 
 
 def planned(lengths, *, packed: bool, positions: int = 8):
-    from megatron_dynapipe.plan.iteration import MicroBatch
-    from megatron_dynapipe.units import BatchLayout, Recompute, Shape
-
-    return MicroBatch(
-        sample_ids=tuple(range(len(lengths))),
-        input_lengths=tuple(length + 1 for length in lengths),
-        target_lengths=(0,) * len(lengths),
-        shape=Shape(1, positions, 0) if packed else Shape(max(len(lengths), 1), positions, 0),
-        layout=BatchLayout.PACKED if packed else BatchLayout.PADDED,
-        recompute=Recompute.NONE,
-        stored_bytes=(0,),
-        peak_bytes=(0,),
-    )
+    shape = Shape(1 if packed else max(len(lengths), 1), positions, 0)
+    layout = BatchLayout.PACKED if packed else BatchLayout.PADDED
+    return micro_batch(shape, [length + 1 for length in lengths], layout=layout)
 
 
 def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
     """Of the routers' weight: Megatron's of three samples of one length, and ours in several partitions."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    from megatron_dynapipe.integration.models.experts import PlannedRouter, begin_micro_batch
-    from tests.integration.models.attention_ranks import config, start
-
     start()
     made = config(
         hidden_size=HIDDEN,
@@ -87,16 +85,8 @@ def test_terms_are_megatrons_and_no_partition_changes_them():
         assert torch.allclose(torch.tensor(gradient), expected, rtol=1e-4, atol=1e-6), name
 
 
-def experts(rank: int, world_size: int, dtype: str, counts: list[int], device: str) -> list[list[float]]:
+def compare_experts(rank: int, world_size: int, dtype: str, counts: list[int], device: str) -> list[list[float]]:
     """Largest differences of results and gradients from Megatron's experts: in whole passes, and in divided ones."""
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-    from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
-    from tests.integration.models.attention_ranks import config, start
-
     start()
     kind = getattr(torch, dtype)
     made = config(
@@ -144,22 +134,16 @@ def experts(rank: int, world_size: int, dtype: str, counts: list[int], device: s
 
 @pytest.mark.parametrize(
     ("dtype", "bound", "device"),
-    [
-        ("float32", 1e-5, "cpu"),
-        ("bfloat16", 0.1, "cpu"),
-        pytest.param("bfloat16", 0.1, "cuda", marks=pytest.mark.gpu),
-    ],
+    [("float32", 1e-5, "cpu"), ("bfloat16", 0.1, "cpu"), pytest.param("bfloat16", 0.1, "cuda", marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 3], [0, 0]], ids=str)
 def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound, device):
     given = {"dtype": dtype, "counts": counts, "device": device}
-    for differences in run_ranks("tests.integration.models.test_experts:experts", 1, given)[0]:
+    for differences in run_ranks(compare_experts, 1, given)[0]:
         assert max(differences) < bound
 
 
 def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
-    from megatron_dynapipe.integration.models.grouped_experts import takes_grouped
-
     cuda = torch.device("cuda")
     for capability, dtype, takes in (
         ((9, 0), torch.bfloat16, True),
@@ -173,12 +157,6 @@ def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
 
 def most_of_two_passes(rank: int, world_size: int) -> list[list[int]]:
     """How often a rank asked by the end of each pass of three layers, and what they were padded to."""
-    from unittest import mock
-
-    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-
-    from megatron_dynapipe.integration.models import experts
-
     torch.distributed.init_process_group("gloo")
     layers = [experts.UnevenAllGather.__new__(experts.UnevenAllGather) for _ in range(3)]
     seen = []
@@ -198,4 +176,4 @@ def most_of_two_passes(rank: int, world_size: int) -> list[list[int]]:
 
 
 def test_layers_of_a_pass_ask_for_the_most_positions_once():
-    assert run_ranks("tests.integration.models.test_experts:most_of_two_passes", 2) == [[[1, 5], [2, 9]]] * 2
+    assert run_ranks(most_of_two_passes, 2) == [[[1, 5], [2, 9]]] * 2

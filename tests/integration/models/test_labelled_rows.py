@@ -1,8 +1,15 @@
 """Which modules run rows with labels alone; that losses and gradients are those of all rows is `test_exactness`'s."""
 
 import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+from megatron_dynapipe.data.segments import causal_mask
+from megatron_dynapipe.integration.models.experts import with_planned_experts
+from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from tests.helpers.processes import run_ranks
+from tests.integration.models.attention_ranks import config, start
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
 ROWS, ALL = 8, 24
@@ -19,22 +26,11 @@ MODELS = {
 
 def counted(rank: int, world_size: int, models: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """By model: rows that its first MLP, its last one and its head get, and the worst difference of gradients."""
-    from tests.integration.models.attention_ranks import start
-
     start()
     return {name: _counted(flags) for name, flags in models.items()}
 
 
 def _counted(flags: dict[str, object]) -> dict[str, object]:
-    import torch
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from megatron_dynapipe.data.segments import causal_mask
-    from megatron_dynapipe.integration.models.experts import with_planned_experts
-    from megatron_dynapipe.integration.models.labelled_rows import row_gather
-    from tests.integration.models.attention_ranks import config
-
     made = config(num_layers=2, hidden_dropout=0.0, calculate_per_token_loss=True, add_bias_linear=False, **flags)
     layer = get_gpt_layer_local_spec(num_experts=made.num_moe_experts)
     layer = with_planned_experts(layer) if made.num_moe_experts else layer

@@ -4,8 +4,15 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.attention import flex_attention
 
+from megatron_dynapipe.integration.models import packed_attention
+from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
+from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel, kernel_takes
+from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks, attend_with_biases
 from tests.helpers.processes import run_ranks
+from tests.integration.models.packed_ranks import inputs, row_of
 
 RANKS = "tests.integration.models.packed_ranks"
 
@@ -45,13 +52,6 @@ def test_samples_of_a_row_attend_as_if_alone(name):
 @pytest.mark.parametrize(("lengths", "groups"), [(ROW, 4), (LONG, 2)])
 def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
     """`flex_attention` as it runs without being compiled: the attention sample by sample, gradients of biases too."""
-    import torch
-    from torch.nn.attention import flex_attention
-
-    from megatron_dynapipe.integration.models.packed_attention import attend_by_sample
-    from megatron_dynapipe.integration.models.relative_attention import attend_with_biases
-    from tests.integration.models.packed_ranks import inputs, row_of
-
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # compiled, it has no backward on a CPU
     row, longest = row_of(lengths, lengths), max(lengths)
     *tensors, gradient = (tensor.squeeze(1) for tensor in inputs(lengths, lengths, groups))
@@ -83,11 +83,6 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 3], LONG, [640, 0], [128, 256, 130, 0], [300, 1, 400, 67]], ids=str)
 def test_blocks_with_and_without_a_mask_cover_the_pairs_of_each_sample(lengths, causal):
-    import torch
-
-    from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks
-    from tests.integration.models.packed_ranks import row_of
-
     padded = [*lengths, max(LEAST - sum(lengths), 0)]
     of = torch.arange(len(padded)).repeat_interleave(torch.tensor(padded))
     pairs = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril(0 if causal else len(of))
@@ -118,8 +113,6 @@ def test_blocks_with_and_without_a_mask_cover_the_pairs_of_each_sample(lengths, 
 )
 def test_no_queries_are_without_keys(queries, keys, offsets):
     """cuDNN before 9.25 gives NaN for them, and NaN times a mask's zero is NaN."""
-    from tests.integration.models.packed_ranks import row_of
-
     row = row_of(queries, keys)
     assert [row.cu_seqlens_q.tolist(), row.cu_seqlens_kv.tolist()] == offsets
     assert row.lengths_q == tuple(row.cu_seqlens_q.diff().tolist()) and row.max_seqlen_q == max(row.lengths_q)
@@ -128,19 +121,12 @@ def test_no_queries_are_without_keys(queries, keys, offsets):
 @pytest.mark.gpu
 def test_relative_biases_compiled_once_are_those_uncompiled():
     """`flex_attention` in fp32, on the device and on the CPU; gradients of biases too. Blocks within one sample."""
-    import torch
-
     for number, lengths in enumerate(([300, 84, 7], [20, 9], [100, 156], [600, 300])):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             compare_biases(lengths)
 
 
 def compare_biases(lengths: list[int]) -> None:
-    import torch
-
-    from megatron_dynapipe.integration.models.relative_attention import attend_with_biases
-    from tests.integration.models.packed_ranks import row_of
-
     draw = torch.Generator().manual_seed(1)
     tensors = [torch.randn(sum(lengths), 4, 32, generator=draw) for _ in range(4)]
     longest = max(lengths)
@@ -178,10 +164,6 @@ def test_segments_that_do_not_cover_the_row_are_refused_and_cudnn_is_out_of_the_
     ],
 )
 def test_what_the_kernel_takes(changes, takes):
-    import torch
-
-    from megatron_dynapipe.integration.models.packed_attention import kernel_takes
-
     given = {"dtype": "bfloat16", "channels": 128, "on_cuda": True, "dropout": False, "biased": False} | changes
     assert kernel_takes(getattr(torch, given.pop("dtype")), given.pop("channels"), **given) is takes
 
@@ -191,11 +173,6 @@ def test_what_the_kernel_takes(changes, takes):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[5] == "samples" and not case[4]])
 def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
     """In bf16, whose rounding the bound is of; segments without queries too."""
-    import torch
-
-    from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel
-    from tests.integration.models.packed_ranks import inputs, row_of
-
     queries, keys, causal, groups, *_ = CASES[name]
     row = row_of(queries, keys)
     row.cu_seqlens_q, row.cu_seqlens_kv = row.cu_seqlens_q.cuda(), row.cu_seqlens_kv.cuda()
@@ -212,16 +189,12 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
         if not engine:
             return attend_in_kernel(*given, row, causal=causal, scale=0.3)
         pytest.importorskip("transformer_engine.pytorch")
-        from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 
         module = SimpleNamespace(softmax_scale=0.3)
         return EngineCoreAttention.attend_in_kernel(module, *given, row, causal=causal)
 
     found = []
-    for attend in (
-        in_kernel,
-        lambda *given: attend_by_sample(*given, row, one, None, causal=causal),
-    ):
+    for attend in (in_kernel, lambda *given: attend_by_sample(*given, row, one, None, causal=causal)):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         result = attend(*leaves)
         result.backward(gradient.view_as(result))
@@ -232,10 +205,6 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
 
 @pytest.mark.parametrize(("error", "runs"), [(None, True), (ImportError("undefined symbol"), False)])
 def test_flash_attention_3_that_cannot_be_imported_is_said_and_left(error, runs, monkeypatch, capsys):
-    import torch
-
-    from megatron_dynapipe.integration.models import packed_attention
-
     def activate(name):
         assert name == "FA3"
         if error:

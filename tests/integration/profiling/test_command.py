@@ -106,7 +106,7 @@ def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--recompute", "some"], "expected recompute modes of none, selective, full, got some"),
-        (["--budget-minutes", "0"], "expected --budget-minutes above 0"),
+        (["--budget-minutes", "0"], "argument --budget-minutes: expected a number above 0"),
         (["--tensor-parallel", "2"], "expected a number of ranks that 2 divides, got 1"),
     ],
 )

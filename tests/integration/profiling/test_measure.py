@@ -51,9 +51,7 @@ class Counted:
         pytest.param(1, 1, id="one that does so by itself"),
     ],
 )
-def test_passes_are_measured_with_others_in_flight(
-    budget_bytes: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_measured_with_others_in_flight(budget_bytes, in_flight, monkeypatch):
     monkeypatch.setattr(module, "BEYOND_CACHES_BYTES", budget_bytes)
     monkeypatch.setattr(module, "_fewest_of_ranks", lambda count: count)
     counted = Counted(32)

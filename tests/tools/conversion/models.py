@@ -53,10 +53,7 @@ def configs() -> dict[str, Any]:
 
 
 def make(config: Any) -> torch.nn.Module:
-    """A model with weights that are no symmetry's fixed point.
-
-    Without `from_pretrained`, which leaves rotations unset where CUDA is replaced by stubs.
-    """
+    """A model of asymmetric weights; `from_pretrained` would leave rotations unset where CUDA is replaced by stubs."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

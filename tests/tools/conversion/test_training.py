@@ -99,9 +99,7 @@ ALL_SHARED = (
         pytest.param("mixtral", ALL_SHARED, 4, 1e-8, id="mixtral, all shared, Adam", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_fine_tunes_as_its_source_does(
-    tmp_path: Path, name: str, flags: str, ranks: int, eps: float | None
-) -> None:
+def test_a_model_fine_tunes_as_its_source_does(tmp_path, name, flags, ranks, eps):
     """Plain gradient descent shows a weight that is another one's multiple; Adam, whose updates are gradients' signs
     however small they are, any that is not the source's. Settings have to be: Megatron decays and clips by default."""
     data, _ = converted(tmp_path, name, VOCABULARY)

@@ -21,12 +21,7 @@ SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 class Nodes:
     """A job whose nodes are started one by one; all of them are ended with the block.
 
-    Args:
-        folder: for what nodes say.
-        port: of the rendezvous, which the first node hosts.
-        most: nodes.
-        script: the training script and its arguments.
-        joins: whether nodes can come later, which torchrun's shared store does not allow (docs/elasticity.md).
+    Nodes can come later if it `joins`, which torchrun's shared store does not allow (docs/elasticity.md).
     """
 
     def __init__(self, folder: Path, port: int, *, most: int, script: Sequence[str], joins: bool = False) -> None:

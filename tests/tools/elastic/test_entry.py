@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
-from megatron_dynapipe.integration.entry import checkpoint_lock
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.outputs import lock_folder
 from megatron_dynapipe.tools.elastic import entry as elastic_run
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
@@ -120,23 +119,18 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest
     holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
     saved = tmp_path / "saved"
 
-    def lock(save: str | None, rank: int = 0) -> None:
-        checkpoints = SimpleNamespace(save=None if save is None else Path(save))
-        checkpoint_lock.lock_checkpoints(SimpleNamespace(rank=rank, checkpoints=checkpoints, timeout_s=0.5))
-
     with subprocess.Popen([sys.executable, "-c", holder, saved], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(ConfigError, match=rf"only run that saves to .*saved, process {other.pid} on .* holds"):
-            lock(str(saved))
-        lock(str(saved), rank=1)
+            lock_folder(saved, wait_s=0.5)
         other.kill()
-    lock(str(saved))
-    for save in (None, "msc://bucket/saved"):
-        lock(save)
+    lock_folder(saved, wait_s=5)
+    lock_folder(Path("msc://bucket/saved"), wait_s=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write checkpoints to .*file: "):
-        lock(str(tmp_path / "file"))
+        lock_folder(tmp_path / "file", wait_s=5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Which layout the ranks that are there get: by rank 0, for all; an error where none fits."""
+"""Megatron's ranks get the layout that fits them, or an error where none does."""
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from megatron_dynapipe.tools.elastic import entry
 from megatron_dynapipe.tools.elastic.layout import agreed_layout
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
-from tests.helpers.processes import run_ranks
 from tests.planning.planner_cases import batch, cost_model
 from tests.tools.elastic.test_entry import flags
 
@@ -36,19 +34,6 @@ def best(ranks: int, memory_limit_bytes: int = 2 * 10**9) -> TunedLayout:
     return tune(base, COSTS, BATCHES, space, top=1).layouts[0]
 
 
-def agree(limit: int = 2 * 10**9) -> TunedLayout:
-    return agreed_layout(lambda ranks: best(ranks, limit), timeout_s=60, describe=lambda _: "a layout")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_best_layout_of_all_ranks_is_chosen(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    layout = agree()
-    assert layout == best(ranks)
-    assert layout.data_parallel * layout.pipeline_parallel == ranks
-
-
 @pytest.mark.parametrize(
     ("ranks", "limit", "message"),
     [
@@ -60,17 +45,7 @@ def test_what_no_layout_fits_is_an_error(monkeypatch: pytest.MonkeyPatch, ranks:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(ConfigError, match=message):
-        agree(limit)
-
-
-def agreed_on(rank: int, world_size: int) -> Any:
-    layout = agreed_layout(lambda ranks: best(ranks) if rank == 0 else 1 / 0, timeout_s=60, describe=str)
-    return layout.data_parallel, layout.pipeline_parallel
-
-
-def test_rank_0_chooses_for_all() -> None:
-    first, second = run_ranks(agreed_on, 2)
-    assert first == second and first[0] * first[1] == 2
+        agreed_layout(lambda ranks: best(ranks, limit), timeout_s=60, describe=str)
 
 
 def test_a_layout_is_given_to_parsed_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

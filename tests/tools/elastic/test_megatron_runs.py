@@ -38,20 +38,10 @@ def expected(begun: Path) -> dict[int, float]:
 def script(begun: Path, folder: Path, last: int) -> list[str]:
     words = [str(ROOT / "pretrain_gpt_multitask.py"), *SMALL["gpt"].split(), *COMMON.split()]
     words += ["--dynapipe-data", str(begun / "data"), "--dynapipe-report-dir", str(folder / "report")]
-    words += ["--load", str(begun / "first"), "--save", str(folder / "saved"), "--save-interval", "1000"]
-    words += ["--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
-    return [
-        *words,
-        "--lr",
-        LEARNING_RATE,
-        "--train-iters",
-        str(LAST),
-        "--exit-interval",
-        str(last),
-        "--dynapipe-device",
-        "cpu",
-        "--dynapipe-elastic",
-    ]
+    words += ["--load", str(begun / "first"), "--save", str(folder / "saved")]
+    words += ["--save-interval", "1000", "--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
+    words += f"--lr {LEARNING_RATE} --train-iters {LAST} --exit-interval {last}".split()
+    return [*words, "--dynapipe-device", "cpu", "--dynapipe-elastic"]
 
 
 def trained(nodes: Nodes, node: int) -> dict[int, float]:
@@ -71,9 +61,7 @@ def assert_as_undisturbed(nodes: Nodes, expected: dict[int, float], last: int) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_node_s_run_goes_on_in_the_layout_that_fits(
-    begun: Path, expected: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_killed_node_s_run_goes_on_in_the_layout_that_fits(begun, expected, tmp_path):
     """By torchrun's plain command: kill -9 of the agent that does not host the rendezvous, and of its rank."""
     with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, 60)) as nodes:
         stays, lost = nodes.start(), nodes.start()

@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from torch import nn
 
+from megatron_dynapipe import CutPoint, Pipeline, split_model
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError
 from megatron_dynapipe.tools.elastic import layout as elastic_layout
 from megatron_dynapipe.tools.elastic.layout import ModuleLayout, layout_for
 from megatron_dynapipe.tools.elastic.run import ElasticRun
 from megatron_dynapipe.tools.tuning import tune_segments
 from tests.helpers.processes import run_ranks
-from tests.modules.test_pipeline import SPLITS, step_of, toy_pipeline, whole_losses
+from tests.modules.test_pipeline import SPLITS, step_of, toy, toy_batch, toy_loss, toy_pipeline, whole_losses
 from tests.modules.test_planning import costs_of
 from tests.store.servers import free_port
 from tests.tools.elastic.agents import DEADLINE_S, Nodes, kill
@@ -38,7 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_layout_is_the_best_of_tune(alone: None, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     layout = layout_for(COSTS, LENGTHS, memory_limit_bytes=LIMIT)
@@ -113,9 +115,6 @@ def another_model(rank: int, world_size: int, folder: str) -> list[str]:
     """What is said of a checkpoint that the whole toy saved, by a model that has more, and by one that has less."""
     import torch
 
-    from megatron_dynapipe import Pipeline, split_model
-    from tests.modules.test_pipeline import toy_batch, toy_loss
-
     said = []
     _, pipeline = toy_pipeline(split_points=SPLITS[2])
     ElasticRun(folder, pipeline, save_every=0).save()
@@ -131,11 +130,6 @@ def another_model(rank: int, world_size: int, folder: str) -> list[str]:
 
 def changed_toy(change: int) -> Any:
     """The toy with one layer more or less."""
-    from torch import nn
-
-    from megatron_dynapipe import CutPoint
-    from tests.modules.test_pipeline import toy
-
     model = toy()
     if change > 0:
         model.layers.append(nn.Linear(8, 8))

@@ -133,9 +133,7 @@ def fail_at(step: int, error: type[BaseException], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("iteration", [pytest.param(4, id="the same again"), pytest.param(6, id="the next")])
 @pytest.mark.parametrize("error", [Killed, OSError])
-def test_a_kill_or_an_error_at_any_step_loses_no_checkpoint(
-    tmp_path: Path, iteration: int, error: type[BaseException]
-) -> None:
+def test_a_kill_or_an_error_at_any_step_loses_no_checkpoint(tmp_path, iteration, error):
     """Once the old copy of the same iteration was deleted before the new one had its name."""
     for step in range(1, 100):
         path = tmp_path / str(step)
@@ -192,9 +190,7 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, capsys: pytest.Capt
     lock_folder(tmp_path, wait_s=0)
 
 
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

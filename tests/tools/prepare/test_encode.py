@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 from megatron_dynapipe.tools.prepare.encode import Encoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings
 
@@ -172,9 +172,7 @@ def test_a_large_sample(tokenizer: Path) -> None:
     """A very long sample is text like others, for the policy on long samples to decide on."""
     row = {"task": "a", "input": "word " * 50_000, "target": "y"}
     limits = {"max_input_length": 100, "max_target_length": 10}
-    with pytest.raises(
-        DataError, match=r"line 1 \(task 'a'\): expected samples of at most 100 input tokens and 10 tar"
-    ):
+    with pytest.raises(DataError, match=r"line 1 \(task 'a'\): expected samples of at most 100 input tokens and 10 ta"):
         encoder(tokenizer, PAIR, **limits)(block(row), 0)
     kept = texts(tokenizer, encoder(tokenizer, PAIR, **limits, long_samples=LongSamples.TRUNCATE), row)
     assert kept == [("a", ("word " * 20), "y")]

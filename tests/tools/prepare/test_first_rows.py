@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
-from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture, run, text
+from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture, run
+from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 
 PAIR = {"task": "a", "input": "one two three", "target": "four five"}
 CHAT = {"m": [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]}
@@ -73,24 +73,6 @@ def test_a_missing_chat_template_and_a_given_tokenizer(tmp_path: Path, no_traini
     pair = {"task_column": "task"}
     message = refused(tmp_path, pair, [PAIR], tokenizer=tmp_path / "tokenizer", max_input_length=5).message
     assert "line 1 (task 'a'): expected samples of at most 5 input tokens, this one has 13 and 9" in message
-
-
-@pytest.mark.parametrize(
-    ("changes", "row", "said"),
-    [
-        ({"max_input_length": 5}, {"input": "one two three four five six"}, "an input of 6 words"),
-        ({"max_target_length": 2}, {"target": "one two, three"}, "a target of 4 words"),
-        ({"max_input_length": 5}, {"input": ""}, "expected every input to have at least 1 token"),
-    ],
-)
-def test_rows_that_no_tokenizer_makes_usable(tmp_path, monkeypatch, changes, row, said):
-    """The text that a tokenizer is trained on is looked at on its way, before it learns from it."""
-    monkeypatch.setattr(text, "_FIRST_ROWS", 1)
-    seen: list[str] = []
-    monkeypatch.setattr(run, "load_tokenizer", lambda *_: seen.append("trained"))
-    message = refused(tmp_path, {"task_column": "task"}, [PAIR] * 50 + [PAIR | row], **changes).message
-    assert "0.jsonl, line 51 (task 'a'): expected" in message and said in message
-    assert not seen
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, no_training: None) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, read_meta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LengthTable, LongSamples
@@ -17,6 +16,7 @@ from megatron_dynapipe.tools.inspect import problems
 from megatron_dynapipe.tools.mixture.sources import rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixing, Mixture, TaskSpec
 from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
+from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.data import tokenizer as tokenizers
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset, staging
+from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 
 SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards mix potions of grey smoke"
 WORDS = SENTENCE.split()

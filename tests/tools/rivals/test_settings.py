@@ -83,9 +83,7 @@ def offered(given: BatchProblem, **chosen: object) -> tuple[Partition, ...]:
         pytest.param(
             {"algorithm": TOKENS, "micro_batch_tokens": 32}, [32, 16, 16, 8, 8, 8, 8], [[1, 2, 4]], id="positions"
         ),
-        pytest.param(
-            {"algorithm": TOKENS, "micro_batch_tokens": 33}, [16, 8, 8], [[2, 1]], id="padded ones, not real ones"
-        ),
+        pytest.param({"algorithm": TOKENS, "micro_batch_tokens": 33}, [16, 8, 8], [[2, 1]], id="padded, not real"),
         pytest.param({"algorithm": TOKENS, "micro_batch_tokens": 1}, [16, 8], [[1, 1]], id="at least one sample"),
         pytest.param({"algorithm": TOKENS}, [12, 12], [[1, 1], [2]], id="powers of two from the longest sample"),
     ],

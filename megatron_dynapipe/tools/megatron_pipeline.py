@@ -60,7 +60,6 @@ class StepReport:
         tokens: their number.
         overflowed: the gradients were not finite (fp16), so that no rank changed its weights.
         gradient_norm: before clipping; None where nothing was computed: evaluation, overflow.
-        plan: what was run.
         trace: when this rank's instructions ran.
     """
 

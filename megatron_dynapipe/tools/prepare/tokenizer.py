@@ -1,8 +1,6 @@
 """Training, loading and using a HuggingFace tokenizer, offline."""
 
 import functools
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,13 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_dynapipe.data.identity import file_digest, folder_digest
 from megatron_dynapipe.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SENTINEL = "<extra_id_{}>"
 """A token that stands for a removed span, by its number."""
 NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
-"""What to do where there is no chat template."""
+"""A hint where there is no chat template."""
 
 Tokenizer = Any
 """A `transformers.PreTrainedTokenizerBase`; the library carries no types."""
@@ -56,11 +53,6 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: in
             " special tokens)",
         )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
-
-
-def words(text: str) -> int:
-    """How many pieces a trained tokenizer divides a text into before it looks for tokens, which lie within them."""
-    return len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text))
 
 
 def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
@@ -110,19 +102,6 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     while (token := SENTINEL.format(len(ids))) in vocabulary:
         ids.append(vocabulary[token])
     return tuple(ids)
-
-
-def fingerprint(folder: Path) -> str:
-    """32 hexadecimal digits of what a tokenizer's folder encodes to: equal wherever it was loaded from."""
-    tokens = folder / "tokenizer.json"
-    if not tokens.is_file():
-        return folder_digest(folder)
-    special = folder / "tokenizer_config.json"
-    config = json.loads(special.read_bytes()) if special.is_file() else {}
-    kept = {name: str(value) for name, value in config.items() if name.endswith(("_token", "chat_template"))}
-    state = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-    state.update(file_digest(tokens).encode())
-    return state.hexdigest()
 
 
 class FastEncoder:
