@@ -104,8 +104,6 @@ nb::dict constants() {
     found["LARGEST_COST"] = kLargestCost;
     found["LARGEST_COORDINATE"] = kLargestCoordinate;
     found["NEVER"] = kUnreachable;
-    found["ALL_TOGETHER"] = kAllTogether;
-    found["UNDIVIDED"] = kUndivided;
     const auto add = [&](const char* name, const std::vector<std::pair<const char*, int64_t>>& numbers) {
         nb::dict named;
         for (const auto& [member, number] : numbers) named[member] = number;

@@ -236,15 +236,13 @@ std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector
 
 std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(
     const std::vector<Matrix>& arrays, int64_t chunks, const Ints& model_state, int64_t memory_limit, bool forward_only,
-    const Ints& depth, int64_t rule, bool peak_covers_backward, int64_t least_gap, int64_t bound, const Integers& before,
-    int64_t group) {
+    const Ints& depth, int64_t rule, bool peak_covers_backward, int64_t least_gap, int64_t bound, const Integers& before) {
     const PipelineShape shape = pipeline_shape(chunks, model_state, memory_limit, forward_only, peak_covers_backward);
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(depth.size() == model_state.size(), "a depth for every stage");
     for (size_t s = 0; s < depth.size(); ++s) require(depth.data()[s] >= 1, "depths of at least 1");
     require(rule >= 0 && rule < static_cast<int64_t>(Rule::kRules), "a rule that there is");
-    require(group >= 1 && group <= kAllTogether, "a group that there is");
-    const Policy policy{copy(depth), static_cast<Rule>(rule), least_gap, group};
+    const Policy policy{copy(depth), static_cast<Rule>(rule), least_gap};
     ListScheduler::Costs rows, earlier;
     for (const PassCosts& row : costs) rows.push_back(&row);
     for (int64_t row : before) earlier.push_back(&costs.at(row));
@@ -344,7 +342,7 @@ NB_MODULE(_native, module) {
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
-               "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(), "group"_a = 1,
+               "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(),
                "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a, "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends, elements of messages).");

@@ -11,15 +11,12 @@ constexpr int64_t kPoints = 64;  // of a trace, about
 
 }  // namespace
 
-// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages, or
-// of more of them.
-void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned, int64_t group) {
-    if (numbered_ == count && turned_ == turned && group_ == group) return;
+// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages.
+void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned) {
+    if (numbered_ == count && turned_ == turned) return;
     numbered_ = count;
     turned_ = turned;
-    group_ = group;
-    const int64_t chunks = shape_.chunks;
-    const int64_t groups = group == kAllTogether ? 1 : std::max<int64_t>(count / (shape_.stages * group), 1);
+    const int64_t chunks = shape_.chunks, groups = std::max<int64_t>(count / shape_.stages, 1);
     items_ = count * chunks;
     forward_.clear();
     backward_.clear();
@@ -342,7 +339,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
 
 int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                            const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
-    number(costs.size(), turned, policy.group);
+    number(costs.size(), turned);
     if (trace) trace->begin(0);
     if (shape_.chunks > 1) before = trace = nullptr;  // passes of a chunk depend on all micro-batches
     return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)

@@ -17,7 +17,6 @@ namespace dynapipe {
 enum class Rule { kBackwardFirst, kForwardFirst, kStrict, kRules };
 
 constexpr int64_t kUndivided = -1;
-constexpr int64_t kGroups[] = {1, 2, 3}, kAllTogether = 3;
 
 struct Policy {
     // [stages] most forwards of a stage ahead of its backwards; with several chunks, beyond the passes that the largest
@@ -27,12 +26,9 @@ struct Policy {
     // Where backward passes are divided, a stage runs its oldest second half instead of waiting for its next pass for at
     // least this many quarters of the half's time.
     int64_t least_gap = kUndivided;
-    // With several chunks, micro-batches that pass a chunk together, in pipelines full: 1 is interleaved 1F1B, depth first;
-    // kAllTogether is breadth first.
-    int64_t group = 1;
 
     bool operator==(const Policy& other) const {
-        return depth == other.depth && rule == other.rule && least_gap == other.least_gap && group == other.group;
+        return depth == other.depth && rule == other.rule && least_gap == other.least_gap;
     }
 };
 
@@ -169,7 +165,7 @@ private:
     int64_t most_sent(int64_t s, int64_t count) const {
         return s + 1 < shape_.stages ? std::min(kSentAhead, count * shape_.chunks) : count * (shape_.chunks - 1);
     }
-    void number(int64_t count, const std::vector<int32_t>& turned, int64_t group);
+    void number(int64_t count, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound, bool divided);
     void mark(Trace& trace) const;
     void keep(Trace& trace, const Costs& costs, const Policy& policy);
@@ -177,7 +173,7 @@ private:
     int64_t earliest() const;
 
     const PipelineShape& shape_;
-    int64_t numbered_ = -1, group_ = 0, items_ = 0, largest_group_ = 0, left_ = 0;
+    int64_t numbered_ = -1, items_ = 0, largest_group_ = 0, left_ = 0;
     bool divided_ = false;
     std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;

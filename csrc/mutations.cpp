@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kNowhere = ~size_t{0};
 
 // Odds, one in so many. None of them was found to matter much: what counts is that every change is drawn often enough.
-constexpr uint64_t kLayoutChanges = 4, kDivisionChanges = 4, kRuleChanges = 4, kGroupChanges = 4;  // else a depth of the policy changes
+constexpr uint64_t kLayoutChanges = 4, kDivisionChanges = 4, kRuleChanges = 4;  // else a depth of the policy changes
 constexpr uint64_t kOtherReplicas = 3;                                          // of exchanges between micro-batches
 
 constexpr int64_t kFarthest = 3;      // places of an order that a short move goes
@@ -293,10 +293,6 @@ bool Mutations::change_policy(ReplicaState& replica) {
     if (one_in(kRuleChanges)) {
         const int64_t rules = static_cast<int64_t>(Rule::kRules), rule = static_cast<int64_t>(replica.policy.rule);
         replica.policy.rule = static_cast<Rule>((rule + 1 + random_.below(rules - 1)) % rules);
-        return true;
-    }
-    if (problem_.pipeline.chunks > 1 && one_in(kGroupChanges)) {
-        replica.policy.group = 1 + (replica.policy.group + random_.below(kAllTogether - 1)) % kAllTogether;
         return true;
     }
     int64_t& depth = replica.policy.depth[random_.below(stages - 1)];

@@ -64,7 +64,6 @@ private:
     void begin_tight(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
                       std::initializer_list<Rule> rules, ReplicaState& best);
-    void try_groups(ReplicaState& best);
     void compete(std::vector<Solution>& solutions);
     int64_t default_evaluations(const Solution& start) const;
     void improve(Solution& solution, int64_t evaluations);
@@ -124,7 +123,6 @@ void Search::begin_padded(ReplicaState& replica) {
               [](const MicroBatch* a, const MicroBatch* b) { return a->samples[0] < b->samples[0]; });
     for (const MicroBatches& order : orders)
         try_policies(order, kExtras, kEveryRule, replica);
-    try_groups(replica);
 }
 
 // Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
@@ -140,18 +138,6 @@ void Search::begin_packed(ReplicaState& replica) {
                      [](const MicroBatches& a, const MicroBatches& b) { return a[0]->mode > b[0]->mode; });
     for (const Blocks& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
         try_policies(joined(order), kFewExtras, kFewRules, replica);
-    try_groups(replica);
-}
-
-// The best so far with more micro-batches to a group, up to breadth first.
-void Search::try_groups(ReplicaState& best) {
-    if (problem_.pipeline.chunks == 1 || best.policy.depth.empty()) return;
-    for (int64_t group : kGroups) {
-        ReplicaState candidate{best.micro_batches, best.policy, 0};
-        candidate.policy.group = group;
-        candidate.makespan = evaluate(candidate, best.makespan);
-        if (candidate.makespan < best.makespan) best = std::move(candidate);
-    }
 }
 
 // Where memory is short: what needs the most comes first, while pools of messages are small, and stages hold few at once.

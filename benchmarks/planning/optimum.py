@@ -87,15 +87,8 @@ def over_optimum(random: np.random.Generator) -> float | None:
 def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_orders: int | None = None) -> int:
     """The least time of any active order of whole passes within memory, by branch and bound over the next pass.
 
-    In an active order no pass could run earlier without another running later.
-
-    Args:
-        problem: of one replica with one chunk; messages take no memory.
-        known_ns: time of an order that is known.
-        most_orders: partial orders to try.
-
-    Raises:
-        TooManyOrdersError: more than `most_orders` would have to be tried.
+    In an active order no pass could run earlier without another running later. Messages take no memory. Begins from
+    what a known order takes; raises TooManyOrdersError where more than `most_orders` parts of orders would be tried.
     """
     stages, count = problem.stages, problem.micro_batches
     times = {True: problem.forward_ns.tolist(), False: problem.backward_ns.tolist()}

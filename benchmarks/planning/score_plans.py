@@ -181,6 +181,14 @@ def loses_samples(a, batch, used):
     return ends != {i: positions_of(a, batch, i)[0] for i in range(len(batch["input"]))}
 
 
+def is_split(a, split):
+    """Whether these are layers of virtual stages."""
+    total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
+    if not split or len(split) % a.pp or sum(split) != total_layers:
+        return False
+    return all(n > 0 and n % 0.5 == 0 for n in split) and not (a.split == "equal" and len(set(split)) != 1)
+
+
 def check_and_score(a, cost, batch, plan):
     used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
     if plan.get("error"):
@@ -189,15 +197,7 @@ def check_and_score(a, cost, batch, plan):
         return {"error": f"{len(plan['replicas'])} replicas, {a.dp} asked"}
     for r in plan["replicas"]:
         mbs, split = r["micro_batches"], r["layers_per_stage"]
-        total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
-        uneven = a.split == "equal" and len(set(split)) != 1
-        if (
-            not split
-            or len(split) % a.pp
-            or sum(split) != total_layers
-            or uneven
-            or any(n <= 0 or n % 0.5 for n in split)
-        ):
+        if not is_split(a, split):
             return {"error": f"layer split {split}"}
         for mb in mbs:
             if (wrong := misfit(a, batch, mb)) is not None:

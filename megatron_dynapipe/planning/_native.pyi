@@ -104,13 +104,12 @@ def list_schedule(
     least_gap: int = -1,
     bound: int = ...,
     before: Sequence[int] = (),
-    group: int = 1,
 ) -> tuple[int, list[int]]:
     """(makespan, 1 per forward and 0 per backward of every stage).
 
     A stage runs second halves of backward passes where it would wait for at least `least_gap`; -1 keeps passes whole.
     From `bound` on the makespan does not matter. Passes that an earlier run of the micro-batches `before` has, too, are
-    not run again, and left out. `group`: as in `planning.schedules.one_f_one_b.sequences`.
+    not run again, and left out.
     """
 
 def fast_verify(

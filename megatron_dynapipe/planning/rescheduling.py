@@ -13,15 +13,16 @@ from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, PipelineLayout
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.native import NEVER, core
 from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.schedules.list_scheduling import UNDIVIDED, Rule
+from megatron_dynapipe.planning.schedules.list_scheduling import Rule
 from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, Recompute, input_positions, target_positions
 
 _DEEPENINGS, _RULES = (1, 8), (Rule.BACKWARD_FIRST, Rule.FORWARD_FIRST)
 """Of the policies that are tried, as a search begins with them."""
-_LEAST_GAP = 2
-"""Quarters of a second half of a backward pass that a wait must last for the half to run, as a search begins."""
+_UNDIVIDED, _LEAST_GAP = -1, 2
+"""Quarters of a second half of a backward pass that a wait must last for the half to run, as a search begins; whole
+passes."""
 
 _MEMORY = (1.0, 1.05, 1.1, 1.2, 1.4, 2.0)
 """Of what there is, tried in turn: a plan of its own would recompute more, or run smaller micro-batches."""
@@ -114,7 +115,7 @@ class Rescheduler:
                     depth,
                     int(rule),
                     self._peak_covers_backward,
-                    UNDIVIDED if s.division == "off" else _LEAST_GAP,
+                    _UNDIVIDED if s.division == "off" else _LEAST_GAP,
                     best,
                 )
                 best = min(best, makespan)
@@ -127,9 +128,12 @@ class Rescheduler:
         s, values = self.settings, micro_batches.values
         before = np.concatenate([np.zeros_like(values[:, :1]), np.cumsum(values, axis=1)], axis=1)
         starts, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [values.shape[1]]])
-        sums = before[:, ends] - before[:, starts]
+        sums, first_module = before[:, ends] - before[:, starts], values[:, starts]
+        entry = first_module[:, :, Quantity.ENTRY_STORED]
+        sums[:, :, Quantity.STORED] += entry
         stored = before[:, :, Quantity.STORED]
-        peaks = np.maximum.reduceat(stored[:, :-1] + values[:, :, Quantity.PEAK], starts, axis=1) - stored[:, starts]
+        peaks = np.maximum.reduceat(stored[:, :-1] + values[:, :, Quantity.PEAK], starts, axis=1)
+        peaks = np.maximum(peaks - stored[:, starts] + entry, first_module[:, :, Quantity.ENTRY_PEAK])
         inputs, targets = micro_batches.positions[:, :, None]
         forward, backward = inputs + targets * (cuts > encoder_modules), inputs + targets * (cuts >= encoder_modules)
         links = s.network.links(

@@ -64,7 +64,7 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
     ("words", "stages"),
     [
         (("--virtual-stages", "2"), 4),
-        (("--layer-split", "1.5,1,1,0.5"), 4),
+        (("--layer-split", "1,1,1,1"), 4),
         (("--layer-split", "auto", "--virtual-stages", "2"), 4),
         (("--virtual-stages", "1"), 2),
         ((), 2),

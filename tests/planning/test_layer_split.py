@@ -212,7 +212,7 @@ def test_known_micro_batches_cost_what_they_do_in_a_plan(family, split, layouts)
         np.testing.assert_allclose(array, cost, atol=len(made.layout.modules))
     takes = rescheduler.makespan_ns(known, split)
     assert replica.predicted_ns * 0.98 <= takes <= replica.predicted_ns * 1.2
-    short = Rescheduler(msgspec.structs.replace(made.settings, memory_limit_bytes=10**8), made.cost_model, 1.0)
+    short = Rescheduler(msgspec.structs.replace(made.settings, memory_limit_bytes=3 * 10**7), made.cost_model, 1.0)
     assert short.makespan_ns(known, split) > takes
 
 

@@ -24,12 +24,7 @@ import numpy as np
 from megatron_dynapipe.plan.instructions import Backward, Forward, Pass
 from megatron_dynapipe.planning.native import NEVER, agree, core
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules.one_f_one_b import (
-    ALL_TOGETHER,
-    filling_depths,
-    one_f_one_b_within_memory,
-    sequences,
-)
+from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths, one_f_one_b_within_memory, sequences
 from megatron_dynapipe.planning.simulate import simulate_all
 
 DEEPENINGS = (0, 1, 3, 8)
@@ -45,11 +40,6 @@ class Rule(IntEnum):
     """1F1B: wait for the forward until `depth` are in flight, and for the backward then."""
 
 
-UNDIVIDED = -1
-"""In place of a least gap (`csrc/list_schedule.h`): backward passes stay whole."""
-
-agree("ALL_TOGETHER", ALL_TOGETHER)
-agree("UNDIVIDED", UNDIVIDED)
 agree("Rule", {rule.name: rule.value for rule in Rule})
 
 
@@ -60,9 +50,6 @@ class Policy:
     depths: tuple[int, ...]
     """Per stage, most forwards ahead of its backwards; with several chunks, beyond `forwards_of_earlier_chunks`."""
     rule: Rule
-    group: int = 1
-    """With several chunks, how many micro-batches pass one together (`one_f_one_b.sequences`): from 1, interleaved 1F1B
-    and depth first, to `ALL_TOGETHER`, breadth first."""
 
 
 def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
@@ -79,16 +66,15 @@ def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
         np.array(policy.depths, np.int64),
         int(policy.rule),
         problem.peak_covers_backward,
-        group=policy.group,
     )
     if makespan >= NEVER:
         return None
-    return order_of(np.array(forwards).reshape(problem.stages, -1).tolist(), problem, policy)
+    return order_of(np.array(forwards).reshape(problem.stages, -1).tolist(), problem.micro_batches, problem.chunks)
 
 
-def order_of(forwards: Sequence[Sequence[int]], problem: ScheduleProblem, policy: Policy) -> PassOrder:
+def order_of(forwards: Sequence[Sequence[int]], micro_batches: int, chunks: int) -> PassOrder:
     """The passes of every stage from 1 per forward and 0 per backward, as the native core returns them."""
-    in_order = sequences(problem.micro_batches, problem.stages, problem.chunks, policy.group)
+    in_order = sequences(micro_batches, len(forwards), chunks)
     return tuple(_passes(stage, *in_order) for stage in forwards)
 
 
@@ -109,10 +95,4 @@ def adaptive(problem: ScheduleProblem) -> PassOrder:
 def policies(problem: ScheduleProblem) -> list[Policy]:
     """Policies to try: every rule, at 1F1B's depths and deeper; the last stage turns each micro-batch round at once."""
     base = filling_depths(problem.stages, problem.chunks)
-    groups = range(1, ALL_TOGETHER + 1) if problem.chunks > 1 else (1,)
-    return [
-        Policy((*(depth + extra for depth in base[:-1]), 1), rule, group)
-        for group in groups
-        for extra in DEEPENINGS
-        for rule in Rule
-    ]
+    return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]

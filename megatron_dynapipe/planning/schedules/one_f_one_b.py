@@ -17,9 +17,6 @@ from megatron_dynapipe.plan.transfer_rules import GLOO_RULES
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.simulate import simulate
 
-ALL_TOGETHER = 3
-"""The group of breadth-first orders (Lamy-Poirier, MLSys 2023)."""
-
 
 def gpipe(problem: ScheduleProblem) -> PassOrder:
     """All forwards chunk by chunk, then all backwards in the same order of micro-batches, last chunk first."""
@@ -74,26 +71,17 @@ def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
     return tuple((2 if chunks > 1 else 1) * (stages - 1 - stage) + 1 for stage in range(stages))
 
 
-def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int, group: int = 1) -> int:
+def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
     """Forwards that a stage runs of the largest group before the group reaches its last chunk."""
-    return (chunks - 1) * max(_groups(micro_batches, stages, group), default=0)
+    return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
 
 
-def sequences(
-    micro_batches: int, stages: int, chunks: int, group: int = 1
-) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
-    """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk.
-
-    Args:
-        micro_batches: of a replica.
-        stages: of its pipeline.
-        chunks: of every stage.
-        group: micro-batches that pass a chunk together, in pipelines full; `ALL_TOGETHER` for all of them.
-    """
+def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
+    """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk."""
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     first = 0
-    for size in _groups(micro_batches, stages, group):
+    for size in _groups(micro_batches, stages):
         rows = range(first, first + size)
         forwards += [Forward(row, chunk) for chunk in range(chunks) for row in rows]
         backwards += [Backward(row, chunk) for chunk in reversed(range(chunks)) for row in rows]
@@ -101,16 +89,16 @@ def sequences(
     return tuple(forwards), tuple(backwards)
 
 
-def _groups(micro_batches: int, stages: int, group: int = 1) -> list[int]:
-    """Micro-batches that pass a chunk together: even groups of at least `group` times as many as there are stages.
+def _groups(micro_batches: int, stages: int) -> list[int]:
+    """Micro-batches that pass a chunk together: even groups of at least as many as there are stages.
 
     With groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a backward
     that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is the case
     in which the number divides.
     """
-    count = 1 if group == ALL_TOGETHER else max(micro_batches // (stages * group), 1)
+    count = max(micro_batches // stages, 1)
     small, larger = divmod(micro_batches, count)
-    return [small + (number < larger) for number in range(count)]
+    return [small + (group < larger) for group in range(count)]
 
 
 def _alternate(forwards: Sequence[Pass], backwards: Sequence[Pass], depth: int) -> tuple[Pass, ...]:
