@@ -207,7 +207,7 @@ def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
-        | {"layers_per_stage": "equal"}
+        | {"layers_per_stage": "equal", "virtual_stages": 1}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
