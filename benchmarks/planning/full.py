@@ -105,15 +105,8 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
-        score += [
-            "--model",
-            model,
-            *layers.split(),
-            "--hidden",
-            hidden,
-            "--split",
-            "equal" if args.split == "equal" else "auto",
-        ]
+        split = "equal" if args.split == "equal" else "auto"
+        score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", split]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB["a100"])]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
@@ -124,15 +117,32 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     return lines
 
 
-def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]:
+def arguments(command: str, model: str, layout: str, batches: Path, device: str = "a100") -> list[str]:
     """The command line of `plan` or `compare` for one setting."""
     (layers, hidden), (data, tensor, pipeline) = MODELS[model], layout.split(",")
+    hidden = "4096" if device == "h100" else hidden
     return [
         *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
-        *("--cost-model", str(COSTS["a100"][model]), "--model", model, *layers.split()),
-        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB["a100"]), "--distributed-optimizer"),
+        *("--cost-model", str(COSTS[device][model]), "--model", model, *layers.split()),
+        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB[device]), "--distributed-optimizer"),
         *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
     ]
+
+
+def answer(
+    command: str, setting: str, batches: list[dict], longest: int, every: list[dict], device: str = "a100"
+) -> dict:
+    """What `plan` or `compare` prints of batches of a setting whose layer split is chosen by `split_from`."""
+    model, _, layout = setting.partition(":")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "batches.json", batches)
+        words = arguments(command, model, layout, folder / "batches.json", device)
+        words += split_from(folder / "split.json", model, longest, every)
+        done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
+    if done.returncode == 2:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout)
 
 
 def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:

@@ -11,17 +11,11 @@ run all of it.
 """
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-from benchmarks.common import environment
-from benchmarks.planning.cases import COSTS, MEMORY_MB, recorded_batches
-from benchmarks.planning.full import MODELS, arguments, split_from, write
+from benchmarks.planning.cases import COSTS, recorded_batches
+from benchmarks.planning.full import answer
 from megatron_dynapipe.tools.rivals.methods import TRAINERS
 
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
@@ -44,38 +38,22 @@ def main() -> None:
     for device in args.devices:
         for setting in args.settings:
             for length in args.lengths:
-                row = _compared(device, setting, length, every)
-                print(f"| {device} | {setting} | {length:,} | {row} |", flush=True)
+                of_model = [b for b in every if b["model"] == setting.partition(":")[0] and b["max_seq_len"] == length]
+                chosen = [b for b in of_model if b["tokens"] == 65_536]
+                print(f"| {device} | {setting} | {length:,} | {_row(device, setting, length, chosen)} |", flush=True)
 
 
-def _compared(device: str, setting: str, length: int, every: list[dict]) -> str:
-    """Cells of a row: batches, the plan's tokens per second over those of each other method, and over the fastest."""
-    model, _, layout = setting.partition(":")
-    chosen = [b for b in every if b["model"] == model and b["max_seq_len"] == length and b["tokens"] == 65_536]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(folder / "batches.json", chosen)
-        command = arguments("compare", model, layout, folder / "batches.json")
-        hidden = {"h100": "4096"}.get(device, MODELS[model][1])
-        for flag, value in (
-            ("--cost-model", str(COSTS[device][model])),
-            ("--hidden-size", hidden),
-            ("--device-memory-mb", str(MEMORY_MB[device])),
-        ):
-            command[command.index(flag) + 1] = value
-        command += split_from(folder / "split.json", model, length, recorded_batches())
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
-    if done.returncode:
-        sys.exit(done.stderr)
-    report = json.loads(done.stdout)
-    times = [{name: each["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)} for each in report["batches"]]
-    over = report["methods"]["dynapipe"]["geomean_over"]
+def _row(device: str, setting: str, length: int, batches: list[dict]) -> str:
+    """Cells: batches, the plan's tokens per second over those of each other method, and over the fastest."""
+    compared = answer("compare", setting, batches, length, recorded_batches(), device)
+    times = [{name: of["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)} for of in compared["batches"]]
     ratios = [
         min(ms[name] for name in TRAINERS if ms[name]) / ms["dynapipe"]
         for ms in times
         if ms["dynapipe"] and any(ms[name] for name in TRAINERS)
     ]
     mean = math.exp(statistics.mean(map(math.log, ratios))) if ratios else math.nan
+    over = compared["methods"]["dynapipe"]["geomean_over"]
     cells = [f"{over[name]:.3f}" if over.get(name) else "–" for name in TRAINERS]
     return " | ".join([f"{len(ratios)}", *cells, f"**{mean:.3f}**", f"{min(ratios, default=math.nan):.3f}"])
 

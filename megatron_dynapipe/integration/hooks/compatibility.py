@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
+from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
 
@@ -25,7 +26,7 @@ TRAINING = "megatron.training.training"
 
 
 type Name = tuple[str, str, tuple[str, ...]]
-"""A module, a function in it or a class's method, and those of its parameters that are passed."""
+"""A module or class, a function in it or a class's method, and those of its parameters that are passed."""
 type Call = tuple[str, str, str]
 """A module, a function in it, and what is called in its body."""
 
@@ -118,10 +119,10 @@ def missing_name(row: Name) -> str:
     """The part of a name that is not there, in words; empty if all is."""
     module, name, parameters = row
     try:
-        function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        function = functools.reduce(getattr, name.split("."), resolve(module))
     except (ImportError, AttributeError):
         return f"no {name} in {module}"
-    accepted = inspect.signature(function).parameters  # type: ignore[arg-type]
+    accepted = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     absent = [parameter for parameter in parameters if parameter not in accepted]
     return f"{name} of {module} takes no {', '.join(absent)}" if absent and not takes_any else ""

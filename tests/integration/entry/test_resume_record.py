@@ -153,6 +153,7 @@ def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -
     (local / "iter_0000005_0_local.pt").touch()
     records.update()
     assert resume(checkpoints, saved, local_folder=local) is None
+    assert split_to_keep(config(checkpoints, local_folder=local, one_layout=True), 4, 2) == (2.5, 1.5)
     with pytest.raises(ConfigError, match=r"local checkpoint .*local/0.*layers_per_stage null \(was \[2.5,1.5\]\)"):
         resume(checkpoints, RECORD, local_folder=local)
     assert resume(checkpoints, RECORD) is None and resume(checkpoints, RECORD, local_folder=local, step=6) is None
@@ -165,6 +166,13 @@ def test_a_planned_split_is_that_of_a_checkpoint_which_loads_in_no_other(checkpo
     save(checkpoints, 6)
     records.update()
     assert split_to_keep(fixed, 4, 2) == (2.5, 1.5)
+    chunked = CheckpointRecords(checkpoints, replace(RECORD, settings={"planner.layers_per_stage": "[1,1,1,1]"}))
+    save(checkpoints, 7)
+    chunked.update()
+    assert split_to_keep(fixed, 4, 2) == (1, 1, 1, 1) and split_to_keep(fixed, 4, 3) == (2, 1, 1)
+    records = CheckpointRecords(checkpoints, replace(RECORD, settings={"planner.layers_per_stage": "[2.5,1.5]"}))
+    save(checkpoints, 8)
+    records.update()
     assert split_to_keep(fixed, 4, 1) == (4,) and split_to_keep(fixed, 6, 2) == (3, 3), "it cannot be loaded"
     assert split_to_keep(config(checkpoints), 4, 2) is None
     save(checkpoints, 9)
