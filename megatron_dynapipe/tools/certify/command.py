@@ -71,8 +71,8 @@ def certify(
         ranks = ranks or command_lines.least_ranks(words)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
-        for half in ("bf16", "fp16"):
+        for half, added in command_lines.HALVES.items():
             if f"--{half}" in words:
-                other = run("reference", half, command_lines.alone(words), 1)
-                checks += checks_half(run("planned", half, words, ranks), other, reference, half)
+                other = run("reference", half, [*command_lines.alone(words), *added], 1)
+                checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients

@@ -64,6 +64,8 @@ OTHERS = (
     *("--dynapipe-report-dir", "--dynapipe-elastic", "--non-persistent-save-interval", "--async-save", "--ckpt-step"),
 )
 """Flags of the run around its training."""
+HALVES = {"bf16": [], "fp16": ["--loss-scale", "1024"]}
+"""Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped."""
 PRECISION = ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--fp16-lm-cross-entropy")
 
 
