@@ -83,14 +83,16 @@ def choose_layer_split(
     trials = _Trials(settings, cost_model, batches, to_fit)
     best = settings.layout.layers_per_stage
     trials.require(best)
-    evened = trials.evened(best)
+    evened = trials.evened(best, trials.halves_of_layer)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
     trials.choose_batches(starts)
-    best = trials.improved(min(starts, key=trials.predicted_ns), (2,))
+    layer = trials.halves_of_layer
+    best = trials.improved(min(starts, key=trials.predicted_ns), (layer,))
     if halves and trials.know_halves:  # From the best of whole layers, so that halves are never behind it.
-        best = trials.improved(min(best, trials.evened(best, 1), key=trials.predicted_ns), (1, 2))
+        module = layer // 2
+        best = trials.improved(min(best, trials.evened(best, module), key=trials.predicted_ns), (module, layer))
     return best
 
 
@@ -110,8 +112,8 @@ def _padded_choice(
         return []
 
 
-def _neighbours(split: Split, step: int = 2) -> list[Split]:
-    """Splits with so many halves of layers moved from one stage to another."""
+def _neighbours(split: Split, step: int) -> list[Split]:
+    """Splits with so many halves moved from one stage to another."""
     moved, halves = [], in_halves(split)
     for source, destination in permutations(range(len(split)), 2):
         if halves[source] > step:
@@ -133,6 +135,8 @@ class _Trials:
         to_fit: Sequence[GlobalBatch],
     ) -> None:
         self.results: dict[Split, tuple[int, list[MicroBatch]]] = {}
+        # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
+        self.halves_of_layer = 4 if settings.pattern else 2
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
@@ -180,7 +184,7 @@ class _Trials:
             hint="use more pipeline stages or tensor parallelism, or truncate long samples",
         )
 
-    def evened(self, split: Split, step: int = 2) -> Split:
+    def evened(self, split: Split, step: int) -> Split:
         """The split that the estimate finds best, so many halves moved at a time, samples that must fit fitting."""
         while True:
             here = self.estimate_ns(split)

@@ -26,9 +26,10 @@ from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
-from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
+from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
-from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider
+from megatron_dynapipe.integration.hooks.active_run import counters
+from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 from megatron_dynapipe.runtime.start_store import from_rank_0
@@ -58,13 +59,18 @@ def gpt_run[S: Session](
     *,
     session_type: type[S] = Session,  # type: ignore[assignment]
 ) -> tuple[S, dict[str, Any]]:
-    """Megatron's own GPT, from the command line; as `t5_run`."""
+    """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
-        args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
+        set_stages(args, run.planner.layers_per_stage)
     session = session_type(run, resumed=partial(_resumed, run, args))
-    return session, _pretrain_arguments(args, session, gpt_provider(run.model, run.divided_layout), gpt_step)
+    provider = (
+        hybrid_provider(run.model, run.planner.layout)
+        if run.model.pattern
+        else gpt_provider(run.model, run.divided_layout)
+    )
+    return session, _pretrain_arguments(args, session, provider, gpt_step)
 
 
 def _pretrain_arguments(
@@ -81,8 +87,8 @@ def _pretrain_arguments(
 
 
 def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
-    """The run's inputs from where training goes on; Megatron keeps its counters in its namespace."""
-    return resumed_inputs(run.inputs, args.iteration)
+    """The run's inputs from where training goes on."""
+    return resumed_inputs(run.inputs, counters(args).iteration)
 
 
 def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:

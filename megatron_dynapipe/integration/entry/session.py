@@ -32,7 +32,7 @@ from megatron_dynapipe.integration.execution.task_losses import TaskLosses, name
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
-from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops, write_task_losses
+from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
@@ -313,7 +313,9 @@ class Session:
             self._control.collect,
             rank=rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
+            write_metrics=functools.partial(
+                write_metrics, platform=platform_of(self._device), interval=run.metrics_interval
+            ),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
         )

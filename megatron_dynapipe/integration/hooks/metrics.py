@@ -37,25 +37,21 @@ def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_byte
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
-class MetricsWriter:
-    """Gives every `interval`-th iteration's numbers to Megatron's writers, on the rank that has them."""
+def write_metrics(item: PlannedIteration, events: Sequence[Event], *, platform: DevicePlatform, interval: int) -> None:
+    """Give every `interval`-th iteration's numbers to Megatron's writers, where this rank has them.
 
-    def __init__(self, platform: DevicePlatform, *, interval: int) -> None:
-        self._platform = platform
-        self._interval = interval
-
-    def write(self, item: PlannedIteration, events: Sequence[Event]) -> None:
-        """Write an iteration that has run, under the number by which Megatron calls it (from 1)."""
-        iteration = item.entry.iteration + 1
-        board, wandb = get_tensorboard_writer(), get_wandb_writer()
-        if iteration % self._interval or (board is None and wandb is None):
-            return
-        metrics = iteration_metrics(item, events, self._platform.peak_bytes())
-        if board is not None:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, iteration)
-        if wandb is not None:
-            wandb.log(metrics, iteration)
+    The iteration has the number by which Megatron calls it (from 1).
+    """
+    iteration = item.entry.iteration + 1
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if iteration % interval or (board is None and wandb is None):
+        return
+    metrics = iteration_metrics(item, events, platform.peak_bytes())
+    if board is not None:
+        for name, value in metrics.items():
+            board.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(metrics, iteration)
 
 
 def write_task_losses(losses: Mapping[str, tuple[float, float]], iteration: int) -> None:

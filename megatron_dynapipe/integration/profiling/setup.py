@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron_dynapipe import cpu
 from megatron_dynapipe.config import without_flags
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
@@ -150,6 +151,8 @@ def _parse(
 ) -> argparse.Namespace:
     def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
+        if args.hybrid_layer_pattern is not None:
+            args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
         checks.settle_kernels(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas

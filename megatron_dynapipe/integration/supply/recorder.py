@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
@@ -47,7 +46,7 @@ class Recorder:
         collect: takes every rank's records to rank 0, where it returns them by rank; nodes may share no folder.
         rank: of this process.
         tensor_rank: its tensor-parallel rank; one rank of a stage speaks for it.
-        metrics: takes what Megatron's writers are given.
+        write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
     """
@@ -60,7 +59,7 @@ class Recorder:
         *,
         rank: int,
         tensor_rank: int = 0,
-        metrics: MetricsWriter,
+        write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
     ) -> None:
@@ -68,7 +67,7 @@ class Recorder:
         self._rank, self._tensor_rank = rank, tensor_rank
         self._run = run
         self._collect = collect
-        self._metrics = metrics
+        self._write_metrics = write_metrics
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
@@ -162,7 +161,7 @@ class Recorder:
         last: bool,
     ) -> None:
         self._say_retries(memory)
-        self._metrics.write(item, events)
+        self._write_metrics(item, events)
         if self._tensor_rank != 0:
             return
         records: list[IterationRecord | StageRecord] = []
