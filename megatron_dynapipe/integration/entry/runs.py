@@ -65,11 +65,8 @@ def gpt_run[S: Session](
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
     session = session_type(run, resumed=partial(_resumed, run, args))
-    provider = (
-        hybrid_provider(run.model, run.planner.layout)
-        if run.model.pattern
-        else gpt_provider(run.model, run.divided_layout)
-    )
+    layout = run.planner.layout
+    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, provider, gpt_step)
 
 
@@ -113,6 +110,7 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
             run = from_megatron.run_config(args, family)
         if run.plans_layer_split:
             run = _plan_layer_split(run)
+            args.virtual_pipeline_model_parallel_size = run.planner.chunks if run.planner.chunks > 1 else None
         _preflight(run)
         _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
@@ -137,7 +135,8 @@ def _data_checked(run: RunConfig) -> str:
 def _kept_split(run: RunConfig) -> Split | None:
     """The layers per stage of the checkpoint to go on from, where it loads in no others."""
     layers = run.model.encoder_layers + run.model.decoder_layers
-    return split_to_keep(run.checkpoints, layers, run.planner.layout.virtual_stages)
+    stages = run.planner.pipeline_parallel if run.plans_chunks else run.planner.layout.virtual_stages
+    return split_to_keep(run.checkpoints, layers, stages)
 
 
 def _preflight(run: RunConfig) -> None:

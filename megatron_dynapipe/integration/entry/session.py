@@ -37,10 +37,13 @@ from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
-from megatron_dynapipe.report.records import RunRecord
+from megatron_dynapipe.planning.limits import limits
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts, reserve
+from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
@@ -287,7 +290,7 @@ class Session:
         names = read_meta(run.data).tasks
         self._tasks = names if len(names) > 1 else ()
         self._task_losses = TaskLosses(self._tasks, is_last=self._stage == self._stages - 1)
-        self._planner, self._longest = inputs.planner, _maximum(inputs)
+        self._inputs, self._longest = inputs, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
@@ -302,8 +305,8 @@ class Session:
             RunRecord(
                 world_size=torch.distributed.get_world_size(),
                 stages=self._stages,
-                memory_limit_bytes=self._planner.memory_limit_bytes,
-                model_state_bytes=self._planner.model_state_bytes or (),
+                memory_limit_bytes=self._inputs.planner.memory_limit_bytes,
+                model_state_bytes=self._inputs.planner.model_state_bytes or (),
                 maximum=self._longest,
                 first_iteration=self._first_iteration,
                 computed_costs=self._is_computed,
@@ -318,7 +321,19 @@ class Session:
             ),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
+            of_limits=self._of_limits,
         )
+
+    def _of_limits(self, record: IterationRecord) -> str:
+        """How near an iteration of training came to what no plan can beat; of computed costs, how near its plan did."""
+        costs, split = self._inputs.costs.load(), self._inputs.splits[0]
+        planner, batch = (
+            Planner(self._inputs.planner, costs),
+            split_sampler(self._run.data, split).batch(record.iteration),
+        )
+        bounds = limits(planner, batch, planner.plan(batch, record.iteration))
+        measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
+        return bounds.causes(record.predicted_ns, *measured)
 
     def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """A model provider whose modules' memory the plans leave room for."""

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -49,6 +50,7 @@ class Recorder:
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
+        of_limits: says how near an iteration came to what no plan can beat; called at the end, on rank 0.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Recorder:
         write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
+        of_limits: Callable[[IterationRecord], str] = lambda _: "",
     ) -> None:
         self._folder = folder
         self._rank, self._tensor_rank = rank, tensor_rank
@@ -70,7 +73,7 @@ class Recorder:
         self._write_metrics = write_metrics
         self._predictions = PredictionWatch()
         self._memory = memory
-        self._reserves_all = reserves_all
+        self._reserves_all, self._of_limits = reserves_all, of_limits
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -166,7 +169,7 @@ class Recorder:
             return
         records: list[IterationRecord | StageRecord] = []
         if item.entry.stage_plan.stage == 0:
-            records.append(_iteration_record(item, events, memory))
+            records.append(self._iteration_record(item, events, memory, last=last))
         if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
@@ -185,6 +188,26 @@ class Recorder:
             self._file.add_timeline(timeline)
         if memory is not None:
             self._count_memory(memory, last=last)
+
+    def _iteration_record(
+        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None, *, last: bool
+    ) -> IterationRecord:
+        record = IterationRecord(
+            iteration=item.entry.iteration,
+            measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
+            predicted_ns=item.entry.totals.predicted_ns,
+            plan_wait_ns=round(item.waited_seconds * 1e9),
+            totals=item.entry.totals,
+            shapes=tuple(batch.shape for batch in item.entry.micro_batches),
+            packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
+            allocated_bytes=0 if memory is None else memory.allocated_bytes,
+            reserved_bytes=0 if memory is None else memory.reserved_bytes,
+            allocator_retries=0 if memory is None else memory.retries,
+        )
+        if last and self._rank == 0 and record.predicted_ns and record.measured_ns:
+            with self._never_failing("tell how near the last iteration came to its limits"):
+                record = msgspec.structs.replace(record, of_limits=self._of_limits(record))
+        return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
@@ -276,19 +299,4 @@ def _idle_hint(panels: Sequence[Panel]) -> str:
         f"\nhint: the last plan leaves stages idle {idle:.0%} of the time: --dynapipe-layers-per-stage auto evens"
         " them out where layers differ (a patched checkout: --pipeline-model-parallel-layout); else more samples per"
         " iteration, or fewer stages"
-    )
-
-
-def _iteration_record(item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None) -> IterationRecord:
-    return IterationRecord(
-        iteration=item.entry.iteration,
-        measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
-        predicted_ns=item.entry.totals.predicted_ns,
-        plan_wait_ns=round(item.waited_seconds * 1e9),
-        totals=item.entry.totals,
-        shapes=tuple(batch.shape for batch in item.entry.micro_batches),
-        packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
-        allocated_bytes=0 if memory is None else memory.allocated_bytes,
-        reserved_bytes=0 if memory is None else memory.reserved_bytes,
-        allocator_retries=0 if memory is None else memory.retries,
     )
