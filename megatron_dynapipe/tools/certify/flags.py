@@ -66,12 +66,23 @@ OTHERS = (
 """Flags of the run around its training."""
 HALVES = {"bf16": [], "fp16": ["--loss-scale", "1024"]}
 """Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped."""
+PATTERN = "--hybrid-layer-pattern"
 PRECISION = ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--fp16-lm-cross-entropy")
 
 
 def words_of(flags: Sequence[str]) -> list[str]:
-    """The training command's flags, with run files written out, without those of the run around its training."""
-    return config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
+    """The training command's flags, with run files written out, without those of the run around its training.
+
+    Raises:
+        ConfigError: the model is no GPT of Megatron's and no T5.
+    """
+    words = config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
+    if any(word.startswith(PATTERN) for word in words):
+        raise ConfigError(
+            f"expected a GPT or a T5 to certify, got {PATTERN}",
+            hint="leave it out where all layers are attention and MLP: a GPT of as many has the same weights",
+        )
+    return words
 
 
 def early(words: Sequence[str]) -> Any:

@@ -44,6 +44,11 @@ def test_a_model_that_cannot_be_narrowed_is_refused():
     assert caught.value.hint == "pass --full"
 
 
+def test_another_kind_of_model_is_refused():
+    with pytest.raises(ConfigError, match="expected a GPT or a T5 to certify, got --hybrid-layer-pattern"):
+        flags.words_of(["--hybrid-layer-pattern=*-*-", "--lr", "1"])
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
