@@ -49,9 +49,7 @@ def certify(
         for change in changes:
             said(f"reduced: {change}")
     family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
-    exact = config.without_flags(words, command_lines.PRECISION)
-    if not any(word.startswith("--dynapipe-attention") for word in words):
-        exact = [*exact, "--dynapipe-attention", "sdpa"]  # Transformer Engine has no kernels for packed rows in fp32
+    exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

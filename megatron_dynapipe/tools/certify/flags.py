@@ -99,6 +99,12 @@ def least_ranks(words: Sequence[str]) -> int:
     return together * stages
 
 
+def exact(words: Sequence[str]) -> list[str]:
+    """The flags of the same run in fp32; Transformer Engine has no kernels for packed rows of it, PyTorch has."""
+    asked = any(word.startswith("--dynapipe-attention") for word in words)
+    return [*config.without_flags(words, PRECISION), *([] if asked else ["--dynapipe-attention", "sdpa"])]
+
+
 def alone(words: Sequence[str]) -> list[str]:
     """The flags of the same model on one process."""
     args = early(words)
