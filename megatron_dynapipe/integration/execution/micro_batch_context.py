@@ -136,10 +136,6 @@ class LayerRandomness:
     the same masks on all tensor-parallel ranks, those of attention different ones; under sequence parallelism all
     differ, as in Megatron.
 
-    Args:
-        models: this rank's model chunks, the first stage's first one first.
-        seed: of the run.
-
     Raises:
         ConfigError: Megatron's random states live in CUDA graphs, where they cannot be set.
     """
