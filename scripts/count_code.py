@@ -23,7 +23,7 @@ OF_THE_FORK = {
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
     "lines of the package": 46_150,  # to come down to 44,000; labels and limits brought 700, HybridModel and export 590
-    "lines of its core": 31_320,
+    "lines of its core": 31_600,  # to come down to 31,500; labels and limits brought 550, HybridModel 450
     "kinds of values": 212,
     "lines of tests": 35_500,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
     "lines of benchmarks": 7_500,

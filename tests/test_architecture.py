@@ -72,7 +72,7 @@ NEIGHBOURS = ("modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "store", "service", "tools.batch", "tools.limits", "tools.rivals", "tools.tuning"),
+    *("planning", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
 MOST_FILES_TO_CONFIG = 18

@@ -27,8 +27,8 @@ from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, idle_share
+from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.tools.limits import limits
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
 
 FORMAT = "dynapipe-plan-report/1"

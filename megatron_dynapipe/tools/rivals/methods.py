@@ -23,11 +23,11 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
+from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.limits import limits
 from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
 from megatron_dynapipe.tools.rivals.packed import pack
 from megatron_dynapipe.tools.rivals.rules import RIVALS, row_sizes
@@ -67,7 +67,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_mb: of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
-        of_limits: of a planned batch, how near it is to what no plan can beat (`tools.limits`).
+        of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
         idle: share of all stages' time in which no pass runs.
     """
 

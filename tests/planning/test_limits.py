@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.planning.limits import Limits, limits
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.tools.limits import Limits, limits
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch_of, planner
 
