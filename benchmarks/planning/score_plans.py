@@ -34,9 +34,13 @@ to 2 h f.
 
 Divided backward passes: BI3 and BW3 in place of B3, BI first; the gradient leaves after BI. BW takes the layers'
 forward time by their linears' share of FLOPs, BI the rest, the head included. Stored activations stay until BW.
+
+Virtual stages: `layers_per_stage` has a number for each, in the order of the model; virtual stage v lies on device v
+modulo the devices, and its passes are F3.1 where it is the second of its device.
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -47,9 +51,11 @@ from plan_costs import Cost, attention_shares, layer_costs, load, model_state, s
 REFERENCE = Path(__file__).resolve().parents[1] / "data" / "published" / "planner.json"
 
 
-def split_op(text):
-    op = text.rstrip("0123456789")
-    return op, int(text[len(op) :])
+def split_op(text, device, devices):
+    """Kind, micro-batch and virtual stage of a pass that a device runs."""
+    op = text.rstrip("0123456789.")
+    row, _, chunk = text[len(op) :].partition(".")
+    return op, int(row), device + int(chunk or 0) * devices
 
 
 def transfer_ms(mb, a, i, j):
@@ -61,7 +67,8 @@ def transfer_ms(mb, a, i, j):
 
 def replay(a, costs, weights, stages, state):
     """Makespan (ms) and peak memory (MB) per stage of one replica, or None where it cannot progress."""
-    pp = len(stages)
+    pp, last = len(stages), len(costs[0]) - 1
+    stages = [[split_op(op, s, pp) for op in ops] for s, ops in enumerate(stages)]
     pos, free, mem, peak = [0] * pp, [0.0] * pp, list(state), list(state)
     done = {}
     left = sum(map(len, stages))
@@ -69,35 +76,35 @@ def replay(a, costs, weights, stages, state):
         moved = False
         for s in range(pp):
             while pos[s] < len(stages[s]):
-                op, k = split_op(stages[s][pos[s]])
+                op, k, v = stages[s][pos[s]]
                 if op == "F":
-                    if s == 0:
+                    if v == 0:
                         ready = 0.0
-                    elif ("F", k, s - 1) in done:
-                        ready = done["F", k, s - 1] + transfer_ms(costs[k][s - 1][4], a, s - 1, s)
+                    elif ("F", k, v - 1) in done:
+                        ready = done["F", k, v - 1] + transfer_ms(costs[k][v - 1][4], a, (v - 1) % pp, s)
                     else:
                         break
-                    end = max(free[s], ready) + costs[k][s][0]
-                    peak[s] = max(peak[s], mem[s] + costs[k][s][3])
-                    mem[s] += costs[k][s][2]
+                    end = max(free[s], ready) + costs[k][v][0]
+                    peak[s] = max(peak[s], mem[s] + costs[k][v][3])
+                    mem[s] += costs[k][v][2]
                 elif op == "BW":
-                    if ("B", k, s) not in done:
+                    if ("B", k, v) not in done:
                         break
-                    end = free[s] + weights[k][s]
-                    mem[s] -= costs[k][s][2]
+                    end = free[s] + weights[k][v]
+                    mem[s] -= costs[k][v][2]
                 else:
-                    if ("F", k, s) not in done:
+                    if ("F", k, v) not in done:
                         break
-                    if s == pp - 1:
-                        ready = done["F", k, s]
-                    elif ("B", k, s + 1) in done:
-                        ready = done["B", k, s + 1] + transfer_ms(costs[k][s + 1][5], a, s, s + 1)
+                    if v == last:
+                        ready = done["F", k, v]
+                    elif ("B", k, v + 1) in done:
+                        ready = done["B", k, v + 1] + transfer_ms(costs[k][v + 1][5], a, s, (v + 1) % pp)
                     else:
                         break
-                    end = max(free[s], ready) + costs[k][s][1] - (weights[k][s] if op == "BI" else 0)
+                    end = max(free[s], ready) + costs[k][v][1] - (weights[k][v] if op == "BI" else 0)
                     peak[s] = max(peak[s], mem[s])
-                    mem[s] -= costs[k][s][2] if op == "B" else 0
-                done["B" if op == "BI" else op, k, s] = free[s] = end
+                    mem[s] -= costs[k][v][2] if op == "B" else 0
+                done["B" if op == "BI" else op, k, v] = free[s] = end
                 pos[s] += 1
                 left -= 1
                 moved = True
@@ -154,11 +161,11 @@ def out_of_order(held, stages):
     chains = [[k for _, k in sorted(its)] for its in pieces.values() if len(its) > 1]
     if any(len(set(chain)) < len(chain) for chain in chains):
         return True
-    for ops in stages:
-        at = {op: n for n, op in enumerate(ops)}
-        for chain in chains:
-            forwards = [at[f"F{k}"] for k in chain]
-            backwards = [at.get(f"B{k}", at.get(f"BI{k}")) for k in chain]
+    for s, ops in enumerate(stages):
+        passes = [split_op(op, s, len(stages)) for op in ops]
+        at = {("B" if op == "BI" else op, k, v): n for n, (op, k, v) in enumerate(passes)}
+        for chain, v in itertools.product(chains, {v for _, _, v in passes}):
+            forwards, backwards = ([at[kind, k, v] for k in chain] for kind in "FB")
             if forwards != sorted(forwards) or backwards != sorted(backwards, reverse=True):
                 return True
     return False
@@ -174,6 +181,14 @@ def loses_samples(a, batch, used):
     return ends != {i: positions_of(a, batch, i)[0] for i in range(len(batch["input"]))}
 
 
+def is_split(a, split):
+    """Whether these are layers of virtual stages."""
+    total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
+    if not split or len(split) % a.pp or sum(split) != total_layers:
+        return False
+    return all(n > 0 and n % 0.5 == 0 for n in split) and not (a.split == "equal" and len(set(split)) != 1)
+
+
 def check_and_score(a, cost, batch, plan):
     used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
     if plan.get("error"):
@@ -182,9 +197,7 @@ def check_and_score(a, cost, batch, plan):
         return {"error": f"{len(plan['replicas'])} replicas, {a.dp} asked"}
     for r in plan["replicas"]:
         mbs, split = r["micro_batches"], r["layers_per_stage"]
-        total_layers = (a.layers or 0) + (a.encoder_layers or 0) + (a.decoder_layers or 0)
-        uneven = a.split == "equal" and len(set(split)) != 1
-        if len(split) != a.pp or sum(split) != total_layers or uneven or any(n <= 0 or n % 0.5 for n in split):
+        if not is_split(a, split):
             return {"error": f"layer split {split}"}
         for mb in mbs:
             if (wrong := misfit(a, batch, mb)) is not None:
@@ -192,11 +205,13 @@ def check_and_score(a, cost, batch, plan):
         held = [[entry for row in entries_of(a, batch, mb) for entry in row] for mb in mbs]
         used += [entry for entries in held for entry in entries]
         for s, ops in enumerate(r["stages"]):
-            divided = {k for op, k in map(split_op, ops) if op == "BI"}
-            passes = {f"{o}{k}" for k in range(len(mbs)) for o in (("F", "BI", "BW") if k in divided else ("F", "B"))}
-            if any(mbs[k]["recompute"] == "full" for k in divided):
+            listed = [split_op(op, s, a.pp) for op in ops]
+            divided = {(k, v) for op, k, v in listed if op == "BI"}
+            if any(mbs[k]["recompute"] == "full" for k, _ in divided):
                 return {"error": f"stage {s} divides a backward pass under full recomputation"}
-            if len(ops) != len(passes) or set(ops) != passes:
+            on_device = itertools.product(range(len(mbs)), range(s, len(split), a.pp))
+            passes = [(o, *at) for at in on_device for o in (("F", "BI", "BW") if at in divided else ("F", "B"))]
+            if sorted(listed) != sorted(passes):
                 return {"error": f"stage {s} runs the wrong passes"}
         if out_of_order(held, r["stages"]):
             return {"error": "pieces of a sample out of order"}
@@ -207,11 +222,12 @@ def check_and_score(a, cost, batch, plan):
             max(x)
             for x in zip(*(model_state(cost, a, split, rc) for rc in {mb["recompute"] for mb in mbs}), strict=True)
         ]
+        state = [sum(state[s :: a.pp]) for s in range(a.pp)]
         out = replay(a, costs, [second_halves(cost, a, split, mb) for mb in mbs], r["stages"], state)
         if out is None:
             return {"error": "passes cannot progress"}
         worst, peak_all = max(worst, out[0]), max(peak_all, max(out[1]))
-        busy = [sum(c[s][0] + c[s][1] for c in costs) for s in range(a.pp)]
+        busy = [sum(v[0] + v[1] for c in costs for v in c[s :: a.pp]) for s in range(a.pp)]
         work += sum(busy) / a.pp
         bound = max(
             bound, max(busy[s] + min(sum(c[q][0] + c[q][1] for q in range(s)) for c in costs) for s in range(a.pp))

@@ -1,9 +1,8 @@
 """What a setting of the planner costs or gains: predicted time of every batch over that of plans without it.
 
-    python -m benchmarks.planning.variants chunks|transfers|in-step [--settings t5:1,2,4 …] [--chunks 2]
+    python -m benchmarks.planning.variants transfers|in-step [--settings t5:1,2,4 …] [--chunks 2]
 
-chunks: a searched order of several chunks on each rank over interleaved 1F1B on the best of the same cuts, and over a
-searched order with one chunk. transfers: plans under the rules of transfers on GPUs over plans under gloo's, and how
+transfers: plans under the rules of transfers on GPUs over plans under gloo's, and how
 many of the latter would stall where a send's start waits for its channel's previous message. in-step: replicas in step,
 as experts that they share want them, over free ones, padded or packed. Printed are the geometric
 mean and the worst batch; batches without a plan under one of them are left out of its column.
@@ -21,7 +20,6 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import BatchLayout
 
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "t5:1,1,8", "t5:1,2,4", "t5:1,4,2")
@@ -37,23 +35,17 @@ Plans = list[IterationPlan | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("variant", choices=("chunks", "transfers", "in-step"))
+    parser.add_argument("variant", choices=("transfers", "in-step"))
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
-    parser.add_argument("--chunks", type=int, help="of every rank (chunks: 2, transfers: 1)")
+    parser.add_argument("--chunks", type=int, default=1, help="of every rank, under transfers")
     args = parser.parse_args()
     for setting in args.settings:
-        if args.variant == "chunks":
-            chunks = args.chunks or 2
-            plain = plans(setting, chunks=chunks, schedule=ScheduleSettings(method="1f1b"))
-            found = plans(setting, chunks=chunks)
-            columns = {"over interleaved 1F1B": (found, plain), "over one chunk": (found, plans(setting))}
-            print(row(setting, columns), flush=True)
-        elif args.variant == "in-step":
+        if args.variant == "in-step":
             free, locked = (plans(setting, micro_batch_layouts=tuple(BatchLayout), lockstep=on) for on in (False, True))
             print(row(setting, {"in step": (locked, free)}), flush=True)
         else:
-            base = plans(setting, chunks=args.chunks or 1)
-            ruled = {name: plans(setting, chunks=args.chunks or 1, transfers=rules) for name, rules in RULES.items()}
+            base = plans(setting, chunks=args.chunks)
+            ruled = {name: plans(setting, chunks=args.chunks, transfers=rules) for name, rules in RULES.items()}
             print(row(setting, {name: (found, base) for name, found in ruled.items()}), end="")
             print(f"  stalls {sum(plan is not None and stalls(plan) for plan in base)}", flush=True)
 

@@ -40,7 +40,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     positive,
 )
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -58,10 +58,19 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for name in ("data", "tensor", "pipeline", "expert"):
         add(f"--{name}-parallel", type=positive, default=1, metavar="N")
+    chunks = (
+        "parts of the model on each pipeline rank (virtual stages), which run in turn: so many, or 1, 2 or 4, chosen"
+        " with an auto split (default: auto; 1 where layers are not split by auto)"
+    )
+    add("--virtual-stages", type=_virtual_stages, default=AUTO, metavar="auto|N", help=chunks)
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
     add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
+
+
+def _virtual_stages(text: str) -> str | int:
+    return text if text == AUTO else positive(text)
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
@@ -185,9 +194,13 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     encoder_layers, decoder_layers = _layers(args)
-    split, experts = args.layers_per_stage, experts_of(args)
+    split, experts, chunks = args.layers_per_stage, experts_of(args), 1
+    if args.virtual_stages != AUTO:
+        chunks = args.virtual_stages
+    elif not isinstance(split, str):
+        chunks = max(len(split) // args.pipeline_parallel, 1)
     if split == AUTO:  # begins even
-        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel, halves=True)
+        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel * chunks, halves=True)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -198,6 +211,7 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         data_parallel=args.data_parallel,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
+        chunks=chunks,
         layers_per_stage=None if split == EQUAL else split,
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
@@ -279,8 +293,9 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         usual = median_high([batch.tokens for batch in to_plan])
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).divided(max(usual, 1))]
-    split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan)
-    return msgspec.structs.replace(settings, layers_per_stage=split)
+    more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
+    split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
+    return msgspec.structs.replace(settings, layers_per_stage=split, chunks=len(split) // settings.pipeline_parallel)
 
 
 def _layers(args: argparse.Namespace) -> tuple[int, int]:

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
-    add("--chunks", type=_numbers, default=(1,), metavar="N,…", help="virtual stages per pipeline rank to try (1)")
+    chunks = "virtual stages per pipeline rank to try (1,2,4)"
+    add("--virtual-stages", "--chunks", dest="chunks", type=_numbers, default=(1, 2, 4), metavar="N,…", help=chunks)
     splits = (
         "layer splits to try: equal, even (least work on the busiest stage), auto (as training chooses it, in half"
         " layers too: slow) (%(default)s)"
@@ -210,7 +211,7 @@ def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
-        | {"layers_per_stage": "equal"}
+        | {"layers_per_stage": "equal", "virtual_stages": 1}
         | {"distributed_optimizer": False, "split_from": None}
     )
     return msgspec.structs.replace(planner_settings(one, cost_model), sequence_parallel=args.sequence_parallel)
@@ -234,6 +235,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     for line in _usual(tuning, args, described["devices_per_node"]):
         print(line)
     if planned:
+        print(f"the best plan, of the first batch: {planned[0].of_limits}")
         print(_command(planned[0], tuning.settings[0], args, described["devices_per_node"]))
         _exported(tuning, args)
     for layout in planned:

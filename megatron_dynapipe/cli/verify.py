@@ -22,10 +22,10 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         print(f"{args.plan}: {error}")
         return 1
-    totals = plan.totals
+    totals, replicas = plan.totals, len(plan.replicas)
     print(
         f"{args.plan}: iteration {plan.iteration} can run: {totals.samples} samples in "
-        f"{sum(totals.micro_batches)} micro-batches on {len(plan.replicas)} replicas of {plan.pipeline_stages} stages, "
-        f"digest {digest(plan)}"
+        f"{sum(totals.micro_batches)} micro-batches on {replicas} replica{'s' * (replicas > 1)} of "
+        f"{plan.pipeline_stages} stages, digest {digest(plan)}"
     )
     return 0

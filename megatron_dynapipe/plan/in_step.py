@@ -37,11 +37,11 @@ def _check_like(replica: ReplicaPlan, first: ReplicaPlan, who: str) -> None:
                 f"{who}: expected micro-batches of one kind at position {position}, got {_kind(one)} and {_kind(other)}"
             )
     for stage, both in enumerate(zip(first.stages, replica.stages, strict=True)):
-        orders = [_passes(each.instructions) for each in both]
-        for place, (mine, other) in enumerate(zip_longest(*orders, fillvalue="none")):
-            if mine != other:
+        orders = [_passes(entry.instructions) for entry in both]
+        for place, (passed, other) in enumerate(zip_longest(*orders, fillvalue="none")):
+            if passed != other:
                 raise PlanError(
-                    f"{who}: expected one order of passes on stage {stage}, got {mine} and {other} as pass {place}"
+                    f"{who}: expected one order of passes on stage {stage}, got {passed} and {other} as pass {place}"
                 )
 
 

@@ -93,39 +93,39 @@ def high_water_marks(
         messages: bytes of messages while each of them runs.
     """
     batches, instructions, stages = replica.micro_batches, replica.stages[stage].instructions, plan.pipeline_stages
-    held = plan.model_state_bytes[stage]
+    bytes_held = plan.model_state_bytes[stage]
     for step, under_way in zip(passes, messages, strict=True):
-        each = instructions[step]
-        assert isinstance(each, Pass)
-        micro_batch, v = batches[each.micro_batch], each.chunk * stages + stage
+        instruction = instructions[step]
+        assert isinstance(instruction, Pass)
+        micro_batch, v = batches[instruction.micro_batch], instruction.chunk * stages + stage
         stored, peak = micro_batch.stored_bytes[v], micro_batch.peak_bytes[v]
-        if isinstance(each, Forward):
-            yield held + peak + under_way
-            held += 0 if plan.forward_only else stored
+        if isinstance(instruction, Forward):
+            yield bytes_held + peak + under_way
+            bytes_held += 0 if plan.forward_only else stored
         else:
-            yield (held if not plan.peak_covers_backward else held - stored + peak) + under_way
-            held -= 0 if isinstance(each, BackwardInput) else stored
+            yield (bytes_held if not plan.peak_covers_backward else bytes_held - stored + peak) + under_way
+            bytes_held -= 0 if isinstance(instruction, BackwardInput) else stored
 
 
 def activation_peak_bytes(entry: StageEntry) -> int:
     """The most bytes that the passes of a training iteration's stage hold at a time, without model state."""
-    most = held = 0
-    for each in entry.stage_plan.instructions:
-        if isinstance(each, Pass):
-            v = each.chunk * entry.pipeline_stages + entry.stage_plan.stage
-            micro_batch = entry.micro_batches[each.micro_batch]
-            if isinstance(each, Forward):
-                most = max(most, held + micro_batch.peak_bytes[v])
-                held += micro_batch.stored_bytes[v]
-            elif not isinstance(each, BackwardInput):
-                held -= micro_batch.stored_bytes[v]
+    most = bytes_held = 0
+    for instruction in entry.stage_plan.instructions:
+        if isinstance(instruction, Pass):
+            v = instruction.chunk * entry.pipeline_stages + entry.stage_plan.stage
+            micro_batch = entry.micro_batches[instruction.micro_batch]
+            if isinstance(instruction, Forward):
+                most = max(most, bytes_held + micro_batch.peak_bytes[v])
+                bytes_held += micro_batch.stored_bytes[v]
+            elif not isinstance(instruction, BackwardInput):
+                bytes_held -= micro_batch.stored_bytes[v]
     return most
 
 
 def peak_bytes(plan: IterationPlan, replica: ReplicaPlan, stage: int, element_bytes: int = ELEMENT_BYTES) -> int:
     """The most bytes that a stage holds at any time, model state and messages included."""
     instructions = replica.stages[stage].instructions
-    passes = [step for step, each in enumerate(instructions) if isinstance(each, Pass)]
+    passes = [step for step, instruction in enumerate(instructions) if isinstance(instruction, Pass)]
     messages = [n * element_bytes for n in message_elements(instructions, forward_only=plan.forward_only)]
     return max([plan.model_state_bytes[stage], *high_water_marks(plan, replica, stage, passes, messages)])
 

@@ -35,20 +35,20 @@ def begun(micro_batch: MicroBatch) -> Iterator[int]:
 
 def chains(micro_batches: Sequence[MicroBatch]) -> Mapping[int, Sequence[int]]:
     """By sample that is cut, the micro-batches of its pieces in the order of its positions."""
-    found: dict[int, list[tuple[Piece, int]]] = defaultdict(list)
+    chains: dict[int, list[tuple[Piece, int]]] = defaultdict(list)
     for number, micro_batch in enumerate(micro_batches):
         for at, piece in cut_entries(micro_batch):
-            found[micro_batch.sample_ids[at]].append((piece, number))
-    return {sample: [number for _, number in sorted(pieces)] for sample, pieces in found.items()}
+            chains[micro_batch.sample_ids[at]].append((piece, number))
+    return {sample: [number for _, number in sorted(pieces)] for sample, pieces in chains.items()}
 
 
 def check_pieces(family: ModelFamily, replica: int, micro_batches: Sequence[MicroBatch]) -> None:
     """Raise a PlanError unless the pieces of every sample that is cut tile it, each in another micro-batch."""
-    found: dict[int, list[tuple[Piece, int, int]]] = defaultdict(list)
+    chains: dict[int, list[tuple[Piece, int, int]]] = defaultdict(list)
     for number, micro_batch in enumerate(micro_batches):
         for at, piece in cut_entries(micro_batch):
-            found[micro_batch.sample_ids[at]].append((piece, number, micro_batch.input_lengths[at]))
-    for sample, pieces in found.items():
+            chains[micro_batch.sample_ids[at]].append((piece, number, micro_batch.input_lengths[at]))
+    for sample, pieces in chains.items():
         where = f"replica {replica}, sample {sample}"
         if family is not ModelFamily.GPT:
             raise PlanError(f"{where}: expected whole samples of a {family} model, got a piece")
@@ -75,9 +75,9 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
         micro_batches: of the replica.
         passes: forward and backward passes of the stage, in order, each once.
     """
-    at = {each: place for place, each in enumerate(passes)}
+    at = {step: place for place, step in enumerate(passes)}
     for sample, chain in chains(micro_batches).items():
-        for chunk in sorted({each.chunk for each in passes if isinstance(each, Pass)}):
+        for chunk in sorted({step.chunk for step in passes if isinstance(step, Pass)}):
             for kinds, numbers in (((Forward,), chain), ((Backward, BackwardInput), [*reversed(chain)])):
                 runs = [kind(number, chunk) for number in numbers for kind in kinds]
                 places = [at[run] for run in runs if run in at]

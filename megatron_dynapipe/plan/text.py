@@ -88,7 +88,7 @@ def parse_instruction(word: str) -> Instruction:
 
 def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
     """A pipeline's lists, one line per stage."""
-    return "\n".join(f"stage {stage}: {' '.join(map(format_instruction, each))}" for stage, each in enumerate(stages))
+    return "\n".join(f"stage {stage}: {' '.join(map(format_instruction, steps))}" for stage, steps in enumerate(stages))
 
 
 def point_at(instructions: Sequence[Instruction], step: int, *, around: int = 4) -> str:

@@ -39,8 +39,8 @@ Timeline = tuple[tuple[Event, ...], ...]
 def idle_share(timeline: Timeline, span_ns: int) -> float:
     """Share of all stages' time, `span_ns` each, in which no pass ran; 0 without stages or time."""
     whole = span_ns * len(timeline)
-    passes = (each for events in timeline for each in events if isinstance(each.instruction, Pass))
-    return 1 - sum(each.end_ns - each.start_ns for each in passes) / whole if whole else 0.0
+    passes = (event for events in timeline for event in events if isinstance(event.instruction, Pass))
+    return 1 - sum(event.end_ns - event.start_ns for event in passes) / whole if whole else 0.0
 
 
 def kind_of(instruction: Instruction) -> str:

@@ -74,7 +74,7 @@ def verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]])
     return Steps(
         passes=[trace.passes for trace in traces],
         sends=[[send.step for sent in trace.sends.values() for send in sent] for trace in traces],
-        messages=[message_elements(each, forward_only=dimensions.forward_only) for each in lists],
+        messages=[message_elements(steps, forward_only=dimensions.forward_only) for steps in lists],
     )
 
 
@@ -124,11 +124,11 @@ def _verify_replica(
 
 def _check_divided(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:
     """No backward pass is divided that computes its layers again: these keep no inputs of linears."""
-    for each in passes:
-        if isinstance(each, BackwardInput) and replica.micro_batches[each.micro_batch].recompute is Recompute.FULL:
+    for step in passes:
+        if isinstance(step, BackwardInput) and replica.micro_batches[step.micro_batch].recompute is Recompute.FULL:
             raise PlanError(
                 f"stage {stage}: expected the whole backward pass of a micro-batch that is recomputed in full, got "
-                f"{format_instruction(each)}"
+                f"{format_instruction(step)}"
             )
 
 

@@ -34,10 +34,10 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
         return
     samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in begun(mb)]
     if sorted(samples) != sorted(expected):
-        wanted, planned = Counter(expected), Counter(samples)
+        whole, planned = Counter(expected), Counter(samples)
         raise PlanError(
-            f"expected the {wanted.total()} samples of the global batch, got {planned.total()}: lost "
-            f"{_some(wanted - planned)}; too many of {_some(planned - wanted)}"
+            f"expected the {whole.total()} samples of the global batch, got {planned.total()}: lost "
+            f"{_some(whole - planned)}; too many of {_some(planned - whole)}"
         )
 
 

@@ -56,28 +56,28 @@ def _improve(times: IntArray, owner: IntArray, replicas: int) -> bool:
     """Move or exchange one micro-batch of the slowest replica, in `owner`; False where neither helps."""
     ends = [pipeline_time(times[owner == replica]) for replica in range(replicas)]
     slowest = ends.index(max(ends))
-    mine = np.flatnonzero(owner == slowest)
+    rows = np.flatnonzero(owner == slowest)
     for partner in sorted(range(replicas), key=lambda replica: ends[replica]):
         theirs = np.flatnonzero(owner == partner)
-        if partner == slowest or len(mine) < 2:
+        if partner == slowest or len(rows) < 2:
             continue
-        after = _after_exchange(times[mine], times[theirs])
-        given, received = np.unravel_index(int(after.argmin()), after.shape)
-        if after[given, received] >= ends[slowest]:
+        after = _after_exchange(times[rows], times[theirs])
+        leaving, coming = np.unravel_index(int(after.argmin()), after.shape)
+        if after[leaving, coming] >= ends[slowest]:
             continue
-        owner[mine[given]] = partner
-        if received > 0:
-            owner[theirs[received - 1]] = slowest
+        owner[rows[leaving]] = partner
+        if coming > 0:
+            owner[theirs[coming - 1]] = slowest
         return True
     return False
 
 
-def _after_exchange(mine: IntArray, theirs: IntArray) -> IntArray:
+def _after_exchange(rows: IntArray, theirs: IntArray) -> IntArray:
     """The later end of two replicas once the first gives i and takes j - 1 (nothing where j is 0): `[i, j]`."""
     theirs = np.concatenate([np.zeros((1, theirs.shape[1]), np.int64), theirs])
-    exchanged = theirs[None] - mine[:, None]
-    my_work, their_work = (mine.sum(axis=0) + exchanged).max(axis=2), (theirs.sum(axis=0) - exchanged).max(axis=2)
-    my_warmup, their_warmup = (each.sum(axis=1) - each.max(axis=1) for each in (mine, theirs))
+    exchanged = theirs[None] - rows[:, None]
+    my_work, their_work = (rows.sum(axis=0) + exchanged).max(axis=2), (theirs.sum(axis=0) - exchanged).max(axis=2)
+    my_warmup, their_warmup = (times.sum(axis=1) - times.max(axis=1) for times in (rows, theirs))
     my_end = my_work + np.maximum(_largest_of_others(my_warmup)[:, None], their_warmup)
     their_end = their_work + np.maximum(my_warmup[:, None], _largest_of_others(their_warmup))
     return np.asarray(np.maximum(my_end, their_end))

@@ -1,39 +1,30 @@
-"""How many layers each stage holds, chosen once per run so that stages are even.
+"""How many layers each virtual stage holds, and how many of them a rank has: chosen once per run.
 
 The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
-an equal number of layers is not an equal amount of work. The split is evened on the micro-batches of planned batches,
-then improved layer by layer on the batches' predicted times: memory, recomputation and bubbles count as they do in
-training. A layer may be divided between its attention and its MLP where the costs of both are known.
+an equal number of layers is not an equal amount of work. Batches are planned, and their micro-batches scheduled under
+neighbouring splits (`planning.rescheduling`): modules move from stage to stage as long as that is faster, memory and
+messages counted. Where this leads, and what is nearest to it, is planned in full; the fastest plans decide. A layer may
+be divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import (
-    ABSENT,
-    CostModel,
-    CostTables,
-    Kind,
-    PipelineLayout,
-    Quantity,
-    Split,
-    in_halves,
-    of_halves,
-    packed_costs,
-)
-from megatron_dynapipe.errors import DataError, InfeasibleError, PlanningError
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.cost import ABSENT, CostModel, Split, even_split, in_halves, of_halves
+from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
+from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.problem import BoolArray, IntArray
+from megatron_dynapipe.planning.problem import BoolArray
+from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, Recompute, input_positions, target_positions
+from megatron_dynapipe.units import BatchLayout
 
 _logger = logging.getLogger(__name__)
 
@@ -44,14 +35,20 @@ EVALUATIONS = 100
 """Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
 a search begins with, and a short one says little."""
 
-TRIALS = 40
-"""Splits tried at most, of whole layers and of halves."""
+TRIALS = 16
+"""Splits planned at most, of whole layers, of halves, and of each number of chunks."""
 
-TOLERANCE = 1.03
-"""Splits whose estimate is worse than the best one's by more than this are not tried."""
+RESCHEDULED = 32
+"""Neighbours of a split that are scheduled: those of the least bounds."""
 
-_Work = IntArray
-"""Modules' costs of micro-batches: int64 `[micro-batches, kinds, len(Quantity)]`. They do not depend on the split."""
+NEAREST = 6
+"""Neighbours of the best split that are planned where a descent leads nowhere: the fastest scheduled ones."""
+
+MORE_CHUNKS = (2, 4)
+"""Virtual stages of a rank to choose among, beside one."""
+
+LEAST_GAIN = 0.01
+"""More chunks send more messages, so they must be faster by this share."""
 
 UNPLANNED = 2**62
 """Predicted time of a split under which a batch cannot be planned."""
@@ -64,8 +61,9 @@ def choose_layer_split(
     *,
     to_fit: Sequence[GlobalBatch] = (),
     halves: bool = True,
+    chunks: Sequence[int] = (),
 ) -> Split:
-    """The layers per stage under which the batches are predicted to run fastest.
+    """The layers per virtual stage under which the batches are predicted to run fastest.
 
     A sample that fits alone under the split where the search begins fits alone under the one that is chosen. Samples
     that do not are left out, with a notice.
@@ -76,56 +74,48 @@ def choose_layer_split(
         batches: global batches of the lengths to come; the first few that can be planned are used.
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
         halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
+        chunks: more numbers of virtual stages per rank to choose among; the split's length says which was chosen.
 
     Raises:
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     trials = _Trials(settings, cost_model, batches, to_fit)
-    best = settings.layout.layers_per_stage
-    trials.require(best)
-    evened = trials.evened(best, trials.halves_of_layer)
+    start, layer = settings.layout.layers_per_stage, trials.halves_of_layer
+    trials.require(start)
+    evened = trials.evened(start)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
-    starts = [best, evened, *_padded_choice(settings, cost_model, batches, to_fit)]
-    trials.choose_batches(starts)
-    layer = trials.halves_of_layer
-    best = trials.improved(min(starts, key=trials.predicted_ns), (layer,))
-    if halves and trials.know_halves:  # From the best of whole layers, so that halves are never behind it.
-        module = layer // 2
-        best = trials.improved(min(best, trials.evened(best, module), key=trials.predicted_ns), (module, layer))
+    trials.choose_batches([start, evened])
+    best = trials.improved(min(start, evened, key=trials.predicted_ns), (layer,))
+    steps = (layer // 2, layer) if halves and trials.know_halves else (layer,)
+    if len(steps) > 1:  # From the best of whole layers, so that halves are never behind it.
+        best = trials.improved(best, steps)
+    for count in chunks if settings.pipeline_parallel > 1 else ():
+        try:
+            even = even_split(int(sum(start)), settings.pipeline_parallel * count, halves=1 in steps)
+        except ConfigError:  # fewer halves of layers than virtual stages
+            continue
+        more = trials.improved(even, steps)
+        if trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - LEAST_GAIN * (len(more) > len(best))):
+            best = more
     return best
 
 
-def _padded_choice(
-    settings: PlannerSettings,
-    cost_model: CostModel,
-    batches: Sequence[GlobalBatch],
-    to_fit: Sequence[GlobalBatch],
-) -> list[Split]:
-    """Whole layers for padded micro-batches alone, if they are not all that is allowed: a good start for others."""
-    if BatchLayout.PADDED not in settings.micro_batch_layouts or len(settings.micro_batch_layouts) == 1:
-        return []
-    padded = msgspec.structs.replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), slices="off")
-    try:
-        return [choose_layer_split(padded, cost_model, batches, to_fit=to_fit, halves=False)]
-    except PlanningError:
-        return []
-
-
-def _neighbours(split: Split, step: int) -> list[Split]:
-    """Splits with so many halves moved from one stage to another."""
-    moved, halves = [], in_halves(split)
-    for source, destination in permutations(range(len(split)), 2):
-        if halves[source] > step:
-            counts = list(halves)
-            counts[source] -= step
-            counts[destination] += step
-            moved.append(of_halves(counts))
-    return moved
+def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
+    """Splits with so many halves of layers moved from one stage to another."""
+    neighbours, halves = [], in_halves(split)
+    for step in steps:
+        for source, destination in permutations(range(len(split)), 2):
+            if halves[source] > step:
+                counts = list(halves)
+                counts[source] -= step
+                counts[destination] += step
+                neighbours.append(of_halves(counts))
+    return neighbours
 
 
 class _Trials:
-    """Splits that were tried, and the micro-batches by which others are estimated."""
+    """Splits that were planned, and the micro-batches by which others are estimated."""
 
     def __init__(
         self,
@@ -134,19 +124,21 @@ class _Trials:
         batches: Sequence[GlobalBatch],
         to_fit: Sequence[GlobalBatch],
     ) -> None:
-        self.results: dict[Split, tuple[int, list[MicroBatch]]] = {}
+        self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
         # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
         self.halves_of_layer = 4 if settings.pattern else 2
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
-        self._counting = _share_that_counts(batches)
-        self._work = self._alone()
+        self._rescheduler = Rescheduler(settings, cost_model, _share_that_counts(batches))
+        self._known, self._plans = [[self._alone()]], list[IterationPlan]()
+        self._scheduled: dict[Split, int] = {}
 
     @property
     def know_halves(self) -> bool:
         """Whether costs of halves of layers are known."""
-        return all(self._tables(mode).division for mode in self._settings.recompute)
+        settings = self._settings
+        return all(settings.tables(self._cost_model, mode).division for mode in settings.recompute)
 
     @property
     def required(self) -> bool:
@@ -184,81 +176,77 @@ class _Trials:
             hint="use more pipeline stages or tensor parallelism, or truncate long samples",
         )
 
-    def evened(self, split: Split, step: int) -> Split:
-        """The split that the estimate finds best, so many halves moved at a time, samples that must fit fitting."""
+    def evened(self, split: Split) -> Split:
+        """The split whose bound is least, whole layers moved one at a time, samples that must fit fitting."""
         while True:
-            here = self.estimate_ns(split)
-            better = sorted(_neighbours(split, step), key=self.estimate_ns)
-            found = next((each for each in better if self.estimate_ns(each) < here and self.fits(each)), None)
-            if found is None:
+            here = self._bound_ns(split)
+            better = sorted(_neighbours(split, (self.halves_of_layer,)), key=self._bound_ns)
+            following = next((other for other in better if self._bound_ns(other) < here and self.fits(other)), None)
+            if following is None:
                 return split
-            split = found
+            split = following
 
-    def improved(self, best: Split, steps: Sequence[int]) -> Split:
-        """The best split that moves of so many halves lead to, each of them predicted faster than the one before."""
+    def improved(self, split: Split, steps: Sequence[int]) -> Split:
+        """The best split that moves of so many halves lead to: where scheduling leads, and what is nearest, planned."""
         last = len(self.results) + TRIALS
-        improved = True
-        while improved:
-            rows = [self._module_costs(micro_batch) for micro_batch in self.results[best][1]]
-            self._work = np.array(rows, np.int64).reshape(-1, *self._work.shape[1:])
-            improved = False
-            worst = self.estimate_ns(best) * TOLERANCE
-            for split in sorted((each for step in steps for each in _neighbours(best, step)), key=self.estimate_ns):
-                if len(self.results) >= last or self.estimate_ns(split) > worst:
-                    break
-                if self.fits(split) and self.predicted_ns(split) < self.predicted_ns(best):
-                    best, improved = split, True
-                    break
+        best = split
+        if split not in self.results:  # scheduled with the micro-batches of another number of chunks
+            best = min(split, self._descended(split, steps), key=self.predicted_ns)
+        while len(self.results) < last:
+            if (plans := self.results[best][1]) and self._plans is not plans:
+                self._plans, self._scheduled = plans, {}
+                self._known = [self._rescheduler.module_costs(plan) for plan in plans]
+            nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
+            promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
+            here = self.predicted_ns(best)
+            promising = [other for other in promising if self.fits(other)][: last - len(self.results)]
+            better = next((other for other in promising if self.predicted_ns(other) < here), None)
+            if better is None:
+                break
+            best = better
         return best
+
+    def _nearest(self, split: Split, steps: Iterable[int]) -> list[Split]:
+        return sorted(_neighbours(split, steps), key=self._bound_ns)[:RESCHEDULED]
+
+    def _descended(self, split: Split, steps: Iterable[int]) -> Split:
+        """Where moves lead that each make the known micro-batches faster."""
+        while True:
+            fastest = min(self._nearest(split, steps), key=self._scheduled_ns, default=split)
+            if self._scheduled_ns(fastest) >= self._scheduled_ns(split):
+                return split
+            split = fastest
 
     def predicted_ns(self, split: Split) -> int:
         """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
         if split not in self.results:
             planner = self._planner(split)
             plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
-            self.results[split] = self._summary(plans)
+            planned = [plan for plan in plans if plan is not None]
+            if not planned or len(planned) < len(plans):
+                self.results[split] = UNPLANNED, []
+            else:
+                self.results[split] = sum(plan.totals.predicted_ns for plan in planned), planned
         return self.results[split][0]
 
-    def estimate_ns(self, split: Split) -> int:
-        """Work of the busiest stage over the known micro-batches, and the longest warm-up and drain around it."""
-        s = self._settings
-        layout = replace(s.layout, layers_per_stage=split)
-        times = stage_times(self._work, self._tables(s.recompute[0]).kinds, layout, self._counting)
-        times = times.reshape(-1, s.chunks, layout.stages).sum(axis=1)
-        warmup = (times.sum(axis=1) - times.max(axis=1)).max(initial=0)
-        return int(times.sum(axis=0).max() // s.data_parallel + warmup)
+    def _scheduled_ns(self, split: Split) -> int:
+        """Time of the known micro-batches under the split, all batches together."""
+        if split not in self._scheduled:
+            times = [[self._rescheduler.makespan_ns(its, split) for its in replicas] for replicas in self._known]
+            self._scheduled[split] = sum(map(max, times))
+        return self._scheduled[split]
 
-    def _alone(self) -> _Work:
+    def _bound_ns(self, split: Split) -> int:
+        return sum(max(self._rescheduler.bound_ns(its, split) for its in replicas) for replicas in self._known)
+
+    def _alone(self) -> ModuleCosts:
         """Every sample as a micro-batch of its own, where there are no plans."""
         batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
-        tables = self._tables(self._settings.recompute[0])
+        tables = self._settings.tables(self._cost_model, self._settings.recompute[0])
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
-        return np.asarray(costs[(costs != ABSENT).all(axis=(1, 2))])
-
-    def _tables(self, mode: Recompute) -> CostTables:
-        return self._settings.tables(self._cost_model, mode)
-
-    def _module_costs(self, micro_batch: MicroBatch) -> IntArray:
-        """Modules' costs of a planned micro-batch: int64[kinds, len(Quantity)]."""
-        tables, family = self._tables(micro_batch.recompute), self._settings.family
-        if micro_batch.layout is BatchLayout.PACKED:
-            inputs = np.array([input_positions(family, n) for n in micro_batch.input_lengths], np.int64)
-            targets = np.array([target_positions(family, n) for n in micro_batch.target_lengths], np.int64)
-            row = packed_costs(tables, inputs, targets)
-            assert row is not None
-            return row
-        size, inputs, targets = (np.array([number], np.int64) for number in micro_batch.shape)
-        costs: IntArray = tables.at_sizes(tables.at_lengths(inputs, targets), size)[0]
-        return costs
-
-    def _summary(self, plans: Sequence[IterationPlan | None]) -> tuple[int, list[MicroBatch]]:
-        """Predicted time of all plans, and their micro-batches."""
-        planned = [plan for plan in plans if plan is not None]
-        if not planned or len(planned) < len(plans):
-            return UNPLANNED, []
-        batches = [mb for plan in planned for replica in plan.replicas for mb in replica.micro_batches]
-        return sum(plan.totals.predicted_ns for plan in planned), [mb for mb in batches if not mb.is_filler]
+        known = (costs != ABSENT).all(axis=(1, 2))
+        return self._rescheduler.of_kinds(costs[known], np.stack([inputs[known], targets[known]]))
 
     def _fitting(self, split: Split) -> BoolArray:
         """Which of the different samples fit alone."""
@@ -293,6 +281,7 @@ class _Trials:
         settings = msgspec.structs.replace(
             self._settings,
             layers_per_stage=split,
+            chunks=len(split) // self._settings.pipeline_parallel,
             schedule=self._settings.schedule
             if packs
             else replace(self._settings.schedule, search_evaluations=EVALUATIONS),
@@ -301,24 +290,6 @@ class _Trials:
             return Planner(settings, self._cost_model)
         except InfeasibleError:
             return None
-
-
-def stage_times(work: IntArray, kinds: Sequence[Kind], layout: PipelineLayout, counting: float = 1.0) -> IntArray:
-    """Forward and backward together on every virtual stage: int64 `[micro-batches, virtual stages]`.
-
-    Args:
-        work: modules' costs of every micro-batch, `[micro-batches, kinds, len(Quantity)]`.
-        kinds: of the modules.
-        layout: modules of every virtual stage.
-        counting: share of positions that count, over which alone the last MLP and the head run.
-    """
-    times = work[:, :, Quantity.FORWARD] + work[:, :, Quantity.BACKWARD]
-    by_stage = times @ layout.counts(kinds).T
-    last = len(layout.modules) - 1
-    for module in (last - 1, last) if counting < 1 else ():
-        left_out = np.rint(times[:, kinds.index(layout.modules[module])] * (1 - counting)).astype(np.int64)
-        by_stage[:, np.searchsorted(layout.cuts, module, side="right")] -= left_out
-    return np.asarray(by_stage)
 
 
 def _share_that_counts(batches: Sequence[GlobalBatch]) -> float:

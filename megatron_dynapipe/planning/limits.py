@@ -10,8 +10,10 @@ A sample's least work is its share of the micro-batch that runs it best, of any 
 pieces, where these are allowed. Costs count as if they never fell with length (each is taken for the least of all that
 are as long or longer), so that a share is below what any micro-batch takes for the sample.
 
-Memory: a stage holds what a sample stores from its forward to its backward, at least while the sample goes on to the
-last stage and back. Over T this is at most memory · T. For every price p of memory, with x the choice of modes,
+Memory: at the end of its forward pass a micro-batch is held by all stages, so that it has no more positions than all
+memory beside model states holds of its recompute mode, which bounds how well its samples run. And a stage holds what a
+sample stores from its forward to its backward, at least while the sample goes on to the last stage and back. Over T
+this is at most memory · T. For every price p of memory, with x the choice of modes,
 
     T ≥ before + Σ x · time  and  Σ x · stored · held ≤ memory · T   give   T ≥ (before + min Σ x · (time + p / memory ·
     stored · held)) / (1 + p),
@@ -51,12 +53,20 @@ class Limits(NamedTuple):
     memory: int
     micro_batches: int
 
-    def causes(self, plan_ns: int) -> str:
-        """How near a plan is to the first bound, and what the rest of its time is lost to."""
-        steps = [*self, plan_ns]
-        lost = zip(("stages", "memory", "micro-batches", "order"), steps[1:], steps, strict=False)
-        parts = ", ".join(f"{name} {(above - below) / plan_ns:.0%}" for name, above, below in lost)
-        return f"{self.devices / plan_ns:.0%} of the limit: {parts}"
+    def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
+        """How near a plan is to the first bound, and what the rest of its time is lost to.
+
+        Args:
+            plan_ns: as predicted.
+            measured_ns: where the plan was trained: the iteration, and
+            waited_ns: its wait for the plan before.
+        """
+        steps, names = [*self, plan_ns], ["stages", "memory", "micro-batches", "order"]
+        if measured_ns is not None:
+            steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
+        lost = zip(names, steps[1:], steps, strict=False)
+        parts = ", ".join(f"{name} {(above - below) / steps[-1]:.0%}" for name, above, below in lost)
+        return f"{self.devices / steps[-1]:.0%} of the limit: {parts}"
 
 
 def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
@@ -69,10 +79,10 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     """
     work = _LeastWork(planner, planner.samples(batch))
     devices = work.everywhere()
-    stages = max(devices, work.best_split(PRICES[:1]))
-    memory = max(stages, work.best_split(PRICES))
-    own = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
-    return Limits(devices, stages, memory, max(memory, own))
+    stages = max(devices, work.best_split(work.time, PRICES[:1]))
+    memory = max(stages, work.best_split(work.fitting_time, PRICES))
+    of_plan = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
+    return Limits(devices, stages, memory, max(memory, of_plan))
 
 
 class _LeastWork:
@@ -80,6 +90,7 @@ class _LeastWork:
 
     Attributes:
         time, stored: a sample's share of a module of each kind, `[modes, samples, kinds]`.
+        fitting_time: the same of micro-batches that fit all stages' memory.
         round_trip: forward and input-gradient time of a whole micro-batch that holds it, `[samples, kinds]`.
         forward: forward time of any micro-batch, `[kinds]`.
     """
@@ -102,15 +113,20 @@ class _LeastWork:
         self.has_halves = all(tables.division is not None for tables in planner.tables)
         kinds = planner.tables[0].kinds
         self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
-        if samples.labels is not None:  # the last MLP and the head, which run over labels alone, are left out
-            self.modules[-2:] = len(kinds)
-            self.time, self.stored = _with_free_kind(self.time), _with_free_kind(self.stored)
-            self.forward, self.backward = _with_free_kind(self.forward), _with_free_kind(self.backward)
-            self.round_trip = _with_free_kind(self.round_trip)
-        self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
         self.state = np.zeros(len(self.modules) + 1)
         if s.model_state_bytes is None:
             self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
+        room = self.stages * self.limit - float(self.state[-1])
+        most = [mode.most_positions(room, self.modules) for mode in modes]
+        fitting = [mode.times(inputs, targets, cut=cut, most=at) for mode, at in zip(modes, most, strict=True)]
+        self.fitting_time: Floats = np.stack(fitting)
+        if samples.labels is not None:  # the last MLP and the head, which run over labels alone, are left out
+            self.modules[-2:] = len(kinds)
+            self.time, self.stored = _with_free_kind(self.time), _with_free_kind(self.stored)
+            self.fitting_time = _with_free_kind(self.fitting_time)
+            self.forward, self.backward = _with_free_kind(self.forward), _with_free_kind(self.backward)
+            self.round_trip = _with_free_kind(self.round_trip)
+        self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
 
     def _state(self, state: ModelState, sharded: bool) -> Floats:
         """Bytes of model state of the first modules, experts left out, with the embedding."""
@@ -122,18 +138,18 @@ class _LeastWork:
 
     def everywhere(self) -> int:
         """All work, over all devices."""
-        each = self.time.min(axis=0)[:, self.modules].sum(axis=1)
-        total = float(each @ self.counts) / self.replicas - self.rounding
+        times = self.time.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(times @ self.counts) / self.replicas - self.rounding
         return int(max(total / self.stages, 0))
 
-    def best_split(self, prices: tuple[float, ...]) -> int:
+    def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
         count, step = len(self.modules), 1 if self.has_halves else 2
         ends = [*range(0, count - 1, step), count]  # the head stays with the last module
         if self.layout.pattern:
             ends = [*range(count - 1), count]
         before, back = (
-            np.concatenate([[0.0], np.cumsum(each[self.modules])]) for each in (self.forward, self.backward)
+            np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
         )
         if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
             fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
@@ -141,7 +157,7 @@ class _LeastWork:
         bound = np.full((len(ends), len(ends)), np.inf)
         for first, row in zip(
             range(len(ends) - 1),
-            self._segments(ends, before, before * 0 if self.divides else back, prices),
+            self._segments(times, ends, before, before * 0 if self.divides else back, prices),
             strict=True,
         ):
             bound[first, first + 1 :] = row
@@ -151,20 +167,22 @@ class _LeastWork:
             best = np.maximum(best[:, None], bound).min(axis=0)
         return int(max(best[-1] - self.rounding, 0)) if np.isfinite(best[-1]) else 0
 
-    def _segments(self, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]) -> Iterator[Floats]:
+    def _segments(
+        self, times: Floats, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]
+    ) -> Iterator[Floats]:
         """For each first module in turn, the bounds of stages from there to every later end."""
         one_hot = np.eye(self.time.shape[2])[self.modules]
         upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
         state = self.state
         for at, first in enumerate(ends[:-1]):
             counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
-            time, stored = self.time @ counts.T, self.stored @ counts.T  # [modes, samples, ends]
+            time, stored = times @ counts.T, self.stored @ counts.T  # [modes, samples, ends]
             rest = upto[-1] - upto[ends[at + 1 :]]
-            held = self.round_trip @ rest.T
+            round_trips = self.round_trip @ rest.T
             room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
             around = before[first] + back[first]
             bounds = [
-                (around + (time + (price / room) * stored * held).min(axis=0).T @ self.counts / self.replicas)
+                (around + (time + (price / room) * stored * round_trips).min(axis=0).T @ self.counts / self.replicas)
                 / (1 + price)
                 for price in prices
             ]
@@ -180,8 +198,8 @@ class _LeastCosts:
         if self.packed is not None:
             positions = np.maximum(self.packed.row_inputs[:, None] + self.packed.row_targets, 1)
             linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
-            self.by_position = (linear / positions).min(axis=(2, 3))  # [kinds, len(Quantity)]
-            self.linear, self.attention = (_never_falling(each) for each in (self.packed.linear, self.packed.attention))
+            self.positions, self.by_position = positions, linear / positions  # [kinds, len(Quantity), rows, rows]
+            self.linear, self.attention = map(_never_falling, (self.packed.linear, self.packed.attention))
 
     def whole(self, quantity: int, inputs: IntArray, targets: IntArray) -> Floats:
         """Of any micro-batch that holds a sample of these positions: `[samples, kinds]`."""
@@ -193,18 +211,35 @@ class _LeastCosts:
             )
         return np.asarray(least)
 
-    def share(self, quantity: Quantity, inputs: IntArray, targets: IntArray) -> Floats:
-        """The least share of a sample of these positions in a micro-batch, `[samples, kinds]`."""
-        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
-        least = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
+    def most_positions(self, room: float, modules: IntArray) -> float:
+        """How many positions a micro-batch has at most that stores no more than `room` bytes in all modules."""
+        kinds = np.bincount(modules, minlength=len(self.tables.kinds))
+        positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1)
+        stored = np.where(kinds[:, None, None, None] > 0, self.values[:, Quantity.STORED], 0.0)
+        rows = np.tensordot(kinds, stored, 1) / (positions * self.tables.sizes[:, None, None])
+        least = float(rows.min())
         if self.packed is not None:
-            own = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
-            least = np.minimum(least, self.by_position[:, quantity] * (inputs + targets)[:, None] + own)
+            linear = np.where(kinds[:, None, None] > 0, self.by_position[:, Quantity.STORED], 0.0)
+            least = min(least, float(np.tensordot(kinds, linear, 1).min()))
+        return room / least if least > 0 else np.inf
+
+    def share(self, quantity: Quantity, inputs: IntArray, targets: IntArray, most: float = np.inf) -> Floats:
+        """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`."""
+        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
+        by_size = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets)
+        smaller = np.concatenate([[0], self.tables.sizes[:-1]])  # a size between two costs what lies between theirs
+        too_large = smaller * np.maximum(inputs + targets, 1)[:, None] > most
+        least = np.where(too_large[:, None], np.inf, by_size).min(axis=2)
+        if self.packed is not None:
+            attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
+            smaller = np.pad(self.positions[:-1, :-1], ((1, 0), (1, 0)))
+            by_position = np.where(smaller > most, np.inf, self.by_position[:, quantity]).min(axis=(1, 2))
+            least = np.minimum(least, by_position * (inputs + targets)[:, None] + attention)
         return np.asarray(least)
 
-    def times(self, inputs: IntArray, targets: IntArray, *, cut: bool) -> Floats:
+    def times(self, inputs: IntArray, targets: IntArray, *, cut: bool, most: float = np.inf) -> Floats:
         """The least time of a sample, forward and backward, whole or in any pieces: `[samples, kinds]`."""
-        sums = [self.share(quantity, inputs, targets) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
+        sums = [self.share(quantity, inputs, targets, most) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
         if not cut:
             return np.asarray(sum(sums))
         axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
@@ -213,7 +248,8 @@ class _LeastCosts:
         for number, (_, _, pair, unit) in enumerate(prefix_costs(self.tables)[:2]):
             half = np.zeros(len(self.tables.kinds))
             half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
-            pieces = self.share((Quantity.FORWARD, Quantity.BACKWARD)[number], ends, np.zeros_like(ends))
+            quantity = (Quantity.FORWARD, Quantity.BACKWARD)[number]
+            pieces = self.share(quantity, ends, np.zeros_like(ends), most)
             by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
             least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
             sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
@@ -258,9 +294,9 @@ def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
     pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
     while True:
         rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
-        found, counts = np.unique(rounded, axis=1, return_counts=True)
-        if found.shape[1] <= MOST_LENGTHS:
-            return found[0], found[1], counts
+        lengths, counts = np.unique(rounded, axis=1, return_counts=True)
+        if lengths.shape[1] <= MOST_LENGTHS:
+            return lengths[0], lengths[1], counts
         step *= 2
 
 

@@ -86,8 +86,8 @@ class Lockstep:
         if cut is None:
             return samples, self._spread(problem, planned)
         pieces, places = self._cut(samples, cut.pieces)
-        own = of_pieces(samples, problem, pieces, recompute=settings.recompute, element_bytes=settings.element_bytes)
-        return own.samples, places._spread(own.problem, planned)
+        cut = of_pieces(samples, problem, pieces, recompute=settings.recompute, element_bytes=settings.element_bytes)
+        return cut.samples, places._spread(cut.problem, planned)
 
     def _cut(self, samples: Samples, longest: Pieces) -> tuple[Pieces, "Lockstep"]:
         """Every sample's part of the pieces of its row's longest one, and these parts in rows."""
@@ -98,8 +98,8 @@ class Lockstep:
         order = np.lexsort((start[there], sample[there]))  # a sample's pieces one after another
         place = np.zeros_like(sample)
         place[there] = np.argsort(order)
-        own = (each[there][order] for each in (sample, start, end, length))
-        return Pieces(*own), Lockstep(place, there)
+        columns = (column[there][order] for column in (sample, start, end, length))
+        return Pieces(*columns), Lockstep(place, there)
 
     def _spread(self, problem: BatchProblem, planned: ScheduledBatch) -> ScheduledBatch:
         count, group = len(planned.members), self.rows.shape[1]

@@ -118,14 +118,14 @@ def partition(problem: BatchProblem, orders: Sequence[IntArray], *, improve: boo
         PlanningError: costs whose sums do not fit 64 bits.
     """
     try:
-        order, found = problem.native.partition(orders=list(orders), improve=improve)
+        order, partitions = problem.native.partition(orders=list(orders), improve=improve)
     except ValueError as error:
         raise PlanningError(f"the batch cannot be partitioned: {error}") from error
     return OrderedPartitions(
         order=np.array(order, np.int64),
         partitions=tuple(
             Partition(sizes=np.array(sizes, np.int64), modes=np.array(modes, np.int64))
-            for sizes, modes, _, _ in found
+            for sizes, modes, _, _ in partitions
             if sizes
         ),
     )

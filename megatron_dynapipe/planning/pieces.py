@@ -85,7 +85,7 @@ def _inner_ends(length: int, parts: int, multiple: int, balance: float) -> list[
     """Where to cut a sample so that balance · x + x² grows by equal steps, rounded to the multiple."""
     total = balance * length + length**2
     exact = [((balance**2 + 4 * total * part / parts) ** 0.5 - balance) / 2 for part in range(1, parts)]
-    return [end for each in exact if 0 < (end := round(each / multiple) * multiple) < length]
+    return [cut for end in exact if 0 < (cut := round(end / multiple) * multiple) < length]
 
 
 def _linear_share(tables: CostTables) -> float:
@@ -179,14 +179,14 @@ def of_pieces(
     samples: Samples, problem: BatchProblem, pieces: Pieces, *, recompute: tuple[Recompute, ...], element_bytes: int
 ) -> CutBatch:
     """The batch with these pieces in place of its samples; arguments as of `cut_batch`."""
-    own = pieces.end - pieces.start
+    positions = pieces.end - pieces.start
     entries = replace(
         samples,
         **{name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")},
-        input_positions=own,
-        target_positions=np.zeros_like(own),
-        inputs=round_up_all(own),
-        targets=np.zeros_like(own),
+        input_positions=positions,
+        target_positions=np.zeros_like(positions),
+        inputs=round_up_all(positions),
+        targets=np.zeros_like(positions),
         starts=pieces.start,
         labels=None if samples.labels is None else _labels(samples.labels[pieces.sample], pieces),
     )
@@ -194,7 +194,7 @@ def of_pieces(
         piece_costs(
             tables,
             mode,
-            own=own * pieces.is_piece,
+            own=positions * pieces.is_piece,
             before=pieces.start,
             later=pieces.later,
             element_bytes=element_bytes,

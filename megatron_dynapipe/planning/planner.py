@@ -224,12 +224,12 @@ class Planner:
                 continue
             if isinstance(s.slices, int):
                 return replace(cut, gain=math.inf)
-            found = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
-            if found is None:
+            scheduled = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
+            if scheduled is None:
                 continue
-            if best is None or found.makespan_ns < best.begun_ns:
-                best = replace(cut, begun_ns=found.makespan_ns)
-            longer = longer + 1 if found.makespan_ns > best.begun_ns * (1 + LEAST_GAIN) else 0
+            if best is None or scheduled.makespan_ns < best.begun_ns:
+                best = replace(cut, begun_ns=scheduled.makespan_ns)
+            longer = longer + 1 if scheduled.makespan_ns > best.begun_ns * (1 + LEAST_GAIN) else 0
             if longer == 2:
                 break  # smaller pieces take longer still
         if best is None or partitioned is None:
@@ -328,12 +328,13 @@ class Planner:
         while True:
             stalled: StallError | None = None
             try:
-                found = schedule_batch(problem, partitioned, chosen or self.settings.schedule, searchable=searchable)
+                schedule = chosen or self.settings.schedule
+                scheduled = schedule_batch(problem, partitioned, schedule, searchable=searchable)
             except StallError as error:
-                found, stalled = None, error
+                scheduled, stalled = None, error
             # A search that begins with packed rows drops those that stall, and says as little of them as of memory.
-            if found is not None or not (stalled or packed_alone):
-                return found
+            if scheduled is not None or not (stalled or packed_alone):
+                return scheduled
             if (following := next(rules, None)) is None:
                 if stalled is not None:
                     raise stalled

@@ -61,7 +61,7 @@ def to_codes(order: PassOrder, chunks: int) -> IntArray:
     codes = np.full((len(order), max(map(len, order), default=0)), -1, np.int64)
     for stage, passes in enumerate(order):
         codes[stage, : len(passes)] = [
-            (each.micro_batch * chunks + each.chunk) * len(PASS_KINDS) + _NUMBERS[type(each)] for each in passes
+            (step.micro_batch * chunks + step.chunk) * len(PASS_KINDS) + _NUMBERS[type(step)] for step in passes
         ]
     return codes
 
@@ -204,19 +204,19 @@ class BatchProblem:
         rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
         covered = np.zeros(len(members), np.bool_)
         if not packed.all():
-            shapes = [self.shape(samples) for samples, each in zip(members, packed, strict=True) if not each]
+            shapes = [self.shape(samples) for samples, is_row in zip(members, packed, strict=True) if not is_row]
             labels = None
             if self.labels is not None:
                 rows_of = zip(members, packed, strict=True)
-                labels = np.array([self.labels[samples].sum() for samples, each in rows_of if not each], np.int64)
+                labels = np.array([self.labels[samples].sum() for samples, is_row in rows_of if not is_row], np.int64)
             rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed], labels)
         if packed.any():
-            chosen = [samples for samples, each in zip(members, packed, strict=True) if each]
+            chosen = [samples for samples, is_row in zip(members, packed, strict=True) if is_row]
             sizes = np.array([len(samples) for samples in chosen], np.int64)
-            found, covered[packed] = self.native.packed_costs(
+            costs, covered[packed] = self.native.packed_costs(
                 samples=np.concatenate(chosen), sizes=sizes, modes=modes[packed]
             )
-            rows[:, packed] = found.reshape(_COSTS, len(chosen), -1)
+            rows[:, packed] = costs.reshape(_COSTS, len(chosen), -1)
         return self._schedule_problem(rows), covered
 
     def costs(
@@ -349,7 +349,7 @@ class ScheduleProblem:
         if not self.forward_only:
             messages = messages + np.pad(self.backward_message_bytes[:, 1:], ((0, 0), (0, 1)))
         by_chunk = (-1, self.chunks, self.stages)
-        stored, peak, beside = (each.reshape(by_chunk) for each in (self.stored_bytes, self.peak_bytes, messages))
+        stored, peak, beside = (array.reshape(by_chunk) for array in (self.stored_bytes, self.peak_bytes, messages))
         return np.asarray(stored.sum(axis=1) + (peak - stored + beside).max(axis=1))
 
     def take(self, order: npt.ArrayLike) -> Self:

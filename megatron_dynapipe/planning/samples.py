@@ -88,14 +88,14 @@ class Samples:
             DataError: a sample is longer.
         """
         longest = int(self.inputs.max()), int(self.targets.max())
-        wanted = tuple(longest[i] if n is None else round_up(n) for i, n in enumerate((input_length, target_length)))
-        if wanted[0] < longest[0] or wanted[1] < longest[1]:
+        padded = tuple(longest[i] if n is None else round_up(n) for i, n in enumerate((input_length, target_length)))
+        if padded[0] < longest[0] or padded[1] < longest[1]:
             raise DataError(
                 f"samples of up to {longest[0]} input and {longest[1]} target positions cannot be padded to"
-                f" {wanted[0]} and {wanted[1]}",
+                f" {padded[0]} and {padded[1]}",
                 hint="truncate the samples, or pad to longer lengths",
             )
-        inputs, targets = np.full_like(self.inputs, wanted[0]), np.full_like(self.targets, wanted[1])
+        inputs, targets = np.full_like(self.inputs, padded[0]), np.full_like(self.targets, padded[1])
         return replace(self, inputs=inputs, targets=targets)
 
 
@@ -136,11 +136,11 @@ def _alone(problem: BatchProblem) -> list[tuple[BoolArray, IntArray]]:
     """
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     shapes = np.stack([np.ones_like(problem.inputs), problem.inputs, problem.targets], axis=1)
-    found = []
+    by_mode = []
     for mode in range(len(problem.modes)):
         costs, covered = problem.costs(shapes, np.full(len(shapes), mode, np.int64), problem.labels)
-        found.append((covered, costs.bytes_alone - memory_bytes))
-    return found
+        by_mode.append((covered, costs.bytes_alone - memory_bytes))
+    return by_mode
 
 
 def explain_infeasible(samples: Samples, problem: BatchProblem) -> InfeasibleError:

@@ -61,7 +61,7 @@ def schedule_batch(
         PlanningError: costs or settings outside what 64-bit sums can hold.
         StallError: every order stalls by the problem's rules of transfers.
     """
-    found = []
+    candidates = []
     may_reorder = searchable and chosen.method != "adaptive"
     if may_reorder and BatchLayout.PACKED in problem.layouts:
         return _rescheduled(problem, partitioned, chosen)
@@ -71,22 +71,22 @@ def schedule_batch(
             plain_is_in_search = problem.layout.chunks == 1 and not problem.peak_covers_backward
             if plain_is_in_search or problem.division == "on":
                 return searched
-            found.append(searched)
+            candidates.append(searched)
             # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
             chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:
         try:
-            found.append(_scheduled(problem, partitioned.order, partition, chosen))
+            candidates.append(_scheduled(problem, partitioned.order, partition, chosen))
         except InfeasibleError:
             continue
         except StallError as error:
             stalled = error
-    if stalled is not None and not found:
+    if stalled is not None and not candidates:
         raise stalled
-    if not found and may_reorder:  # partitions leave messages too little room; a search does not
+    if not candidates and may_reorder:  # partitions leave messages too little room; a search does not
         return _rescheduled(problem, partitioned, chosen)
-    return min(found, key=lambda scheduled: scheduled.makespan_ns, default=None)
+    return min(candidates, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 
 def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:

@@ -77,8 +77,8 @@ class ReplicaSolution:
 def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunks: int) -> int:
     """Evaluations that take about the same time whatever the batch: fewer where each has more passes to schedule."""
     most = max(max((len(partition.sizes) for partition in partitions), default=0) * chunks, 1)
-    wanted = max(LEAST, min(MOST, BUDGET * replicas // most))
-    return min(wanted, LARGE_BUDGET * replicas // most)
+    evaluations = max(LEAST, min(MOST, BUDGET * replicas // most))
+    return min(evaluations, LARGE_BUDGET * replicas // most)
 
 
 def search(
@@ -96,24 +96,25 @@ def search(
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
     layout, order = problem.layout, partitioned.order
-    enough = [each for each in partitioned.partitions if len(each.sizes) >= problem.replicas]  # one to each replica
+    partitions, least = partitioned.partitions, problem.replicas
+    enough = [partition for partition in partitions if len(partition.sizes) >= least]  # one to each replica
     if evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
     elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
         if evaluations < LEAST:
             _notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
-    begin = [(each.sizes, each.modes) for each in enough]
+    begin = [(partition.sizes, partition.modes) for partition in enough]
     try:
-        found = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)
+        replicas = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [
         ReplicaSolution(
             members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
-            layouts=[BatchLayout.PACKED if each else BatchLayout.PADDED for each in packed],
+            layouts=[BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed],
             modes=np.array(modes, np.int64),
             order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
         )
-        for samples, sizes, modes, packed, passes in found
+        for samples, sizes, modes, packed, passes in replicas
     ]

@@ -188,14 +188,15 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def tables(self, cost_model: CostModel, recompute: Recompute) -> CostTables:
         """Modules' costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
-        found = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
-        if ATTENTION in found.kinds and self.pattern:
-            found = each_alone(found)
-        if not set(self.layout.modules) <= set(found.kinds) or (EXPERT_MLP in found.kinds) != bool(self.expert_layers):
-            given = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"
-            raise CostModelError(f"expected costs of a model with {given}, got another's: {cost_model.name}")
+        tables = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
+        if ATTENTION in tables.kinds and self.pattern:
+            tables = each_alone(tables)
+        has_experts, kinds = bool(self.expert_layers), set(tables.kinds)
+        if not set(self.layout.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
+            model = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"
+            raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
         parallel = ExpertParallel(self.expert_parallel, self.tensor_parallel, self.expert_imbalance)
-        return with_expert_parallel(found, parallel, self.network, recompute)
+        return with_expert_parallel(tables, parallel, self.network, recompute)
 
     @property
     def links(self) -> Links:

@@ -66,6 +66,8 @@ class Summary:
     plan_wait_share: float
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
+    of_limits: str
+    """How near the last iteration came to what no plan can beat; empty where that is not known."""
     memory: MemoryRecord | None = None
     """The memory of the rank with the most fragments; None without GPUs."""
 
@@ -124,6 +126,7 @@ def summarise(
         late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
         plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
+        of_limits=runs[-1].of_limits,
         memory=max(memory, key=lambda record: record.fragment_bytes, default=None),
     )
 
@@ -142,6 +145,8 @@ def format_summary(summary: Summary) -> str:
         f" {summary.predicted_ms:,.1f} ms predicted" + _prediction_text(summary),
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
+    if summary.of_limits:
+        lines.append(f"the last iteration: {summary.of_limits}")
     if summary.memory is not None:
         lines.append(_memory_line(summary.memory))
     for path in summary.pictures:
@@ -181,6 +186,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
+            of_limits=max(r.of_limits for r in group),
         )
         for iteration, group in sorted(by_iteration.items())
     ]

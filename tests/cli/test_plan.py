@@ -56,9 +56,29 @@ def test_layer_splits(batches_file, cost_file, tmp_path, capsys, caplog) -> None
         assert main(arguments("plan", batches_file, cost_file, *words)) == 0
         layers = report(capsys)["iterations"][0]["replicas"][0]["layers_per_stage"]
         assert sum(layers) == 4 and (layers == [3, 1] or split == "auto")
-    assert main(arguments("plan", batches_file, cost_file, "--layer-split", "auto")) == 0
+    assert main(arguments("plan", batches_file, cost_file, "--layer-split", "auto", "--virtual-stages", "1")) == 0
     assert re.match(r"layers per stage: \d,\d\n", capsys.readouterr().out)
     assert "2 of 6 samples are left out of the choice of a layer split" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        (("--virtual-stages", "2"), 4),
+        (("--layer-split", "1,1,1,1"), 4),
+        (("--layer-split", "auto", "--virtual-stages", "2"), 4),
+        (("--virtual-stages", "1"), 2),
+        ((), 2),
+    ],
+)
+def test_virtual_stages(batches_file, cost_file, capsys, words, stages) -> None:
+    """A number for each in the order of the model; passes of a device's second one are F0.1, B0.1."""
+    assert main(arguments("plan", batches_file, cost_file, "--json", "--limit", "1", "--seed", "1", *words)) == 0
+    (iteration,) = report(capsys)["iterations"]
+    (replica,) = iteration["replicas"]
+    assert len(replica["layers_per_stage"]) == stages and sum(replica["layers_per_stage"]) == 4
+    chunks = {name.partition(".")[2] for stage in replica["stages"] for name in stage}
+    assert chunks == {"", "1"} if stages == 4 else chunks == {""}
 
 
 def test_plans_of_what_counts(tmp_path, cost_file, capsys):

@@ -15,11 +15,12 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning import layer_split
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.rescheduling import Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.stage_costs import GPT_KINDS, grid_values
-from tests.planning.planner_cases import batch_of, cost_model
+from tests.planning.planner_cases import batch, batch_of, cost_model, planner
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 SIZES = np.array([1, 2, 4, 8, 16], np.int64)
@@ -192,6 +193,37 @@ def test_halves_begin_with_the_best_of_whole_layers(monkeypatch: pytest.MonkeyPa
         planner = Planner(msgspec.structs.replace(options, layers_per_stage=split), costs)
         times.append(planner.plan(batch, 0).totals.predicted_ns)
     assert times[1] < times[0]
+
+
+@pytest.mark.parametrize(("family", "split"), [(GPT, (2.5, 1.5)), (GPT, (1, 1.5, 1, 0.5)), (T5, (4.5, 3.5))])
+@pytest.mark.parametrize("layouts", [(BatchLayout.PADDED,), (BatchLayout.PACKED,)])
+def test_known_micro_batches_cost_what_they_do_in_a_plan(family, split, layouts) -> None:
+    """And scheduling them again takes about as long, longer where memory lacks."""
+    changes = {"layers_per_stage": split, "chunks": len(split) // 2, "micro_batch_layouts": layouts}
+    made, lengths = planner(family, **changes), batch(family, 24)
+    (replica,) = made.plan(lengths, 0).replicas
+    rows = [np.array(micro_batch.sample_ids) - 100 for micro_batch in replica.micro_batches]
+    modes = np.array([made.settings.recompute.index(micro_batch.recompute) for micro_batch in replica.micro_batches])
+    expected, _ = made.problem(made.samples(lengths)).costs_of(rows, [layouts[0]] * len(rows), modes)
+    rescheduler = Rescheduler(made.settings, made.cost_model, 1.0)
+    (known,) = rescheduler.module_costs(made.plan(lengths, 0))
+    found = rescheduler._stage_costs(known, made.layout.cuts, 2 * made.layout.encoder_layers)
+    for array, cost in zip(found, expected.cost_arrays, strict=True):
+        np.testing.assert_allclose(array, cost, atol=len(made.layout.modules))
+    takes = rescheduler.makespan_ns(known, split)
+    assert replica.predicted_ns * 0.98 <= takes <= replica.predicted_ns * 1.2
+    short = Rescheduler(msgspec.structs.replace(made.settings, memory_limit_bytes=3 * 10**7), made.cost_model, 1.0)
+    assert short.makespan_ns(known, split) > takes
+
+
+def test_more_virtual_stages_are_chosen_where_they_are_faster() -> None:
+    """Chunks shorten the ends of a pipeline; there are none of less than half a layer, nor on a single stage."""
+    costs, batches = Costs(GPT, head=50), [batch_of(*ALIKE)]
+    settings = run_settings(costs, (2, 2), network=Network(inter_node_latency_us=0.0))
+    assert len(choose_layer_split(settings, costs, batches, chunks=(2,))) == 4, "shorter ends"
+    assert choose_layer_split(settings, costs, batches, chunks=(8,)) == choose_layer_split(settings, costs, batches)
+    one = run_settings(Costs(GPT), (4,), pipeline_parallel=1)
+    assert choose_layer_split(one, Costs(GPT), batches, chunks=(2, 4)) == (4,)
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

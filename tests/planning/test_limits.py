@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.optimum import best_makespan
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.planning.limits import Limits, limits
-from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch_of, planner
@@ -20,6 +20,10 @@ def test_what_a_plan_loses_adds_up() -> None:
     assert (
         Limits(devices=50, stages=60, memory=60, micro_batches=80).causes(100)
         == "50% of the limit: stages 10%, memory 0%, micro-batches 20%, order 20%"
+    )
+    assert (
+        Limits(devices=50, stages=60, memory=60, micro_batches=80).causes(100, 150, 50)
+        == "25% of the limit: stages 5%, memory 0%, micro-batches 10%, order 10%, prediction 25%, waits 25%"
     )
 
 
@@ -49,53 +53,6 @@ def test_no_plan_is_faster_than_its_limits(family, pairs, stages, replicas, memo
         return
     ladder = [*limits(made, lengths, plan), plan.totals.predicted_ns]
     assert all(below <= above for below, above in pairwise(ladder)), ladder
-
-
-def best_makespan(problem: ScheduleProblem) -> int:
-    """The least time of any order of whole passes within memory, by branch and bound over the next pass."""
-    stages, count = problem.stages, problem.micro_batches
-    forward, backward = problem.forward_ns.tolist(), problem.backward_ns.tolist()
-    stored, peak = problem.stored_bytes.tolist(), problem.peak_bytes.tolist()
-    room = (problem.memory_limit_bytes - problem.model_state_bytes).tolist()
-    send, back = problem.forward_transfer_ns.tolist(), problem.backward_transfer_ns.tolist()
-    best = [1 << 60]
-    every = {(first, row, s) for first in (True, False) for row in range(count) for s in range(stages)}
-
-    def search(free, ready, done, held):  # ready: (is forward, row, stage) → arrival
-        if not ready:
-            best[0] = min(best[0], max(free))
-            return
-        work = [0] * stages
-        for first, row, stage in every - done:
-            work[stage] += forward[row][stage] if first else backward[row][stage]
-        if max(f + w for f, w in zip(free, work, strict=True)) >= best[0]:
-            return
-        starts = {key: max(free[key[2]], at) for key, at in ready.items()}
-        least = min(starts[key] + (forward if key[0] else backward)[key[1]][key[2]] for key in ready)
-        for key in sorted(ready, key=starts.__getitem__):
-            if starts[key] >= least:
-                continue  # another pass would have ended before: the schedule is not active
-            first, row, stage = key
-            if first and held[stage] + peak[row][stage] > room[stage]:
-                continue
-            end = starts[key] + (forward if first else backward)[row][stage]
-            after = {other: at for other, at in ready.items() if other != key}
-            if first and stage + 1 < stages:
-                after[True, row, stage + 1] = end + send[row][stage]
-            elif first:
-                after[False, row, stage] = end
-            elif stage > 0:
-                after[False, row, stage - 1] = end + back[row][stage]
-            change = stored[row][stage] if first else -stored[row][stage]
-            search(
-                (*free[:stage], end, *free[stage + 1 :]),
-                after,
-                done | {key},
-                (*held[:stage], held[stage] + change, *held[stage + 1 :]),
-            )
-
-    search((0,) * stages, {(True, row, 0): 0 for row in range(count)}, frozenset(), (0,) * stages)
-    return best[0]
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])

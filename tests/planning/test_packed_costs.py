@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, CostTables, PackedTables, Quantity, packed_costs
 from megatron_dynapipe.cost.tables import ATTENTION
-from megatron_dynapipe.planning.layer_split import stage_times
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
@@ -63,7 +62,8 @@ def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -
         if expected is None:
             continue
         both = costs.forward_ns[row] + costs.backward_ns[row]
-        assert both.tolist() == stage_times(expected[None], problem.modes[mode].kinds, problem.layout)[0].tolist()
+        times = expected[:, Quantity.FORWARD] + expected[:, Quantity.BACKWARD]
+        assert both.tolist() == (problem.layout.counts(problem.modes[mode].kinds) @ times).tolist()
 
 
 @settings(max_examples=150, deadline=None)

@@ -249,8 +249,9 @@ def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:
         # Rows of whole samples are divided sample by sample, those with pieces as a whole.
         ({"layers_per_stage": (7.5, 8.5, 8.5, 7.5), "split_backward": "auto"}, 2e-3),
         ({"layers_per_stage": (7.5, 8.5, 8.5, 7.5), "split_backward": "on"}, 2e-3),
+        ({"layers_per_stage": (4, 4.5, 4, 4, 4, 3.5, 4, 4), "chunks": 2, "split_backward": "auto"}, 2e-3),
     ],
-    ids=["whole", "halves", "halves, all divided"],
+    ids=["whole", "halves", "halves, all divided", "virtual stages"],
 )
 def test_the_independent_scorer_finds_the_same_time_and_memory(changes: dict[str, Any], within: float) -> None:
     planned = plan(LENGTHS, **({"slices": 900} | changes))

@@ -213,7 +213,8 @@ def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> 
     with suppress(msgspec.DecodeError):  # "null": equal
         text = "" if record is None else record.settings.get("planner.layers_per_stage", "")
         saved = msgspec.json.decode(text, type=tuple[int | float, ...])
-        return saved if len(saved) == stages and sum(saved) == layers else even
+        fits = len(saved) == stages or (stages > 1 and len(saved) % stages == 0)  # that many, in as many chunks
+        return saved if fits and sum(saved) == layers else even
     return even
 
 

@@ -98,8 +98,10 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
+        plans_chunks=args.dynapipe_layers_per_stage == AUTO and args.dynapipe_chunks is None,
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
+        log_interval=args.log_interval,
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )

@@ -22,7 +22,7 @@ from megatron_dynapipe.cost.pattern import (
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.planning.layer_split import BATCHES, choose_layer_split
+from megatron_dynapipe.planning.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.sampling import LastBatch
 from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
@@ -72,7 +72,7 @@ def t5_layout(args: argparse.Namespace) -> PipelineLayout:
 
 
 def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
-    """The layers per stage under which the run's first iterations are predicted to be fastest, the same on every rank.
+    """The layers per virtual stage under which the run's first iterations are predicted fastest, the same on all ranks.
 
     Every sample of the data that fits under the even split fits under the chosen one. Without `halves` layers stay
     whole.
@@ -90,7 +90,8 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     planner = run.planner
     even = even_split(planner.encoder_layers + planner.decoder_layers, planner.layout.virtual_stages, halves=halves)
     settings = msgspec.structs.replace(planner, layers_per_stage=even)
-    return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves)
+    more = MORE_CHUNKS if run.plans_chunks else ()
+    return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
 
 
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -105,6 +106,7 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     if args.hybrid_layer_pattern is not None:
         _settle_pattern(args)
     asked, other = args.dynapipe_layers_per_stage, other_split(args)
+    args.dynapipe_chunks = args.num_virtual_stages_per_pipeline_rank
     if asked == AUTO and other is not None:
         if os.environ.get("RANK", "0") == "0":
             print(f"layers per stage: not planned (auto), since there is {other}", flush=True)

@@ -78,8 +78,10 @@ class RunConfig:
         layer_costs: arguments that layers' costs depend on.
         reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
         plans_layer_split: whether the layers per stage are yet to be planned.
+        plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
         notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
+        log_interval: iterations between two lines of the log.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
         checks_losses: whether a loss that is not finite ends training.
     """
@@ -103,8 +105,10 @@ class RunConfig:
     layer_costs: Mapping[str, str]
     reserves_all_memory: bool
     plans_layer_split: bool
+    plans_chunks: bool
     notes: tuple[str, ...]
     report_folder: Path
+    log_interval: int
     metrics_interval: int
     checks_losses: bool
 
@@ -135,7 +139,8 @@ class RunConfig:
 
     def with_layers_per_stage(self, split: Split) -> "RunConfig":
         """The same run, its layers split so."""
-        planner = msgspec.structs.replace(self.planner, layers_per_stage=split)
+        chunks = len(split) // self.planner.pipeline_parallel
+        planner = msgspec.structs.replace(self.planner, layers_per_stage=split, chunks=chunks)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
 
     @property

@@ -3,13 +3,14 @@
 They are this rank's view; Megatron's writers live on the last rank, which is of the last stage of the last replica.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import DevicePlatform
@@ -51,6 +52,16 @@ def write_metrics(item: PlannedIteration, events: Sequence[Event], *, platform: 
             board.add_scalar(name, value, iteration)
     if wandb is not None:
         wandb.log(metrics, iteration)
+
+
+def write_task_losses(losses: Mapping[str, tuple[float, float]], iteration: int) -> None:
+    """Give Megatron's writers the loss of each task, by (sum, number) of the losses since the last line of the log."""
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    named = {f"{LOSS_NAME} by task/{task}": total / count for task, (total, count) in losses.items()}
+    for name, value in named.items() if board is not None else ():
+        board.add_scalar(name, value, iteration)
+    if wandb is not None and named:
+        wandb.log(named, iteration)
 
 
 def count_flops(item: PlannedIteration, device: torch.device) -> None:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,14 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsy
 
 def _write_until_the_rank_ends(*arguments: Any) -> None:
     """Run Megatron's own loop, in the process that a fork server starts for it: this module is imported anew there."""
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-
-    def end_with_rank() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_rank, daemon=True).start()  # the server stays, too
+    threading.Thread(target=_end_with, args=[multiprocessing.parent_process()], daemon=True).start()
     resolve(_WRITER).async_loop(*arguments)
+
+
+def _end_with(rank: BaseProcess) -> None:
+    """End this process after the one that asked for it: its parent in the kernel's eyes, the server, goes on."""
+    rank.join()
+    os._exit(1)
 
 
 TABLE: tuple[Replacement, ...] = (

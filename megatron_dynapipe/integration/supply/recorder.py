@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -12,6 +13,7 @@ from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
+    EvaluationRecord,
     IterationRecord,
     MemoryRecord,
     Record,
@@ -48,6 +50,7 @@ class Recorder:
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
+        of_limits: says how near an iteration came to what no plan can beat; called at the end, on rank 0.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Recorder:
         write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
+        of_limits: Callable[[IterationRecord], str] = lambda _: "",
     ) -> None:
         self._folder = folder
         self._rank, self._tensor_rank = rank, tensor_rank
@@ -69,7 +73,7 @@ class Recorder:
         self._write_metrics = write_metrics
         self._predictions = PredictionWatch()
         self._memory = memory
-        self._reserves_all = reserves_all
+        self._reserves_all, self._of_limits = reserves_all, of_limits
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -77,6 +81,7 @@ class Recorder:
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
+        self._task_losses: Callable[[], Mapping[str, tuple[float, float]]] | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
         if rank == 0:
@@ -93,6 +98,11 @@ class Recorder:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
         if self._tensor_rank == 0:
             self._evaluations.add(split, losses)
+
+    def add_task_losses(self, read: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        """Keep the losses of tasks since the last line of the log, which are read one iteration late; by name."""
+        if self._tensor_rank == 0:
+            self._task_losses = read
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
@@ -129,6 +139,9 @@ class Recorder:
         self._flush_iteration(last=last)
         with self._never_failing("record an evaluation"):
             done = 0 if self._last_iteration is None else self._last_iteration + 1
+            read, self._task_losses = self._task_losses, None
+            if read is not None and (losses := read()):
+                self._file.add_evaluation(EvaluationRecord(iteration=done, split="train", losses=dict(losses)))
             for record in self._evaluations.take(done):
                 self._file.add_evaluation(record)
 
@@ -156,7 +169,7 @@ class Recorder:
             return
         records: list[IterationRecord | StageRecord] = []
         if item.entry.stage_plan.stage == 0:
-            records.append(_iteration_record(item, events, memory))
+            records.append(self._iteration_record(item, events, memory, last=last))
         if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
@@ -175,6 +188,26 @@ class Recorder:
             self._file.add_timeline(timeline)
         if memory is not None:
             self._count_memory(memory, last=last)
+
+    def _iteration_record(
+        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None, *, last: bool
+    ) -> IterationRecord:
+        record = IterationRecord(
+            iteration=item.entry.iteration,
+            measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
+            predicted_ns=item.entry.totals.predicted_ns,
+            plan_wait_ns=round(item.waited_seconds * 1e9),
+            totals=item.entry.totals,
+            shapes=tuple(batch.shape for batch in item.entry.micro_batches),
+            packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
+            allocated_bytes=0 if memory is None else memory.allocated_bytes,
+            reserved_bytes=0 if memory is None else memory.reserved_bytes,
+            allocator_retries=0 if memory is None else memory.retries,
+        )
+        if last and self._rank == 0 and record.predicted_ns and record.measured_ns:
+            with self._never_failing("tell how near the last iteration came to its limits"):
+                record = msgspec.structs.replace(record, of_limits=self._of_limits(record))
+        return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
@@ -266,19 +299,4 @@ def _idle_hint(panels: Sequence[Panel]) -> str:
         f"\nhint: the last plan leaves stages idle {idle:.0%} of the time: --dynapipe-layers-per-stage auto evens"
         " them out where layers differ (a patched checkout: --pipeline-model-parallel-layout); else more samples per"
         " iteration, or fewer stages"
-    )
-
-
-def _iteration_record(item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None) -> IterationRecord:
-    return IterationRecord(
-        iteration=item.entry.iteration,
-        measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
-        predicted_ns=item.entry.totals.predicted_ns,
-        plan_wait_ns=round(item.waited_seconds * 1e9),
-        totals=item.entry.totals,
-        shapes=tuple(batch.shape for batch in item.entry.micro_batches),
-        packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
-        allocated_bytes=0 if memory is None else memory.allocated_bytes,
-        reserved_bytes=0 if memory is None else memory.reserved_bytes,
-        allocator_retries=0 if memory is None else memory.retries,
     )

@@ -80,7 +80,7 @@ def order_of(forwards: Sequence[Sequence[int]], micro_batches: int, chunks: int)
 
 def _passes(taken: Sequence[int], forwards: Sequence[Forward], backwards: Sequence[Backward]) -> tuple[Pass, ...]:
     forward, backward = iter(forwards), iter(backwards)
-    return tuple(next(forward) if each else next(backward) for each in taken)
+    return tuple(next(forward) if is_forward else next(backward) for is_forward in taken)
 
 
 def adaptive(problem: ScheduleProblem) -> PassOrder:

@@ -77,6 +77,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("of the last half of iterations", _share(summary.late_prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
+        *([("the last iteration", summary.of_limits)] if summary.of_limits else []),
     ]
 
 

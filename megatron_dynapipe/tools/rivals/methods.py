@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.cost import CostModel, even_split
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
@@ -114,6 +114,9 @@ def _predict_dynamic_cp(
     batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
     """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
+    if settings.chunks > 1:  # which it is not predicted with
+        split = even_split(settings.encoder_layers + settings.decoder_layers, settings.pipeline_parallel)
+        settings = msgspec.structs.replace(settings, chunks=1, layers_per_stage=split)
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
     samples = planner.samples(batch)
     lengths = (samples.input_positions + samples.target_positions).tolist()

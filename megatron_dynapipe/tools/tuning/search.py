@@ -21,6 +21,7 @@ from megatron_dynapipe.cost import CostModel, Network
 from megatron_dynapipe.cost.segments import SegmentCosts, divide_segments
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
@@ -104,7 +105,14 @@ def tune(
     except KeyboardInterrupt:
         interrupted = True
     evaluations.sort(key=_rank)
-    return _tuning(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
+    tuning = _tuning(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
+    best, *others = tuning.layouts
+    if best.predicted_ms is None:
+        return tuning
+    planner = Planner(tuning.settings[0], cost_model)
+    plan = planner.plan(batches[0], 0)
+    causes = limits(planner, batches[0], plan).causes(plan.totals.predicted_ns)
+    return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *others))
 
 
 def tune_segments(

@@ -11,7 +11,6 @@ from megatron_dynapipe.cost import CostModel, even_split
 from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.units import ModelFamily
 
 
 class Split(enum.StrEnum):
@@ -30,7 +29,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         devices: of the cluster; every layout uses all of them.
-        chunks: numbers of virtual stages per pipeline rank, for GPTs on two or more stages.
+        chunks: numbers of virtual stages per pipeline rank, on two or more stages.
         splits: layer splits; of several that put the same layers on every stage, the first counts.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
@@ -115,6 +114,7 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
         idle: share of the pipelines' time in which a stage runs no pass.
         micro_batches: of the replica that has most.
         recompute: modes of micro-batches, as `none+full`.
+        of_limits: how near the best layout's first plan is to what no plan of that layout can beat; None of others.
         mfu: model FLOPs utilization, of the device's peak; None where that is not known, and for experts.
         error: why it cannot be built, or a batch has no plan.
         measured_ms: of an iteration, where it was trained.
@@ -135,6 +135,7 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
     idle: float | None = None
     micro_batches: float | None = None
     recompute: str = ""
+    of_limits: str | None = None
     mfu: float | None = None
     error: str | None = None
     measured_ms: float | None = None
@@ -180,7 +181,7 @@ def divisions(devices: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, Split]]:
-    for chunks in space.chunks if pipeline > 1 and base.family is ModelFamily.GPT else (1,):
+    for chunks in space.chunks if pipeline > 1 else (1,):
         yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [Split.EQUAL]))
 
 

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -36,6 +35,7 @@ from megatron_dynapipe.integration.models.specs import (
     with_halves,
 )
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
+from megatron_dynapipe.tools.certify.parameters import entries
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model
@@ -155,17 +155,8 @@ def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) ->
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    for entry, parameter in entries(model):
+    for entry in entries(model):
         generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
         whole = torch.randn(entry.global_shape, generator=generator) * 0.2
         whole += "norm" in entry.key and "weight" in entry.key
-        parameter.data.copy_(whole[entry.global_slice()])
-
-
-def entries(model: torch.nn.Module) -> list[tuple[ShardedTensor, torch.nn.Parameter]]:
-    """A chunk's parameters with their names and places in the whole model; copies of a tied weight share them."""
-    parameters = dict(model.named_parameters())
-    found = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    pairs = [(e, parameters[n]) for n, e in found.items() if isinstance(e, ShardedTensor) and n in parameters]
-    assert len(pairs) == len(parameters)
-    return pairs
+        entry.data.detach().copy_(whole[entry.global_slice()])

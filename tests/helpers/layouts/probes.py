@@ -18,9 +18,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, _longest, global_batch
 from megatron_dynapipe.units import BatchLayout, Recompute
-from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.planning import planner
 from tests.helpers.layouts.trainer import Trainer

@@ -166,6 +166,13 @@ def test_a_planned_split_is_that_of_a_checkpoint_which_loads_in_no_other(checkpo
     save(checkpoints, 6)
     records.update()
     assert split_to_keep(fixed, 4, 2) == (2.5, 1.5)
+    chunked = CheckpointRecords(checkpoints, replace(RECORD, settings={"planner.layers_per_stage": "[1,1,1,1]"}))
+    save(checkpoints, 7)
+    chunked.update()
+    assert split_to_keep(fixed, 4, 2) == (1, 1, 1, 1) and split_to_keep(fixed, 4, 3) == (2, 1, 1)
+    records = CheckpointRecords(checkpoints, replace(RECORD, settings={"planner.layers_per_stage": "[2.5,1.5]"}))
+    save(checkpoints, 8)
+    records.update()
     assert split_to_keep(fixed, 4, 1) == (4,) and split_to_keep(fixed, 6, 2) == (3, 3), "it cannot be loaded"
     assert split_to_keep(config(checkpoints), 4, 2) is None
     save(checkpoints, 9)

@@ -197,11 +197,8 @@ VALUES = [
     ("--train-samples 50", "inputs.splits.0.iterations", "3"),
     ("--train-epochs 3", "inputs.splits.0.iterations", "12"),
     ("--train-iters 2 --eval-iters 3", "inputs.splits.1.evaluation", "3"),
-    (
-        "--train-iters 2 --eval-iters 100 --eval-global-batch-size 15",
-        "inputs.splits.1.evaluation",
-        "5",
-    ),  # of 64 samples
+    # of 64 samples
+    ("--train-iters 2 --eval-iters 100 --eval-global-batch-size 15", "inputs.splits.1.evaluation", "5"),
     ("--train-iters 2 --full-validation", "inputs.splits.2.evaluation", "4"),
     ("--train-iters 2 --tokens-per-global-batch 512", "sampler.tokens_per_iteration", "512"),
     ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),

@@ -124,7 +124,7 @@ def test_no_plan_is_faster_than_its_bound(seed, family, layouts, layout, chunks,
         data_parallel=data,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
-        chunks=chunks if family is GPT and pipeline == 2 else 1,
+        chunks=chunks if pipeline == 2 else 1,
         micro_batch_layouts=layouts,
         network=Network(intra_node_latency_us=latency_us),
     )

@@ -1,0 +1,150 @@
+"""Plans over the best order of their passes: branch and bound on small pipelines.
+
+    python -m benchmarks.planning.optimum [--cases 60] [--seed 0]
+
+A case is a pipeline of two to four stages of a small GPT and three to six samples, each a micro-batch of its own, under
+memory that holds all of them or about half. Passes are whole. Printed are how many plans lie how far above the optimum,
+their mean, and cases that are left out since too many orders would have to be tried.
+"""
+
+import argparse
+import statistics
+from collections import Counter
+
+import numpy as np
+
+from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.errors import InfeasibleError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import ScheduleProblem
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+
+MOST_ORDERS = 50_000
+"""Partial orders that a case may take."""
+BIN = 0.005
+
+
+class TooManyOrdersError(Exception):
+    """A case would take too long."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    random, ratios, left_out = np.random.default_rng(args.seed), [], 0
+    for _ in range(args.cases):
+        try:
+            if (ratio := over_optimum(random)) is not None:
+                ratios.append(ratio)
+        except TooManyOrdersError:
+            left_out += 1
+    for at, count in sorted(Counter(int((ratio - 1) / BIN + 1e-9) for ratio in ratios).items()):
+        print(f"{1 + at * BIN:.3f} {'#' * count} {count}")
+    print(f"mean {statistics.mean(ratios):.4f}, most {max(ratios):.4f}, {len(ratios)} cases, {left_out} left out")
+
+
+def over_optimum(random: np.random.Generator) -> float | None:
+    """A plan's time over that of the best order of its passes, of a random case; None where no plan fits."""
+    stages, lengths = (
+        int(random.integers(2, 5)),
+        np.exp(random.normal(5.5, 0.8, random.integers(3, 7))).astype(np.int32),
+    )
+    shape = ModelShape(family=ModelFamily.GPT, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
+    costs = AnalyticCostModel(shape, CPU_RATES, max_size=8, max_length=2048)
+    settings = PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=2 * stages,
+        hidden_size=128,
+        pipeline_parallel=stages,
+        memory_limit_bytes=int(random.choice([2 * 10**9, 6 * 10**7])),
+        recompute=(Recompute.NONE,),
+        micro_batch_layouts=(BatchLayout.PACKED,),
+    )
+    lengths = np.clip(lengths, 8, 1500)
+    batch = GlobalBatch(
+        iteration=0,
+        sample_ids=np.arange(len(lengths)),
+        input_lengths=lengths,
+        target_lengths=np.zeros_like(lengths),
+    )
+    try:
+        planner = Planner(settings, costs)
+        (replica,) = planner.plan(batch, 0).replicas
+    except InfeasibleError:
+        return None
+    rows = [np.array(micro_batch.sample_ids) for micro_batch in replica.micro_batches]
+    problem, _ = planner.problem(planner.samples(batch)).costs_of(
+        rows, [BatchLayout.PACKED] * len(rows), np.zeros(len(rows), np.int64)
+    )
+    # What a plan holds in messages is left out of the optimum's memory, which can only make it faster.
+    return replica.predicted_ns / best_makespan(problem, replica.predicted_ns, most_orders=MOST_ORDERS)
+
+
+def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_orders: int | None = None) -> int:
+    """The least time of any active order of whole passes within memory, by branch and bound over the next pass.
+
+    In an active order no pass could run earlier without another running later. Messages take no memory. Begins from
+    what a known order takes; raises TooManyOrdersError where more than `most_orders` parts of orders would be tried.
+    """
+    stages, count = problem.stages, problem.micro_batches
+    times = {True: problem.forward_ns.tolist(), False: problem.backward_ns.tolist()}
+    stored, peak = problem.stored_bytes.tolist(), problem.peak_bytes.tolist()
+    room = (problem.memory_limit_bytes - problem.model_state_bytes).tolist()
+    sent = {True: problem.forward_transfer_ns.tolist(), False: problem.backward_transfer_ns.tolist()}
+    best, tried = known_ns, 0
+
+    def search(
+        free: tuple[int, ...],
+        ready: dict[tuple[bool, int, int], int],  # (is forward, micro-batch, stage) → arrival
+        left: tuple[int, ...],  # work of every stage
+        held: tuple[int, ...],
+    ) -> None:
+        nonlocal best, tried
+        tried += 1
+        if most_orders is not None and tried > most_orders:
+            raise TooManyOrdersError
+        if not ready:
+            best = min(best, max(free))
+            return
+        if max(end + work for end, work in zip(free, left, strict=True)) >= best:
+            return
+        fits = {
+            key: at for key, at in ready.items() if not key[0] or held[key[2]] + peak[key[1]][key[2]] <= room[key[2]]
+        }
+        starts = {key: max(free[key[2]], at) for key, at in fits.items()}
+        least = min((start + times[key[0]][key[1]][key[2]] for key, start in starts.items()), default=0)
+        for key in sorted(starts, key=starts.__getitem__):
+            forward, row, stage = key
+            if starts[key] >= least:
+                continue  # another pass could run before: the order is not active
+            time = times[forward][row][stage]
+            end = starts[key] + time
+            after = {other: at for other, at in ready.items() if other != key}
+            following = stage + 1 if forward else stage - 1
+            if forward and following == stages:
+                after[False, row, stage] = end
+            elif following >= 0:
+                after[forward, row, following] = end + sent[forward][row][stage]
+            change = stored[row][stage] if forward else -stored[row][stage]
+            search(
+                _with(free, stage, end),
+                after,
+                _with(left, stage, left[stage] - time),
+                _with(held, stage, held[stage] + change),
+            )
+
+    work = tuple((problem.forward_ns + problem.backward_ns).sum(axis=0).tolist())
+    search((0,) * stages, {(True, row, 0): 0 for row in range(count)}, work, (0,) * stages)
+    return best
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+if __name__ == "__main__":
+    main()
