@@ -93,7 +93,7 @@ def test_ranks_that_fail_are_named_and_start_anew(tmp_path):
 
 def test_figures_of_throughput_are_those_of_its_report():
     turn = {"ms": 10.0, "real_tokens": 100, "positions": 100, "predicted_ms": None, "idle": [], "planning_ms": None}
-    turn |= {"peak_mb": 1.0, "micro_batches": 1, "loss": 1.0}
+    turn |= {"peaks_mb": [1.0], "micro_batches": 1, "loss": 1.0}
     planned, slower = {0: turn, 1: turn}, {0: turn, 1: turn | {"ms": 20.0}}
     rows = [
         report.figures({"method": name}, turns, planned)

@@ -178,8 +178,6 @@ def patched_session(args: argparse.Namespace) -> Session:
         return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-            # The script broadcasts labels over tensor-parallel ranks in the shape of tokens.
-            rows_alone=parallel_state.get_tensor_model_parallel_world_size() == 1,
         )
 
     masked = args.create_attention_mask_in_dataloader
