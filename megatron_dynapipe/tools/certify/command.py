@@ -41,8 +41,7 @@ def certify(
         ConfigError: a run could not be started, or ended early; the message is its own.
     """
     words = command_lines.words_of(flags)
-    data = config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data
-    if not data:
+    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
         raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
     if not full:
         words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
