@@ -6,8 +6,8 @@ SHELL := /bin/bash
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-# Files of tests side by side, so that what a file's tests share is made once.
-SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile
+# Files of tests side by side, so that what a file's tests share is made once, in the order of tests/conftest.py.
+SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # A link that leads nowhere is an error.

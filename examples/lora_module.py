@@ -9,6 +9,11 @@ data set and the loss are those of any_module.py.
 import argparse
 from pathlib import Path
 
+try:
+    from peft import LoraConfig, get_peft_model
+except ModuleNotFoundError:
+    raise SystemExit("error: expected the package peft, found none\nhint: pip install peft") from None
+
 import torch
 import torch.distributed as dist
 from any_module import BLOCKS, VOCABULARY, Sentences, get_batch, loss_fn
@@ -16,11 +21,6 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_dynapipe import DynaPipeDataLoader, ModulePlanner, Pipeline, profile_module, split_model
-
-try:
-    from peft import LoraConfig, get_peft_model
-except ModuleNotFoundError:
-    raise SystemExit("error: expected the package peft, found none\nhint: pip install peft") from None
 
 
 def main() -> None:

@@ -169,6 +169,17 @@ def early_flags(arguments: Sequence[str], defaults: Mapping[str, Any] = EARLY_FL
     return parser.parse_known_args(arguments)[0]
 
 
+def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    left, is_dropped = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_dropped = argument.partition("=")[0] in flags
+        if not is_dropped:
+            left.append(argument)
+    return left
+
+
 def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
     """Make what a parser refuses a ConfigError; its own message prints every flag, on every rank."""
 

@@ -22,11 +22,11 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
-    "lines of the package": 45_900,  # to come down to 44,000; splits by rescheduling and virtual stages brought 300
-    "lines of its core": 31_400,  # the same
-    "kinds of values": 212,
-    "lines of tests": 35_600,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
-    "lines of benchmarks": 7_900,  # to come down to 7,500; cliffs, optimum and sensitivity brought 400
+    "lines of the package": 47_500,  # to come down to 44,000; certify brought 1,000, HybridModel 590, virtual stages 300
+    "lines of its core": 31_950,  # to come down to 31,500; HybridModel brought 450, virtual stages 300
+    "kinds of values": 213,
+    "lines of tests": 35_650,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
+    "lines of benchmarks": 7_880,  # to come down to 7,500; optimum and sensitivity brought 320
     "flags": 30,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

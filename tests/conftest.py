@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 # Two ranks on two cores: more threads than cores make every multi-process test slower. Read when torch is imported.
@@ -24,7 +25,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Begin with the longest file, then those of most tests; skip tests marked `gpu` where there is no CUDA device."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.parent.name != "rehearsal", -tests[item.path]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -57,7 +57,7 @@ ROOMS = {
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
     "config": room(6, "yaml"),
-    "integration": room(7, "numpy", "torch", "megatron", "transformer_engine", "transformers", "tqdm", "yaml"),
+    "integration": room(7, "numpy", "torch", "megatron", "nemo", "transformer_engine", "transformers", "tqdm", "yaml"),
     "tools": room(
         8,
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),

@@ -1,13 +1,9 @@
-"""How much faster two cores make `data prepare`, and how much memory it takes.
+"""How long `data prepare` takes, and the most that all its processes together have resident.
 
-    python benchmarks/data/prepare.py ROWS.jsonl[.gz] [--tokenizer DIR] [--rounds 3]
-        [--cores-megabytes 100] [--memory-megabytes 1000]
+    [taskset -c 0] python benchmarks/data/prepare.py ROWS.jsonl[.gz] [--tokenizer DIR] [--megabytes 1000]
 
-cores    wall clock held to one core over that on two, in turns; the start of Python is part of both
-memory   the most that all processes together have resident while they make a dataset of so much text
-
-ROWS has task, input and target; it is repeated up to the sizes that are asked for, in a temporary folder. Without
---tokenizer one is trained on it first.
+ROWS has task, input and target; it is repeated up to the size that is asked for, in a temporary folder. Without
+--tokenizer one is trained on it first. There is a worker for each core that this process may use.
 """
 
 import argparse
@@ -15,8 +11,6 @@ import gzip
 import itertools
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,19 +38,9 @@ def repeated(source: Path, folder: Path, megabytes: int) -> Path:
                 return path
 
 
-def command(rows: Path, tokenizer: Path | None, output: Path, workers: int | None = None) -> list[str]:
-    """The command, with nothing left at its output by an earlier one."""
-    shutil.rmtree(output, ignore_errors=True)
+def command(rows: Path, tokenizer: Path | None, output: Path) -> list[str]:
     words = [sys.executable, "-m", "megatron_dynapipe", "data", "prepare", str(rows), "--output", str(output)]
-    words += [] if tokenizer is None else ["--tokenizer", str(tokenizer)]
-    return words + ([] if workers is None else ["--workers", str(workers)])
-
-
-def wall_s(words: list[str], cores: set[int]) -> float:
-    """Seconds of a command that may use these cores; it takes a worker for each."""
-    started = time.perf_counter()
-    subprocess.run(words, check=True, preexec_fn=lambda: os.sched_setaffinity(0, cores), **QUIET)
-    return time.perf_counter() - started
+    return words + ([] if tokenizer is None else ["--tokenizer", str(tokenizer)])
 
 
 def most_memory(words: list[str]) -> int:
@@ -81,29 +65,11 @@ def resident(process: psutil.Process) -> int:
     return found
 
 
-def say(line: str) -> None:
-    """One line, with how busy the machine is."""
-    print(f"{line} (load {os.getloadavg()[0]:.1f})", flush=True)
-
-
-def cores(rows: Path, tokenizer: Path, output: Path, rounds: int) -> None:
-    two, ratios = sorted(os.sched_getaffinity(0))[:2], []
-    if len(two) < 2:
-        sys.exit("this machine has one core")
-    for _ in range(rounds):
-        alone, both = (wall_s(command(rows, tokenizer, output), set(each)) for each in (two[:1], two))
-        ratios.append(alone / both)
-        say(f"one core {alone:.1f} s, two {both:.1f} s: {ratios[-1]:.2f}")
-    say(f"two cores: median {statistics.median(ratios):.2f} times as fast as one")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cores-megabytes", type=int, default=100, help="(%(default)s; 0: not compared)")
-    parser.add_argument("--memory-megabytes", type=int, default=1000, help="(%(default)s; 0: not measured)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of rows (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, tokenizer = Path(name), args.tokenizer
@@ -111,12 +77,10 @@ def main() -> None:
             few = repeated(args.rows, folder, FEW_MEGABYTES)
             subprocess.run(command(few, None, folder / "trained"), check=True, **QUIET)
             tokenizer = folder / "trained" / "tokenizer"
-        if args.cores_megabytes:
-            cores(repeated(args.rows, folder, args.cores_megabytes), tokenizer, folder / "data", args.rounds)
-        if args.memory_megabytes:
-            rows = repeated(args.rows, folder, args.memory_megabytes)
-            most = most_memory(command(rows, tokenizer, folder / "data", workers=2))
-            say(f"{args.memory_megabytes} MB of rows: at most {most} MB in all processes together")
+        rows, began = repeated(args.rows, folder, args.megabytes), time.perf_counter()
+        most = most_memory(command(rows, tokenizer, folder / "data"))
+        seconds, load = time.perf_counter() - began, os.getloadavg()[0]
+        print(f"{args.megabytes} MB of rows: {seconds:.1f} s, at most {most} MB in all processes (load {load:.1f})")
 
 
 if __name__ == "__main__":

@@ -27,12 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks.common import in_turns, interval, show_interval
-from megatron_dynapipe.data.segments import (
-    RowSegments,
-    causal_mask,
-    decoder_mask,
-    encoder_mask,
-)
+from megatron_dynapipe.data.segments import RowSegments, causal_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
 from megatron_dynapipe.integration.hooks.fused_kernels import WeightGradients
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention

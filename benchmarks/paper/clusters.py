@@ -29,10 +29,7 @@ from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 GPUS_PER_NODE = 8
 HIDDEN = {"gpt": 4096, "t5": 1024}
-LAYERS = {
-    "gpt": {8: (32, 0), 16: (64, 0), 32: (128, 0)},
-    "t5": {8: (24, 24), 16: (48, 48), 32: (96, 96)},
-}
+LAYERS = {"gpt": {8: (32, 0), 16: (64, 0), 32: (128, 0)}, "t5": {8: (24, 24), 16: (48, 48), 32: (96, 96)}}
 """Encoder (or all) and decoder layers, by kind of model and GPUs."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 SIZES = (16_384, 32_768, 65_536, 131_072)

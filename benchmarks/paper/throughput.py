@@ -101,7 +101,8 @@ def draw(rows: Sequence[Row], over: str, path: Path) -> None:
     """A panel for every model and cluster: tokens/s of every method."""
     place = place_of(over)
     ordered = sorted(rows, key=lambda row: (row.model.partition(",")[0], row.gpus, SHOWN.index(row.method)))
-    cells = [(_panel(row), row.method, place(row), _thousands(row.tokens_per_second)) for row in ordered]
+    speeds = [row.tokens_per_second and row.tokens_per_second / 1e3 for row in ordered]
+    cells = [(_panel(row), row.method, place(row), speed) for row, speed in zip(ordered, speeds, strict=True)]
     x = "maximum length, tokens" if over == "length" else "global batch, tokens"
     kinds = len({row.model.partition(",")[0] for row in rows})
     figure, panels = charts.sweep(cells, x=x, y="k tokens/s", rows=kinds, name=_short)
@@ -129,10 +130,6 @@ def draw_real(rows: Sequence[Mapping[str, Any]], over: str, path: Path) -> None:
 
 def _panel(row: Row) -> str:
     return f"{row.model} on {row.gpus} GPUs"
-
-
-def _thousands(speed: float | None) -> float | None:
-    return None if speed is None else speed / 1e3
 
 
 def _short(tokens: int) -> str:

@@ -106,15 +106,8 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
-        score += [
-            "--model",
-            model,
-            *layers.split(),
-            "--hidden",
-            hidden,
-            "--split",
-            "equal" if args.split == "equal" else "auto",
-        ]
+        split = "equal" if args.split == "equal" else "auto"
+        score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", split]
         score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
@@ -134,6 +127,20 @@ def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]
         *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
         *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
     ]
+
+
+def answer(command: str, setting: str, batches: list[dict], longest: int, every: list[dict]) -> dict:
+    """What `plan` or `compare` prints of batches of a setting whose layer split is chosen by `split_from`."""
+    model, _, layout = setting.partition(":")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "batches.json", batches)
+        words = arguments(command, model, layout, folder / "batches.json")
+        words += split_from(folder / "split.json", model, longest, every)
+        done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
+    if done.returncode == 2:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout)
 
 
 def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:

@@ -10,16 +10,11 @@ process at its peak.
 
 import argparse
 import itertools
-import json
 import resource
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from benchmarks.common import environment
 from benchmarks.planning.cases import recorded_batches
-from benchmarks.planning.full import arguments, split_from, write
+from benchmarks.planning.full import answer
 
 LONGEST = 2048
 
@@ -31,8 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     every = recorded_batches()
     for setting in args.settings:
-        model, _, layout = setting.partition(":")
-        seconds, processor, rest, most = _planned(model, layout, args.samples, every)
+        seconds, processor, rest, most = _planned(setting, args.samples, every)
         print(
             f"{setting}: {args.samples:,} samples in {seconds:.1f} s, {processor:.1f} s of processor time; layer"
             f" split and start {rest:.1f} s of processor time; peak memory of the processes so far {most:.2f} GB",
@@ -40,26 +34,18 @@ def main() -> None:
         )
 
 
-def _planned(model: str, layout: str, samples: int, every: list[dict]) -> tuple[float, ...]:
+def _planned(setting: str, samples: int, every: list[dict]) -> tuple[float, ...]:
     """Seconds of wall-clock and of processor time for the plan, of processor time for the rest, and gigabytes of the
     largest process so far.
     """
-    before = _processor_seconds()
+    before, model = _processor_seconds(), setting.partition(":")[0]
     own = [batch for batch in every if batch["model"] == model and batch["max_seq_len"] == LONGEST]
     drawn = {
         key: list(itertools.islice(itertools.cycle(n for batch in own for n in batch[key]), samples))
         for key in ("input", "target")
         if key in own[0]
     }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(folder / "batch.json", [{"id": "large", **drawn}])
-        command = arguments("plan", model, layout, folder / "batch.json")
-        command += split_from(folder / "split.json", model, LONGEST, every)
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
-    if done.returncode == 2:
-        sys.exit(done.stderr)
-    (iteration,) = json.loads(done.stdout)["iterations"]
+    (iteration,) = answer("plan", setting, [{"id": "large", **drawn}], LONGEST, every)["iterations"]
     if iteration["error"]:
         sys.exit(iteration["error"])
     planned = iteration["planning_processor_seconds"]

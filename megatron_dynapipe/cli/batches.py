@@ -120,13 +120,11 @@ def read_batches(
     Longer inputs and targets are truncated.
 
     Raises:
-        DataError: no such file, not of this format, an id that is no name or not the only one, input and target of
+        DataError: not of this format, an id that is no name or not the only one, input and target of
             different numbers, or none of this kind.
     """
     try:
         file = msgspec.json.decode(read_unpacked(path), type=_File)
-    except OSError as error:
-        raise DataError(f"cannot read the batches {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not a batches file: {error}") from error
     if file.format != FORMAT:

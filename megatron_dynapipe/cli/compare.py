@@ -116,5 +116,5 @@ def _means(ratios: dict[str, float], planned: int, batches: int) -> str:
     if not ratios:
         return "no batch has a plan under dynapipe and under another method"
     over = ", ".join(f"{method} {ratio:.3f}" for method, ratio in ratios.items())
-    which = f"{batches} batches" if planned == batches else f"{planned} of {batches} batches"
+    which = f"{'' if planned == batches else f'{planned} of '}{batches} batch{'es' * (batches > 1)}"
     return f"tokens/s of dynapipe over those of other methods, geometric mean of {which}: {over}"

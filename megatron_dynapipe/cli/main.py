@@ -62,6 +62,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "report dynapipe-report --json > run.json",
         "report dynapipe-report --output run.html",
     ),
+    "certify": (
+        "certify -- --dynapipe-config configs/demo_gpt.yaml",
+        "certify --ranks 4 --json -- --dynapipe-config configs/demo_t5.yaml > certificate.json",
+    ),
     "cost-model": ("cost-model show cost-model.json", "cost-model check cost-model.json"),
     "cost-model show": ("cost-model show cost-model.json",),
     "cost-model diff": ("cost-model diff before.json after.json",),
@@ -104,6 +108,7 @@ COMMANDS = {
     "verify": "check that a plan file can run, or say what is wrong with it",
     "show": "a plan as text, a timeline picture, or a Chrome/Perfetto trace",
     "report": "a run's records as a summary and as one HTML page",
+    "certify": "prove that a run trains exactly what one process without plans trains",
     "cost-model": "show, compare, check cost model files",
     "profile": "measure a model's layers on this machine, for a cost model file",
     "convert": "HuggingFace's files of GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5 to Megatron's, and back",

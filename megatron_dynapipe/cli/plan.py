@@ -10,11 +10,13 @@ from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.batches import NamedBatch
 from megatron_dynapipe.cli.planning_arguments import (
+    add_export,
     add_planning_arguments,
     cluster_line,
     complete_model,
     costs_and_settings,
     describe_cluster,
+    exported,
 )
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.outputs import check_replaceable, write_file
@@ -36,6 +38,7 @@ PHASES = ("ordering", "partition", "schedule", "lowering", "verify")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_planning_arguments(parser)
+    add_export(parser)
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write every plan there, for show and verify")
 
 
@@ -62,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
             if files:
                 write_file(files[batch.id], encode(plan), is_ours=is_plan)
     _hint_of_splits(args.layers_per_stage, idle)
+    export = exported(args, settings, cost_model, [batch.global_batch(0) for batch in batches])
     if args.json:
         report = {"format": FORMAT, "cluster": describe_cluster(args, settings), "iterations": iterations}
-        print_json(report)
+        print_json(report | export)
     elif args.cluster is not None:
         print(cluster_line(describe_cluster(args, settings)))
     return 0 if any(entry["error"] is None for entry in iterations) else 1

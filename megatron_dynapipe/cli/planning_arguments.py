@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.cli.batches import read_batches
 from megatron_dynapipe.cli.model_config import experts_of, given_numbers, model_shape, take_model_config
@@ -41,6 +43,8 @@ from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.export import megatron_flags
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 ANALYTIC = "analytic"
@@ -89,6 +93,24 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
     add("--search-evaluations", type=not_negative, metavar="N", help=tried)
     add("--seed", type=int, default=0, metavar="N", help="of the search")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Declare `--export`."""
+    stages = "also print the stages as Megatron's own flags, for its GPTModel (whole layers) and its HybridModel"
+    parser.add_argument("--export", choices=("megatron",), help=stages)
+
+
+def exported(
+    args: argparse.Namespace, settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]
+) -> dict[str, Any]:
+    """The part of a report that `--export` asks for, printed unless all of it is JSON; empty without."""
+    if args.export is None:
+        return {}
+    flags, note = megatron_flags(settings, cost_model, batches)
+    if not args.json:
+        say(f"Megatron alone: {' '.join(shlex.join(flag) for flag in flags.items())}" + (note and f"\n  {note}"))
+    return {"export": {"flags": flags, "note": note}}
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.cli.verify import read_plan
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
+from megatron_dynapipe.plan.codec import decode_plan
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.pieces import chains, cut_entries
 from megatron_dynapipe.plan.text import format_stages
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"expected a picture named {' or '.join(PICTURES)}, got {args.picture}")
     for path in filter(None, (args.picture, args.trace)):
         check_replaceable(path, is_ours=marked(GENERATOR))
-    plan = read_plan(args.plan)
+    plan = decode_plan(read_bounded(args.plan))
     replicas = range(len(plan.replicas)) if args.replica is None else [args.replica]
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
         raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
@@ -14,11 +15,13 @@ from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
 from megatron_dynapipe.cli.model_config import given_numbers
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
+    add_export,
     add_shared_arguments,
     cluster_line,
     complete_model,
     costs_and_rates,
     describe_cluster,
+    exported,
     network_of,
     planner_settings,
 )
@@ -69,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-gb-per-s", type=above_zero, metavar="N", help=rate)
     add("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
     add("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
+    add_export(parser)
     _add_validation_arguments(parser)
 
 
@@ -218,7 +222,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     if args.json:
         report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
         report |= {"cluster": described, "interrupted": tuning.interrupted, "layouts": tuning.layouts}
-        print_json(report)
+        print_json(report | _exported(tuning, args))
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
     infeasible = [layout for layout in tuning.layouts if layout.error is not None]
@@ -233,6 +237,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     if planned:
         print(f"the best plan, of the first batch: {planned[0].of_limits}")
         print(_command(planned[0], tuning.settings[0], args, described["devices_per_node"]))
+        _exported(tuning, args)
     for layout in planned:
         if layout.measurement_error is not None:
             print(f"{_name(layout)} could not be trained: {layout.measurement_error}")
@@ -240,6 +245,16 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
         print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
     for layout in infeasible:
         print(f"cannot be used: {_name(layout)}: {layout.error}")
+
+
+def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
+    """The best layout's stages in Megatron's words, where they are asked for."""
+    best = tuning.layouts[0]
+    if args.export is None or best.predicted_ms is None:
+        return {}
+    cost_model, _ = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
+    settings = msgspec.structs.replace(tuning.settings[0], layers_per_stage=best.layers_per_stage)
+    return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
 
 
 def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]:

@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.errors import DataError, PlanError
+from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.plan.codec import decode_plan, digest
-from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
 
 
@@ -18,24 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify the file; 1 with the reason if it is not a plan that can run."""
     try:
-        plan = read_plan(args.plan)
+        plan = decode_plan(read_bounded(args.plan))
         verify(plan)
     except PlanError as error:
         print(f"{args.plan}: {error}")
         return 1
-    totals = plan.totals
+    totals, replicas = plan.totals, len(plan.replicas)
     print(
         f"{args.plan}: iteration {plan.iteration} can run: {totals.samples} samples in "
-        f"{sum(totals.micro_batches)} micro-batches on {len(plan.replicas)} replicas of {plan.pipeline_stages} stages, "
-        f"digest {digest(plan)}"
+        f"{sum(totals.micro_batches)} micro-batches on {replicas} replica{'s' * (replicas > 1)} of "
+        f"{plan.pipeline_stages} stages, digest {digest(plan)}"
     )
     return 0
-
-
-def read_plan(path: Path) -> IterationPlan:
-    """The plan in a file; raises a DataError where there is no file, a PlanDecodeError where it is not a plan."""
-    try:
-        data = read_bounded(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return decode_plan(data)

@@ -186,8 +186,12 @@ class PipelineLayout:
     @property
     def cuts(self) -> IntArray:
         """Modules before each boundary between virtual stages: int64[virtual stages - 1]."""
-        counts = self.layers_per_stage if self.pattern else in_halves(self.layers_per_stage)
-        return np.cumsum(counts[:-1], dtype=np.int64)
+        return np.cumsum(self.module_counts[:-1], dtype=np.int64)
+
+    @property
+    def module_counts(self) -> Split:
+        """Modules of each virtual stage, the head left out."""
+        return self.layers_per_stage if self.pattern else tuple(in_halves(self.layers_per_stage))
 
     def counts(self, kinds: Sequence[Kind]) -> IntArray:
         """Modules of each kind on every virtual stage: int64[virtual stages, kinds]."""
@@ -230,8 +234,8 @@ class PipelineLayout:
 
     @property
     def has_halves(self) -> bool:
-        """Whether a layer is divided."""
-        return any(count % 1 for count in self.layers_per_stage)
+        """Whether costs of a layer's attention and of its MLP are asked for apart."""
+        return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.pattern) or any(n % 1 for n in self.layers_per_stage)
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags
+from megatron_dynapipe.cost.pattern import EXPERTS, expert_modules
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily, round_up
 
@@ -39,14 +40,17 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any]) -> "Experts | None":
         """Those of a model in Megatron's arguments, as `megatron_fields` takes them; None where it has none."""
-        if not args.get("num_experts"):
+        pattern = args.get("hybrid_layer_pattern")
+        if not args.get("num_experts") or (pattern and EXPERTS not in pattern):
             return None
         return cls(
             count=args["num_experts"],
             per_token=args.get("moe_router_topk") or 2,
             ffn=args.get("moe_ffn_hidden_size") or _ffn(args),
             shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
-            layers=expert_layers(args.get("moe_layer_freq", 1), args["num_layers"]),
+            layers=expert_modules(pattern)
+            if pattern
+            else expert_layers(args.get("moe_layer_freq", 1), args["num_layers"]),
         )
 
 

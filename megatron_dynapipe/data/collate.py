@@ -70,7 +70,7 @@ class HostMicroBatch:
         decoder_tokens: int64[b, t].
         labels: int64[b, t], decoder-only int64[b, s].
         loss_mask: float32 like labels, 1 where a label counts, 0 at padding.
-        tasks: int64 like labels, the task of each position's sample; of evaluations alone.
+        tasks: int64 like labels, the task of each position's sample; None where nobody asks.
         rows: int64[n], position · b + sample of each label; then labels, loss mask and tasks are [1, n]. None where
             there is a label for each position.
     """

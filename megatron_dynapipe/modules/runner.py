@@ -58,8 +58,8 @@ class ModuleStage(StageModel):
         return {key: _moved(value, self._device) for key, value in batch.items()}
 
     @override
-    def begin_pass(self, instruction: Pass) -> None:
-        pass  # nothing is set for single micro-batches
+    def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
+        return nullcontext()  # nothing is set for single micro-batches
 
     @override
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:

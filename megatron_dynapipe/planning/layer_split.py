@@ -86,9 +86,10 @@ def choose_layer_split(
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     trials.choose_batches([start, evened])
-    best = trials.improved(min(start, evened, key=trials.predicted_ns), (2,))
-    steps = (1, 2) if halves and trials.know_halves else (2,)
-    if 1 in steps:  # From the best of whole layers, so that halves are never behind it.
+    layer = trials.halves_of_layer
+    best = trials.improved(min(start, evened, key=trials.predicted_ns), (layer,))
+    steps = (layer // 2, layer) if halves and trials.know_halves else (layer,)
+    if len(steps) > 1:  # From the best of whole layers, so that halves are never behind it.
         best = trials.improved(best, steps)
     for count in chunks if settings.pipeline_parallel > 1 else ():
         try:
@@ -125,6 +126,8 @@ class _Trials:
         to_fit: Sequence[GlobalBatch],
     ) -> None:
         self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
+        # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
+        self.halves_of_layer = 4 if settings.pattern else 2
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
@@ -178,7 +181,7 @@ class _Trials:
         """The split whose bound is least, whole layers moved one at a time, samples that must fit fitting."""
         while True:
             here = self._bound_ns(split)
-            better = sorted(_neighbours(split, (2,)), key=self._bound_ns)
+            better = sorted(_neighbours(split, (self.halves_of_layer,)), key=self._bound_ns)
             following = next((other for other in better if self._bound_ns(other) < here and self.fits(other)), None)
             if following is None:
                 return split

@@ -63,9 +63,10 @@ class Planner:
         self.tables = tuple(settings.tables(cost_model, mode) for mode in settings.recompute)
         if self.layout.has_halves and not all(tables.division for tables in self.tables):
             raise CostModelError(
-                f"expected costs of attention and MLP apart, for layers per stage of {settings.layers_per_stage};"
+                "expected costs of attention and MLP apart, for a"
+                f" {'pattern of them' if settings.pattern else f'layer split of {settings.layers_per_stage}'};"
                 f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
-                hint="give whole layers, or measure the model with `megatron-dynapipe profile`",
+                hint="give whole layers to a GPT, or measure the model with `megatron-dynapipe profile`",
             )
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
         states = np.stack([self._model_state(tables) for tables in self.tables])

@@ -9,8 +9,9 @@ import msgspec
 
 from megatron_dynapipe.cost import CostModel, CostTables, Kind, Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.pattern import each_alone
 from megatron_dynapipe.cost.segments import SegmentCosts, stage_kinds
-from megatron_dynapipe.cost.tables import EXPERT_MLP
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.partitioner import Partitioner
@@ -188,6 +189,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def tables(self, cost_model: CostModel, recompute: Recompute) -> CostTables:
         """Modules' costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
         tables = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
+        if ATTENTION in tables.kinds and self.pattern:
+            tables = each_alone(tables)
         has_experts, kinds = bool(self.expert_layers), set(tables.kinds)
         if not set(self.layout.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
             model = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"

@@ -122,12 +122,15 @@ class MemoryRecord(_Record, frozen=True, tag="memory"):
 
 
 class EvaluationRecord(_Record, frozen=True, tag="evaluation"):
-    """One evaluation as one replica's last stage saw it; two of one state, as Megatron does at a run's end, are one."""
+    """Losses by task as one replica's last stage saw them: of an evaluation, or of training since the log's last line.
+
+    Two evaluations of one state, as Megatron does at a run's end, are one.
+    """
 
     iteration: int
     """Training iterations done before it."""
     split: str
-    """"valid" or "test"."""
+    """"valid" or "test"; "train" of training."""
     losses: dict[str, tuple[float, float]]
     """(sum over tokens, tokens) of this replica, by the loss's name: the whole, and every task."""
 
@@ -139,7 +142,7 @@ MOST_BYTES = 16_000_000
 MOST_TIMELINES = 32
 """Timelines of a rank, besides the last iteration's."""
 MOST_EVALUATIONS = 256
-"""Evaluations of a rank: a task's losses take some 50 bytes in each."""
+"""Evaluations of a rank and split: a task's losses take some 50 bytes in each."""
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -165,7 +168,7 @@ class RecordFile:
         self._stride = 1
         self._timeline_stride = 1
         self._timelines: list[int] = []
-        self._evaluations: list[int] = []
+        self._evaluations: dict[str, list[int]] = {}
         self._is_begun = False
 
     def add(self, record: RunRecord | MemoryRecord) -> None:
@@ -190,11 +193,12 @@ class RecordFile:
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
         """Add an evaluation; where there are too many, every second one goes. Raises OSError."""
-        if record.iteration not in self._evaluations:
-            if len(self._evaluations) >= MOST_EVALUATIONS:
-                self._evaluations = self._evaluations[::2]
+        kept = self._evaluations.setdefault(record.split, [])
+        if record.iteration not in kept:
+            if len(kept) >= MOST_EVALUATIONS:
+                del kept[1::2]
                 self._thin_out()
-            self._evaluations.append(record.iteration)
+            kept.append(record.iteration)
         self._write(_encoder.encode_lines([record]))
 
     def add_timeline(self, record: TimelineRecord) -> None:
@@ -225,7 +229,7 @@ class RecordFile:
             sized = isinstance(record, IterationRecord | StageRecord)
             stride = self._stride if sized else self._timeline_stride
             if isinstance(record, EvaluationRecord):
-                is_kept = record.iteration in self._evaluations
+                is_kept = record.iteration in self._evaluations[record.split]
             else:
                 is_kept = isinstance(record, RunRecord | MemoryRecord) or self._is_kept(record.iteration, stride)
             if is_kept:

@@ -8,6 +8,7 @@ over all edges lets autograd add what returns for a tensor that was handed on to
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -144,8 +145,8 @@ class StageModel(Protocol):
         """The inputs of a micro-batch's forward passes besides received tensors, on the device."""
         ...
 
-    def begin_pass(self, instruction: Pass) -> None:
-        """Set the modules for a pass that runs next."""
+    def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
+        """Set the modules for a pass, which runs inside."""
         ...
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool] | None:
@@ -206,9 +207,8 @@ def _load(context: PassContext, instruction: Load, buffers: BufferTable) -> None
 def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -> None:
     micro_batch, chunk, model = instruction.micro_batch, instruction.chunk, context.model
     stage = context.virtual_stage(chunk)
-    model.begin_pass(instruction)
     received = buffers.tensors(Buffer.INPUT, micro_batch, chunk) if stage else ()
-    with torch.set_grad_enabled(not context.forward_only):
+    with model.around_pass(instruction), torch.set_grad_enabled(not context.forward_only):
         entry = Entry(received, model.differentiable(micro_batch, stage - 1) if stage else ())
         outputs = model.forward(micro_batch, chunk, entry.tensors, buffers.get(Buffer.DATA, micro_batch, 0))
         if context.is_last(chunk):
@@ -228,16 +228,17 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
 
 def _backward(context: PassContext, instruction: Backward | BackwardInput, buffers: BufferTable) -> None:
     micro_batch, chunk = instruction.micro_batch, instruction.chunk
-    context.model.begin_pass(instruction)
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
-    input_gradients = context.graphs.pop((micro_batch, chunk)).backward(gradients, scale=context.model.scale_loss)
+    graph = context.graphs.pop((micro_batch, chunk))
+    with context.model.around_pass(instruction):
+        input_gradients = graph.backward(gradients, scale=context.model.scale_loss)
     if context.virtual_stage(chunk):
         buffers.put(Buffer.INPUT_GRAD, micro_batch, chunk, input_gradients)
 
 
 def _backward_weight(context: PassContext, instruction: BackwardWeight, buffers: BufferTable) -> None:
-    context.model.begin_pass(instruction)
-    context.model.add_weight_gradients(instruction.micro_batch, instruction.chunk)
+    with context.model.around_pass(instruction):
+        context.model.add_weight_gradients(instruction.micro_batch, instruction.chunk)
 
 
 PASS_HANDLERS: Mapping[type[Instruction], Callable[[PassContext, Any, BufferTable], None]] = MappingProxyType(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.cli.main import main
+from tests.cli.conftest import cost_model
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.planning_commands import arguments, report
 
@@ -173,3 +174,45 @@ def test_stages_that_are_idle_for_long_are_said(cost_file, tmp_path, capsys, lay
     own = ("--layers", layers, "--layer-split", split, "--device-memory-mb", "9000")
     assert main(arguments("plan", batches, cost_file, *own)) == 0
     assert ("--layer-split auto" in capsys.readouterr().err) == is_said
+
+
+EXPORTS = {
+    # flags of plan, Megatron's flags, what people have to know
+    "--layer-split 3,1": ({"layout": "Ettt|tL", "pattern": "*-*-*-|*-"}, ""),
+    "--layer-split auto": ({"layout": None, "pattern": None}, ""),
+    "--layer-split 2.5,1.5": ({"layout": "whole", "pattern": "*-*-*|-*-"}, "the best split of whole layers"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), EXPORTS.items())
+def test_stages_are_exported_as_megatron_s_own_flags(flags, expected, batches_file, tmp_path, capsys):
+    """That Megatron reads and trains them: tests/integration/entry/test_stock_megatron.py."""
+    file = cost_model()
+    file["model"] |= {"heads": 4, "kv_channels": 8, "ffn": 128}
+    costs = tmp_path / "divisible.json"
+    costs.write_text(json.dumps(file))
+    words = [*flags.split(), "--export", "megatron", "--limit", "1"]
+    assert main(arguments("plan", batches_file, costs, *words, "--json")) == 0
+    printed = report(capsys)
+    given, note = printed["export"]["flags"], printed["export"]["note"]
+    layout, pattern = given["--pipeline-model-parallel-layout"], given["--hybrid-layer-pattern"]
+    planned = printed["iterations"][0]["replicas"][0]["layers_per_stage"]
+    assert given["--pipeline-model-parallel-size"] == "2" and expected[1] in note
+    assert bool(note) == any(layers % 1 for layers in planned)
+    assert pattern == (expected[0]["pattern"] or pattern)
+    assert [2 * layers for layers in planned] == [len(segment) for segment in pattern.split("|")]
+    assert layout.startswith("E") and layout.endswith("L") and layout.count("t") == 4 and layout.count("|") == 1
+    assert expected[0]["layout"] in (None, "whole", layout)
+    assert main(arguments("plan", batches_file, costs, *words)) == 0
+    assert f"--pipeline-model-parallel-layout '{layout}' --hybrid-layer-pattern '{pattern}'" in capsys.readouterr().out
+
+
+def test_a_t5_is_not_exported(tmp_path, capsys):
+    batches = tmp_path / "batches.json"
+    batches.write_text(
+        json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [9], "target": [3]}]})
+    )
+    words = f"plan --batches {batches} --cost-model analytic --model t5 --encoder-layers 1 --decoder-layers 1"
+    words += " --hidden-size 32 --num-attention-heads 4 --vocab-size 512 --device-memory-mb 1000 --export megatron"
+    assert main(words.split()) == 2
+    assert "Megatron divides no T5 over a pipeline" in capsys.readouterr().err

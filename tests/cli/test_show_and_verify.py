@@ -37,7 +37,7 @@ def test_verify_says_what_can_run_or_why_not(file, capsys):
 @pytest.mark.parametrize("command", ["verify", "show"])
 def test_a_missing_file_is_2(tmp_path, capsys, command):
     assert main([command, str(tmp_path / "none.plan")]) == 2
-    assert "error: cannot read" in capsys.readouterr().err
+    assert "none.plan: No such file or directory" in capsys.readouterr().err
 
 
 def test_show_prints_a_plan_that_parses_back(file, capsys):

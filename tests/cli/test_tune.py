@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     (command,) = [line for line in lines if line.startswith("train: ")]
     assert command.startswith("train: torchrun --standalone --nproc-per-node 4 pretrain_gpt_multitask.py --dynapipe")
     assert "--pipeline-model-parallel-size" in command
+    assert main(arguments(batches_file, cost_file, "--top", "1", "--export", "megatron")) == 0
+    exported = re.search(r"^Megatron alone: --pipeline-model-parallel-size \d --pipe", capsys.readouterr().out, re.M)
+    assert exported is not None
     refused = [line for line in lines if line.startswith("cannot be used: ")]
     assert any(line.startswith("cannot be used: 1·4·1: ") for line in refused)
     assert main(arguments(batches_file, cost_file, "--device-memory-mb", "5")) == 1

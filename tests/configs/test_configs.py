@@ -1,4 +1,4 @@
-"""Every run file in configs/ passes Megatron's own validation, and plans batches that fit the device it names."""
+"""Run files of configs/ and benchmarks pass Megatron's validation, and plan batches that fit the devices they name."""
 
 import dataclasses
 import json
@@ -20,10 +20,12 @@ from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, 
 from tests.planning.planner_cases import of_lengths
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "benchmarks" / "throughput").glob("gpu_*.yaml")])
 CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
 
 GPUS = {
+    "gpu_gpt": 1,
+    "gpu_t5": 1,
     "one_gpu_gpt": 1,
     "one_gpu_llama": 1,
     "one_gpu_qwen": 1,

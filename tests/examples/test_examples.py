@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.helpers import commands
@@ -48,6 +49,12 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path):
     job |= {"SAVE": "/scratch/a", "CONTAINER": "image.sqsh", "SLURM_JOB_NAME": "b"}
     done = run("slurm/train.sbatch", "pretrain_t5_multitask.py", config, bin_folder=tmp_path, **job)
     assert "--save\n/scratch/a\n" in done.stdout
+
+
+def test_a_missing_package_is_told(tmp_path):
+    (tmp_path / "peft.py").write_text("raise ModuleNotFoundError")
+    done = commands.run(sys.executable, "examples/lora_module.py", status=1, PYTHONPATH=str(tmp_path))
+    assert done.stderr == "error: expected the package peft, found none\nhint: pip install peft\n"
 
 
 def test_missing_arguments_are_told(tmp_path):

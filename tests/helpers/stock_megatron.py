@@ -8,6 +8,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -23,6 +26,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_dynapipe import cpu
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.models.specs import hybrid_stack
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import record_losses
@@ -51,10 +55,16 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, layer=None):
+    """Megatron's GPTModel, or with a pattern its HybridModel, of local layers in place of Transformer Engine's."""
     args = get_args()
-    return GPTModel(
+    layer = layer or get_gpt_layer_local_spec(normalization=args.normalization)
+    if args.hybrid_layer_pattern is None:
+        model = partial(GPTModel, transformer_layer_spec=layer)
+    else:
+        stack = hybrid_stack(layer, None, WrappedTorchNorm)
+        model = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=args.hybrid_layer_pattern)
+    return model(
         config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=layer or get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

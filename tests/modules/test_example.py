@@ -50,6 +50,13 @@ def test_adapters_learn_and_they_alone_are_written(tmp_path):
     assert len(names[0] | names[1]) == 4 * 4 * 2 and not names[0] & names[1], "two each of four layers of four blocks"
 
 
+def test_a_model_of_torchtitans_kind_trains_as_under_1f1b():
+    *_, printed = run_ranks(run_example, 2, {"name": "titan_model.py", "arguments": []}, deadline_s=200)
+    rows = re.findall(r"planned ([0-9.]+) of (\d+) positions, 1F1B ([0-9.]+) of (\d+)", printed)
+    assert [float(row[0]) for row in rows] == pytest.approx([float(row[2]) for row in rows], rel=1e-4)
+    assert float(rows[-1][0]) < float(rows[0][0]) and int(rows[0][1]) < 0.6 * int(rows[0][3])
+
+
 @pytest.mark.parametrize("name", ["any_module.py", "lora_module.py"])
 def test_an_example_is_short_and_needs_no_megatron(name):
     source = (EXAMPLES / name).read_text()

@@ -1,4 +1,4 @@
-"""Calls Megatron as its own `pretrain_gpt.py` does; run in checkouts of 0.18.2 and 0.19.2 by `test_training`.
+"""Calls Megatron as its `pretrain_gpt.py` and `pretrain_hybrid.py` do; run in checkouts by `test_training`.
 
 It knows nothing of DynaPipe but the CPU platform, which must be enabled before Megatron is imported, and writes the
 losses so far to the file that LOSSES names.
@@ -101,6 +101,8 @@ if __name__ == "__main__":
         config = argument_utils.pretrain_cfg_container_from_args(args)
         first = (config, datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
     else:
-        config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+        is_gpt = args.hybrid_layer_pattern is None
+        model = (argument_utils.gpt_config_from_args if is_gpt else argument_utils.hybrid_config_from_args)(args)
+        config = argument_utils.pretrain_cfg_container_from_args(args, model)
         first = (config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     pretrain(*first, store=None)

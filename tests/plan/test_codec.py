@@ -85,10 +85,11 @@ def test_plans_and_entries_come_back_equal(family, counts, stages, chunks):
         (lambda data: b"PK\x03\x04" + bytes(60), r"expected a plan starting with b'DYNAPL', got b'PK"),
         (lambda data: data[:-1], "the plan is damaged: expected digest"),
         (lambda data: data + b"\0", "the plan is damaged: expected digest"),
+        (lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "the plan is damaged: expected digest"),
         (lambda data: codec.encode_entries(golden_plan())[0][2], "not a valid IterationPlan: "),
         (lambda data: signed(data[24:].replace(b"5e77", b"\xff\xfe\xfd\xfc")), "not a valid IterationPlan"),
     ],
-    ids=["short", "another format", "cut", "longer", "an entry", "no text"],
+    ids=["short", "another format", "cut", "longer", "a bit", "an entry", "no text"],
 )
 def test_damage_is_refused_and_named(change, message):
     with pytest.raises(PlanDecodeError, match=message):

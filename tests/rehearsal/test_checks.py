@@ -1,4 +1,4 @@
-"""`benchmarks/` on rehearsed GPUs: what of its checks needs no kernel, and Megatron's own training."""
+"""`benchmarks/` on rehearsed GPUs: what of its checks needs no kernel, and training compared with Megatron's own."""
 
 import json
 import subprocess
@@ -17,20 +17,23 @@ pytestmark = [
 ]
 BY_KERNELS = "tests marked gpu|compute-sanitizer|executor against|messages above|flex_attention|transfers beside"
 """What times, kernels and profiles of a device decide; and what is compiled."""
-
-
+TOO_LARGE = "throughput"
+"""Of models of a GPU's size; smaller ones are trained below."""
 SMALL = (
-    "--device cuda --size gpu --model gpt --profile-minutes 0 --rounds 1 --ranks 1 --methods planned,stock --batches 1"
-    " --data .demo/data --max-lengths 128 --json"
+    "--device cuda --size gpu --profile-minutes 0 --rounds 1 --ranks 1 --batches 1 --data .demo/data --max-lengths 128"
 )
-MODEL = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --global-batch-size 8 --num-layers 2"
+MODEL = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --global-batch-size 8"
+COMPARED = {
+    "gpt": ("--model gpt --methods planned,stock", "--num-layers 2"),
+    "t5": ("--model t5 --methods planned,packed_rows,token_based", "--encoder-num-layers 2 --decoder-num-layers 2"),
+}
 
 
 def run(*words: str, engine: bool) -> str:
-    """What a script says, on two GPUs."""
+    """What a script says, on eight GPUs."""
     done = subprocess.run(
         [sys.executable, *words],
-        env=launch.environment(2, engine=engine),
+        env=launch.environment(8, engine=engine),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -41,16 +44,18 @@ def run(*words: str, engine: bool) -> str:
 
 def test_checks_without_kernels_pass(tmp_path):
     output = tmp_path / "report.json"
-    words = ["--output", str(output), "--budget-s", "3000", "--only", f"^(?!.*({BY_KERNELS}))"]
+    words = ["--output", str(output), "--budget-s", "3000", "--only", f"^(?!.*({BY_KERNELS}|{TOO_LARGE}))"]
     said = run("benchmarks/gpu/run.py", *words, engine=True)
     outcomes = {check["name"]: check["outcome"] for check in json.loads(output.read_text())["checks"]}
     assert outcomes and "failed" not in outcomes.values(), said
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_megatrons_own_training_is_compared_on_gpus(engine, tmp_path):
-    output = tmp_path / "report.json"
-    said = run("benchmarks/throughput/run.py", *SMALL.split(), str(output), "--", *MODEL.split(), engine=engine)
+@pytest.mark.parametrize("family", COMPARED)
+def test_methods_are_compared_on_gpus(family, engine, tmp_path):
+    output, (methods, layers) = tmp_path / "report.json", COMPARED[family]
+    words = [*f"{SMALL} {methods} --json {output} --".split(), *f"{MODEL} {layers}".split()]
+    said = run("benchmarks/throughput/run.py", *words, engine=engine)
     assert output.exists(), said
-    losses = {row["method"]: row["first_loss"] for row in json.loads(output.read_text())["rows"]}
-    assert losses["stock"] == pytest.approx(8.32, abs=0.1), said  # the logarithm of the vocabulary
+    losses = [row["first_loss"] for row in json.loads(output.read_text())["rows"]]
+    assert losses == pytest.approx([8.32] * len(methods.split(",")), abs=0.1), said  # the logarithm of the vocabulary

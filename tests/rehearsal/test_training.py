@@ -90,8 +90,8 @@ COMBINED = table(
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 1024")),
-    ("", Row("gpt", "--bf16 --dynapipe-calibrate 1", ranks=1)),
-    ("", Row("t5", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
+    ("", Row("gpt", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
+    ("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)),
     ("", Row("profile", "--model gpt --budget-minutes 0.05", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05", ranks=1)),
 )
@@ -169,7 +169,8 @@ def job(row: Row, data: Path, folder: Path) -> jobs.Job:
         argv = f"profile {row.flags} --output {folder}/costs.json -- {sizes}".split()
         return jobs.Job("tests.helpers.rehearsal.jobs:command", {"argv": argv}, row.ranks)
     if document in DOCUMENTS:
-        return cut(*commands(document)[int(number)], "--save", str(folder / re.sub(r"\W", "_", row.name)), data=data)
+        saving = ("--save", str(folder / re.sub(r"\W", "_", row.name)), "--save-interval", "1")
+        return cut(*commands(document)[int(number)], *saving, data=data)
     if row.what in LAYOUTS:
         return jobs.layout(row.what, named(row.what).ranks)
     script = entry_scripts.script_of("t5" if row.what.startswith(("t5", "demo_t5", "one_gpu_t5")) else "gpt")
@@ -222,7 +223,7 @@ def ended(ranks: Any) -> Sequence[dict[str, Any]]:
     assert not isinstance(ranks, str), ranks
     for rank in ranks:
         assert rank["status"] == 0, "\n".join(rank["stderr"][-3000:] for rank in ranks)
-        assert "could not be measured" not in rank["stdout"] + rank["stderr"], rank["stderr"]
+        assert not re.findall(".*could not be measured.*", rank["stdout"] + rank["stderr"])
         warnings = [line for line in rank["stderr"].splitlines() if "Warning: " in line]
         assert not [line for line in warnings if not any(text in line for text in EXPECTED_WARNINGS)]
     return ranks

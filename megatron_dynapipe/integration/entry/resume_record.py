@@ -27,7 +27,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
-from megatron_dynapipe.integration.flags.model_record import OF_WEIGHTS
+from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 
@@ -233,7 +233,10 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
     if saved is None:
         return f"{folder} does not say what it was trained on: its data, model and settings are not compared"
     model = _differences(saved.model, record.model, absent="Megatron's default")
-    refused = {name: text for name, text in model.items() if not checkpoints.finetunes or name in OF_WEIGHTS}
+    of_weights = set(OF_WEIGHTS)
+    if "hybrid_layer_pattern" in record.model.keys() - saved.model.keys():
+        of_weights -= GPT_TO_HYBRID  # Megatron compares the layers when it loads a GPT's
+    refused = {name: text for name, text in model.items() if not checkpoints.finetunes or name in of_weights}
     refused |= _differences({"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer})
     if refused:
         raise ConfigError(

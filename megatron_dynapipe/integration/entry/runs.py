@@ -26,9 +26,10 @@ from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
-from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, megatron_layout
+from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
-from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, t5_provider
+from megatron_dynapipe.integration.hooks.active_run import counters
+from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 from megatron_dynapipe.runtime.start_store import from_rank_0
@@ -36,27 +37,40 @@ from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
-def t5_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any]]:
+def t5_run[S: Session](
+    fit: command_line.Fit | None = None,
+    *,
+    session_type: type[S] = Session,  # type: ignore[assignment]
+) -> tuple[S, dict[str, Any]]:
     """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
 
     Returns:
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
     args, run = _checked(ModelFamily.T5, fit)
-    session = Session(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(_resumed, run, args))
     arguments = _pretrain_arguments(args, session, t5_provider(run.model, run.planner.layout), t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return session, arguments | ranks
 
 
-def gpt_run(fit: command_line.Fit | None = None) -> tuple[Session, dict[str, Any]]:
-    """Megatron's own GPT, from the command line; as `t5_run`."""
+def gpt_run[S: Session](
+    fit: command_line.Fit | None = None,
+    *,
+    session_type: type[S] = Session,  # type: ignore[assignment]
+) -> tuple[S, dict[str, Any]]:
+    """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
-        args.pipeline_model_parallel_layout = megatron_layout(run.planner.layers_per_stage)
-    session = Session(run, resumed=partial(_resumed, run, args))
-    return session, _pretrain_arguments(args, session, gpt_provider(run.model, run.divided_layout), gpt_step)
+        set_stages(args, run.planner.layers_per_stage)
+    session = session_type(run, resumed=partial(_resumed, run, args))
+    provider = (
+        hybrid_provider(run.model, run.planner.layout)
+        if run.model.pattern
+        else gpt_provider(run.model, run.divided_layout)
+    )
+    return session, _pretrain_arguments(args, session, provider, gpt_step)
 
 
 def _pretrain_arguments(
@@ -73,8 +87,8 @@ def _pretrain_arguments(
 
 
 def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
-    """The run's inputs from where training goes on; Megatron keeps its counters in its namespace."""
-    return resumed_inputs(run.inputs, args.iteration)
+    """The run's inputs from where training goes on."""
+    return resumed_inputs(run.inputs, counters(args).iteration)
 
 
 def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:

@@ -28,10 +28,11 @@ from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords,
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
-from megatron_dynapipe.integration.execution.task_losses import named_losses
+from megatron_dynapipe.integration.execution.task_losses import TaskLosses, named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.hooks.metrics import MetricsWriter, count_flops
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
@@ -87,6 +88,7 @@ class Session:
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
         self._tasks: Sequence[str] = ()
+        self._task_losses = TaskLosses((), is_last=False)
 
     def __enter__(self) -> Self:
         return self
@@ -153,10 +155,25 @@ class Session:
             return self._evaluated(iterator, losses)
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         self._trained, self._trace, self._labels = item, result.trace, labels
-        self._recorder.add(item, result.trace, losses)
+        reports = self._task_losses.add(losses)
+        self._recorder.add(item, result.trace, reports)
+        if (item.entry.iteration + 1) % self._run.log_interval == 0:
+            self._finish_task_losses()
         count_flops(item, self._device)
         self._iterators["train"].prepare()
-        return losses
+        return reports
+
+    def _finish_task_losses(self) -> None:
+        """At the end of an interval of the log: one reduction over replicas, for all tasks."""
+        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
+        self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True), group)
+        self._recorder.add_task_losses(self._read_task_losses)
+
+    def _read_task_losses(self) -> dict[str, tuple[float, float]]:
+        """The losses of this replica, by the names that evaluations give them, after the whole."""
+        by_task = self._task_losses.read(whole=False)
+        whole = {LOSS_NAME: (sum(loss for loss, _ in by_task.values()), sum(count for _, count in by_task.values()))}
+        return whole | {f"{LOSS_NAME} {task}": sums for task, sums in by_task.items()} if by_task else {}
 
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
@@ -215,11 +232,15 @@ class Session:
         totals = self._trained.entry.totals
         micro_batches = "+".join(map(str, totals.micro_batches))
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
+        by_task = self._task_losses.read(whole=True)
+        write_task_losses(by_task, self._trained.entry.iteration + 1)
+        tasks = "".join(f" {task}: {total / count:.6E} |" for task, (total, count) in by_task.items())
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" last stage predicted (ms): {self._predicted()} |"
             f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self._trained.waited_seconds * 1e3:.1f} |{cut}"
+            + (f"\n loss by task |{tasks}" if tasks else "")
         )
 
     def _predicted(self) -> str:
@@ -268,6 +289,7 @@ class Session:
         )
         names = read_meta(run.data).tasks
         self._tasks = names if len(names) > 1 else ()
+        self._task_losses = TaskLosses(self._tasks, is_last=self._stage == self._stages - 1)
         self._inputs, self._longest = inputs, _maximum(inputs)
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         for split in inputs.splits:
@@ -294,7 +316,9 @@ class Session:
             self._control.collect,
             rank=rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            metrics=MetricsWriter(platform_of(self._device), interval=run.metrics_interval),
+            write_metrics=functools.partial(
+                write_metrics, platform=platform_of(self._device), interval=run.metrics_interval
+            ),
             memory=functools.partial(memory_counts, self._device),
             reserves_all=run.reserves_all_memory,
             of_limits=self._of_limits,

@@ -4,6 +4,7 @@ Megatron's own `forward_step` and `backward_step` assume one tensor per stage bo
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.hooks.spans import pass_span
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
 from megatron_dynapipe.integration.models.experts import finish_iteration
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
@@ -82,7 +84,7 @@ class MegatronStage:
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
         self.labels: torch.Tensor | None = None
 
-    def begin_pass(self, instruction: Pass) -> None:
+    def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
         """Set recomputation and the random state; start the collectives among replicas that are due."""
         self._prepare(instruction.micro_batch)
         key = instruction.micro_batch, instruction.chunk
@@ -92,6 +94,7 @@ class MegatronStage:
             self._before_backward(instruction)
         elif isinstance(instruction, Forward):
             self._before_forward(instruction)
+        return pass_span(instruction)
 
     def add_weight_gradients(self, micro_batch: int, chunk: int) -> None:
         """The second half of a divided backward pass."""

@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, is_graph_
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import nn
@@ -20,6 +19,7 @@ from torch import nn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
 from megatron_dynapipe.integration.models.experts import begin_micro_batch, begin_pass, gatherers_of, routers_of
+from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import Recompute
@@ -81,7 +81,7 @@ class RecomputeSwitch:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = [module for model in models for module in model.modules()]
-        blocks = [module for module in modules if isinstance(module, TransformerBlock)]
+        blocks = [module for module in modules if isinstance(module, STACKS)]
         self._configs: list[Any] = list({id(block.config): block.config for block in blocks}.values())
         self._attentions = [module for module in modules if isinstance(module, Attention)]
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
@@ -136,10 +136,6 @@ class LayerRandomness:
     the same masks on all tensor-parallel ranks, those of attention different ones; under sequence parallelism all
     differ, as in Megatron.
 
-    Args:
-        models: this rank's model chunks, the first stage's first one first.
-        seed: of the run.
-
     Raises:
         ConfigError: Megatron's random states live in CUDA graphs, where they cannot be set.
     """
@@ -168,7 +164,7 @@ class LayerRandomness:
         for name, module in model.named_modules():
             if isinstance(module, LanguageModelEmbedding):
                 module.register_forward_pre_hook(functools.partial(self._embed, first_embedding))
-            elif isinstance(module, TransformerBlock):
+            elif isinstance(module, STACKS):
                 stack = name.rpartition(".")[2]
                 first = getattr(module, "first_layer", None)  # a T5's stack counts its layers from 1
                 for local, layer in enumerate(module.layers):

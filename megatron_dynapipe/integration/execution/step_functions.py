@@ -76,13 +76,16 @@ def check_losses(losses: Sequence[dict[str, torch.Tensor]]) -> None:
     )
 
 
-def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, tasks: torch.Tensor | None = None) -> LossReport:
+def masked_loss(
+    loss_mask: torch.Tensor, output: torch.Tensor, tasks: torch.Tensor | None = None, task_rows: int | None = None
+) -> LossReport:
     """Sum of the losses that count, their number, and both for the log.
 
     Args:
         loss_mask: [b, t], 1 where a label counts.
         output: [b, t] loss of every position.
         tasks: [b, t], the task of every position, to report each task's loss too.
+        task_rows: as `rows` of `sums_by_task`.
     """
     mask = loss_mask.view(-1).float()
     losses = output.view(-1).float() * mask
@@ -90,7 +93,7 @@ def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor, tasks: torch.Tens
     tokens = mask.sum().detach().to(torch.int)
     report = {LOSS_NAME: torch.stack([loss.detach(), tokens.to(loss.dtype)])}
     if tasks is not None:
-        report[BY_TASK] = sums_by_task(losses.detach(), mask, tasks)
+        report[BY_TASK] = sums_by_task(losses.detach(), mask, tasks, task_rows)
     return loss, tokens, report
 
 
@@ -123,6 +126,7 @@ def gpt_batch(
         "labels": labels,
         "loss_mask": loss_mask,
         "tasks": tasks,
+        "task_rows": _task_rows(host),
         "packed_seq_params": row,
         "rows": rows,
     }
@@ -138,7 +142,7 @@ def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[to
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
     )
-    return output, partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"])
+    return output, partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"], task_rows=batch["task_rows"])
 
 
 def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
@@ -166,13 +170,19 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
         input_lengths, decoder_lengths = map(_given, moved)
         attention = padded_attention(host.shape, input_lengths, decoder_lengths, row_format)
     inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
-    return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks}
+    return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks, "task_rows": _task_rows(host)}
 
 
 def t5_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., LossReport]]:
     """One micro-batch through this stage of a T5."""
     batch = next(batches)
-    return model(batch["inputs"]), partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"])
+    loss = partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"], task_rows=batch["task_rows"])
+    return model(batch["inputs"]), loss
+
+
+def _task_rows(host: HostMicroBatch) -> int | None:
+    """One more than the last task of a micro-batch, as the host knows it."""
+    return None if host.tasks is None else int(host.tasks.max()) + 1
 
 
 def _given(lengths: torch.Tensor | None) -> torch.Tensor:

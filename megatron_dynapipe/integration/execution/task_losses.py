@@ -1,6 +1,8 @@
-"""The loss of each task in an evaluation, in the form of Megatron's loss reports: it adds up, logs and draws them."""
+"""The loss of each task: in an evaluation in the form of Megatron's loss reports, which it adds up, logs and draws; in
+training added up on the device until an iteration is logged.
+"""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +16,19 @@ _SOME = 1e-30
 """In place of no token: nothing beside one."""
 
 
-def sums_by_task(losses: torch.Tensor, mask: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
+def sums_by_task(
+    losses: torch.Tensor, mask: torch.Tensor, tasks: torch.Tensor, rows: int | None = None
+) -> torch.Tensor:
     """Sum and number of the losses that count, by task.
 
     Args:
         losses: float32[n], 0 where one does not count.
         mask: float32[n], 1 where one counts.
-        tasks: int64[n] or of a shape of as many elements; their maximum sets the rows of the result.
+        tasks: int64[n] or of a shape of as many elements.
+        rows: of the result; None looks for the last task, for which the host waits for a device.
     """
     places = tasks.reshape(-1)
-    sums = losses.new_zeros(int(places.max()) + 1, 2)
+    sums = losses.new_zeros(int(places.max()) + 1 if rows is None else rows, 2)
     sums[:, 0].index_add_(0, places, losses)
     sums[:, 1].index_add_(0, places, mask)
     return sums
@@ -45,11 +50,8 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
         def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             loss, tokens, report = loss_function(losses, *arguments, **keywords)
             flat = mask.reshape(-1).float()
-            return (
-                loss,
-                tokens,
-                report | {BY_TASK: sums_by_task(losses.detach().reshape(-1).float() * flat, flat, tasks)},
-            )
+            counted = losses.detach().reshape(-1).float() * flat
+            return loss, tokens, report | {BY_TASK: sums_by_task(counted, flat, tasks, batch.get("task_rows"))}
 
         return output, with_sums
 
@@ -88,6 +90,58 @@ def named_losses(
         torch.distributed.all_reduce(counts, group=replicas)
     parts = zip(tasks, sums, counts.tolist(), strict=True)
     return [whole | {f"{LOSS_NAME} {task}": part for task, part, count in parts if count}]
+
+
+class TaskLosses:
+    """The losses of tasks in training since the last line of the log, added up on the last stage's device.
+
+    Args:
+        tasks: all names; nothing is added up for none.
+        is_last: whether this rank is of the last stage.
+    """
+
+    def __init__(self, tasks: Sequence[str], *, is_last: bool) -> None:
+        self._tasks, self._is_last = tasks, is_last
+        self._sums: torch.Tensor | None = None
+        self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def add(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Add an iteration's reports; the same ones without tasks, which Megatron's log does not know."""
+        if self._tasks and self._is_last and reports:
+            if self._sums is None:
+                self._sums = torch.zeros(len(self._tasks), 2, dtype=torch.float64, device=reports[0][LOSS_NAME].device)
+            for report in reports:
+                if (sums := report.get(BY_TASK)) is not None:
+                    self._sums[: len(sums)] += sums
+        return [{name: value for name, value in report.items() if name != BY_TASK} for report in reports]
+
+    def finish(
+        self,
+        replicas: torch.distributed.ProcessGroup,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Add up over replicas, once for all tasks, and begin anew; `group` as in `named_losses`."""
+        if self._sums is None:
+            return
+        if group is not None:
+            torch.distributed.broadcast(self._sums, torch.distributed.get_global_rank(group, 0), group)
+        whole = self._sums.clone()
+        torch.distributed.all_reduce(whole, group=replicas)
+        both = torch.stack([self._sums, whole]).to("cpu", non_blocking=True)
+        event = torch.cuda.Event() if whole.is_cuda else None
+        if event is not None:
+            event.record()
+        self._sums, self._copied = None, (both, event)
+
+    def read(self, *, whole: bool) -> dict[str, tuple[float, float]]:
+        """Sum and number by task, of those that occurred until `finish`: of this replica, or of all of them."""
+        if self._copied is None:
+            return {}
+        both, event = self._copied
+        if event is not None:
+            event.synchronize()
+        rows = both[int(whole)].tolist()
+        return {task: (total, count) for task, (total, count) in zip(self._tasks, rows, strict=True) if count}
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:

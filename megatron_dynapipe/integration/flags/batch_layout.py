@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from megatron.core.utils import is_te_min_version
 
-from megatron_dynapipe.cost.shape import expert_layers
+from megatron_dynapipe.cost import Experts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
@@ -94,7 +94,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 "seq_aux_loss is of whole samples",
             ),
             (
-                bool(getattr(args, "num_experts", None)) and expert_layers(args.moe_layer_freq, args.num_layers) != (),
+                (experts := Experts.of_megatron(vars(args))) is not None and experts.layers != (),
                 "costs of pieces are known where all layers have experts, or none",
             ),
             (

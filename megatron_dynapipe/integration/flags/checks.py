@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
+from megatron_dynapipe.cost.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
@@ -118,11 +119,24 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         both = args.dynapipe_activation is not None and bool(getattr(args, name))
         yield both, f"--dynapipe-activation with {other}", "each names the activation"
     yield from _expert_refusals(args, is_t5=is_t5)
+    if args.hybrid_layer_pattern is not None and not is_t5:
+        yield from _pattern_refusals(args)
     yield (
         args.optimizer not in ("adam", "sgd"),
         f"--optimizer {args.optimizer}",
         "plans leave room for the states of adam and sgd",
     )
+
+
+def _pattern_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Refusals of a HybridModel, as `_model_refusals`; raises ConfigError for symbols of its pattern."""
+    kinds_of_pattern(args.hybrid_layer_pattern)
+    yield bool(args.use_rope_scaling), "--use-rope-scaling", "Megatron's HybridModel has none"
+    needs = EXPERTS in args.hybrid_layer_pattern and not args.num_experts
+    yield needs, f"--hybrid-layer-pattern with {EXPERTS}", "it needs --num-experts"
+    for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+        is_given = getattr(args, flag[2:].replace("-", "_")) is not None
+        yield is_given, f"{flag} with --hybrid-layer-pattern", "write | between its stages"
 
 
 def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple[bool, str, str]]:

@@ -15,6 +15,7 @@ from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -100,6 +101,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         plans_chunks=args.dynapipe_layers_per_stage == AUTO and args.dynapipe_chunks is None,
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
+        log_interval=args.log_interval,
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
@@ -177,6 +179,7 @@ def _planner(
         micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
         expert_layers=model.experts.layers if model.experts else (),
+        pattern=kinds_of_pattern(model.pattern) if model.pattern else (),
         expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
@@ -224,6 +227,7 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
+        pattern=without_stages(args.hybrid_layer_pattern or ""),
         experts=Experts.of_megatron(vars(args)),
         megatron=partial(layer_split.megatron_config, args),
     )

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from itertools import accumulate, pairwise
 
 import msgspec
 from megatron.core.transformer.enums import LayerType
@@ -11,7 +10,15 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.cost import PipelineLayout, Split, even_split, in_halves
+from megatron_dynapipe.cost import PipelineLayout, Split, even_split
+from megatron_dynapipe.cost.pattern import (
+    check_stages,
+    kinds_of_pattern,
+    megatron_layout,
+    split_of_pattern,
+    with_stages,
+    without_stages,
+)
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -42,7 +49,9 @@ def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | N
     if asked == AUTO:
         layers = sum(_t5_layers(args)) if family is ModelFamily.T5 else args.num_layers
         stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-        return even_split(layers, stages, halves=not args.use_dynapipe)
+        return even_split(layers, stages, halves=_divides_layers(args))
+    if args.hybrid_layer_pattern is not None:
+        return split_of_pattern(args.hybrid_layer_pattern)
     return gpt_layers_per_stage(args) if family is ModelFamily.GPT else None
 
 
@@ -85,16 +94,6 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
 
 
-def megatron_layout(split: Split) -> str:
-    """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL".
-
-    A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts
-    on from those before it, and the attention that it ends with comes after its own.
-    """
-    ends = [halves // 2 for halves in accumulate(in_halves(split), initial=0)]
-    return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"
-
-
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     """Let Megatron's parsed flags, before it checks them, say of layers what ours say.
 
@@ -104,6 +103,8 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     Raises:
         ConfigError: another flag splits the layers too.
     """
+    if args.hybrid_layer_pattern is not None:
+        _settle_pattern(args)
     asked, other = args.dynapipe_layers_per_stage, other_split(args)
     args.dynapipe_chunks = args.num_virtual_stages_per_pipeline_rank
     if asked == AUTO and other is not None:
@@ -116,14 +117,41 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         _check(split, args)
     elif asked == AUTO and family is ModelFamily.GPT:
         stages *= args.num_virtual_stages_per_pipeline_rank or 1
-        split = even_split(args.num_layers, stages, halves=not args.use_dynapipe)
+        split = even_split(args.num_layers, stages, halves=_divides_layers(args))
+    elif args.hybrid_layer_pattern is not None and other is None:
+        stages *= args.num_virtual_stages_per_pipeline_rank or 1
+        split = PipelineLayout.equal(family, args.num_layers, 0, stages).layers_per_stage
     if split is None:
         return
     if family is ModelFamily.GPT:
         args.num_virtual_stages_per_pipeline_rank = None  # Megatron takes it or a layout, which says it too.
-        args.pipeline_model_parallel_layout = megatron_layout(split)
+        set_stages(args, split)
     elif len(split) > stages:
         args.num_virtual_stages_per_pipeline_rank = len(split) // stages
+
+
+def set_stages(args: argparse.Namespace, split: Split) -> None:
+    """Let Megatron's arguments say a decoder-only model's layers of every virtual stage."""
+    if args.hybrid_layer_pattern is not None:
+        args.hybrid_layer_pattern = with_stages(args.hybrid_layer_pattern, split)
+    else:
+        args.pipeline_model_parallel_layout = megatron_layout(split)
+
+
+def _divides_layers(args: argparse.Namespace) -> bool:
+    """Whether a stage may hold one module of a layer: not of a HybridModel, whose layers are modules."""
+    return not args.use_dynapipe and args.hybrid_layer_pattern is None
+
+
+def _settle_pattern(args: argparse.Namespace) -> None:
+    """Hold a pattern's stages against the other flags, and leave them out of it where those say the same."""
+    pattern, asked = args.hybrid_layer_pattern, args.dynapipe_layers_per_stage
+    args.num_layers = len(kinds_of_pattern(pattern))
+    if split_of_pattern(pattern) is None:
+        return
+    check_stages(pattern, stages=args.pipeline_model_parallel_size, split=None if isinstance(asked, str) else asked)
+    if not isinstance(asked, str):
+        args.hybrid_layer_pattern = without_stages(pattern)
 
 
 def _check(split: Split, args: argparse.Namespace) -> None:
@@ -141,10 +169,16 @@ def _check(split: Split, args: argparse.Namespace) -> None:
             f" --dynapipe-layers-per-stage, got {len(split)} numbers: {asked}",
             hint="pass a number for every virtual stage, in the order of the model",
         )
-    if args.use_dynapipe and any(layers % 1 for layers in split):
+    if any(layers % 1 for layers in split) and not _divides_layers(args):
+        model = "a model that a patched checkout builds" if args.use_dynapipe else "a HybridModel, of modules"
         raise ConfigError(
-            f"expected whole layers on every stage of a model that a patched checkout builds, got {asked}",
-            hint="use the entry scripts of this package, or --dynapipe-layers-per-stage auto",
+            f"expected whole layers on every stage of {model}, got {asked}",
+            hint="use the entry scripts of this package with a GPT, or --dynapipe-layers-per-stage auto",
+        )
+    if args.hybrid_layer_pattern is not None and sum(split) != args.num_layers:
+        raise ConfigError(
+            f"expected the {args.num_layers} modules of --hybrid-layer-pattern {args.hybrid_layer_pattern} in"
+            f" --dynapipe-layers-per-stage, got {asked}, which are {sum(split)}"
         )
 
 
@@ -155,7 +189,10 @@ def other_split(args: argparse.Namespace) -> str | None:
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     )
-    return next((f"--{name.replace('_', '-')} {getattr(args, name)}" for name in others if getattr(args, name)), None)
+    flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in others if getattr(args, name)]
+    if split_of_pattern(args.hybrid_layer_pattern or "") is not None:
+        flags.append(f"--hybrid-layer-pattern {args.hybrid_layer_pattern}")
+    return next(iter(flags), None)
 
 
 def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:

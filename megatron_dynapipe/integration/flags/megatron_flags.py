@@ -46,6 +46,10 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "plans pack samples themselves: --dynapipe-layout auto or packed takes its place": (
             "--sequence-packing-scheduler"
         ),
+        "samples of many lengths come from --dynapipe-data, in the shapes of the plan": (
+            "--use-varlen-dataset --varlen-sbhd-validation --varlen-mock-dataset-config-json"
+        ),
+        "messages have the shapes that the plan says: nothing takes its place": "--pipeline-p2p-fixed-shape",
         "it trains on what a model generates, not on planned samples": "--perform-rl-step",
         "it keeps logits by their place in Megatron's own dataset": "--logits-save-dir --logits-load-dir",
         "which tokens it drops, or pads, depends on the micro-batch": (
@@ -63,7 +67,9 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
         "its loss is averaged over micro-batches": "--mtp-num-layers",
         "sums over micro-batches of different sizes cannot be compared": "--check-for-spiky-loss",
-        "plans do not shard a sequence over ranks": "--context-parallel-size --hybrid-context-parallel",
+        "plans do not shard a sequence over ranks: --dynapipe-slices cuts long samples into pieces": (
+            "--context-parallel-size --hybrid-context-parallel --dynamic-context-parallel"
+        ),
         "replicas are counted without this axis": (
             "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards"
         ),
@@ -100,6 +106,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
             "--fp8-format --fp8-output-proj --fp4-format --fp4-param-gather --fp8-param-gather"
             " --te-precision-config-file"
         ),
+        "give --hybrid-layer-pattern": "--hybrid-override-pattern",
         "nothing would be trained": "--freeze-all-layers --fake-process-group",
         "process groups must exist when a run begins": "--lazy-mpu-init",
         "a process that starts again in place would meet the process groups and plans it has left": (
@@ -112,7 +119,6 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
             "--qk-l2-norm --multi-latent-attention --experimental-attention-variant --use-transformer-engine-op-fuser"
             " --use-kitchen-attention --use-grouped-gemm-for-dense-mlp --is-hybrid-model"
             " --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json --spec"
-            " --hybrid-layer-pattern --hybrid-override-pattern"
         ),
         "the plan's micro-batches bring their own masks": "--no-create-attention-mask-in-dataloader",
     },
@@ -126,6 +132,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     T5: {
+        "the layers of a T5 are two stacks": "--hybrid-layer-pattern",
         "its encoder's output is of the weights' type and its decoder's state of fp32, and a message has one type": (
             "--fp32-residual-connection"
         ),

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_dynapipe.cost.pattern import without_stages
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -33,6 +35,9 @@ OF_WEIGHTS = (
     "moe_router_enable_expert_bias",
 )  # fmt: skip
 """Arguments that decide which weights there are: --finetune, which takes any other change, would not load them."""
+
+GPT_TO_HYBRID = {"num_layers", "hybrid_layer_pattern", "moe_layer_freq"}
+"""Those of them that differ where a GPT's checkpoint becomes a HybridModel of the same modules."""
 
 TRAINING = (
     "hidden_dropout", "attention_dropout", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
@@ -95,6 +100,8 @@ def model_fields(config: "TransformerConfig", args: argparse.Namespace) -> dict[
     fields = {name: value for name, value in _changed(config) if name not in {*HARMLESS, *TRAINING}}
     names = [*ARGUMENTS, *(["max_position_embeddings"] if args.position_embedding_type == "learned_absolute" else [])]
     values = {name: getattr(args, name, None) for name in names}
+    if pattern := values["hybrid_layer_pattern"]:
+        values["hybrid_layer_pattern"] = without_stages(pattern)
     return fields | {name: str(value) for name, value in values.items() if value not in (None, False)}
 
 

@@ -123,7 +123,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "default": EQUAL,
             "metavar": "N,N,…|auto|equal",
             "help": "layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a"
-            " stage that ends at .5 has the attention of its last layer, and the next begins with its MLP; auto:"
+            " stage that ends at .5 has the attention of its last layer, and the next begins with its MLP; of a"
+            " HybridModel its modules; auto:"
             " planned from costs and lengths, in training virtual stages too unless other flags split the layers"
             " (default: equal, as Megatron's checkpoints of one layout need it)",
         },

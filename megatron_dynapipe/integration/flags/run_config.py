@@ -81,6 +81,7 @@ class RunConfig:
         plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
         notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
+        log_interval: iterations between two lines of the log.
         metrics_interval: iterations between two whose numbers are given to Megatron's writers.
         checks_losses: whether a loss that is not finite ends training.
     """
@@ -107,6 +108,7 @@ class RunConfig:
     plans_chunks: bool
     notes: tuple[str, ...]
     report_folder: Path
+    log_interval: int
     metrics_interval: int
     checks_losses: bool
 

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
@@ -19,7 +20,7 @@ def check_trackers(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: a tracker is damaged, or missing beside complete checkpoints, or where
-            `--exit-on-missing-checkpoint` asks for one.
+            `--exit-on-missing-checkpoint` asks for one; or what it names is of a Megatron later than this one.
     """
     emergency = getattr(args, "non_persistent_global_ckpt_dir", None)
     named = [args.load, args.save, args.pretrained_checkpoint, emergency]
@@ -27,7 +28,10 @@ def check_trackers(args: argparse.Namespace) -> None:
     for folder in [*folders, *(folder / "non_persistent" for folder in folders)]:
         tracker = folder / TRACKER
         if os.path.lexists(tracker):
-            _check_readable(tracker)
+            last = _check_readable(tracker)
+            if str(folder) in (args.load, args.pretrained_checkpoint):
+                number = getattr(args, "ckpt_step", None) or last
+                _check_format(folder / (RELEASE if number == RELEASE else f"iter_{int(number):07d}"))
         elif (complete := _complete(folder)) and not (getattr(args, "ckpt_step", None) and str(folder) == args.load):
             last = complete[-1].removeprefix("iter_").lstrip("0") or "0"
             raise ConfigError(
@@ -43,8 +47,8 @@ def check_trackers(args: argparse.Namespace) -> None:
         )
 
 
-def _check_readable(tracker: Path) -> None:
-    """Refuse a tracker that Megatron cannot read: it holds a number, or the word `release`."""
+def _check_readable(tracker: Path) -> str:
+    """What a tracker names: an iteration, or the word `release`; refuses one that Megatron cannot read."""
     hint = f"write the number of the last complete checkpoint in {tracker.parent} into it, or move it away"
     try:
         text = read_bounded(tracker, most_bytes=100).decode().strip()
@@ -53,6 +57,18 @@ def _check_readable(tracker: Path) -> None:
         raise ConfigError(f"cannot read which checkpoint is the last from {tracker}: {reason}", hint=hint) from error
     if text != RELEASE and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"expected an iteration or {RELEASE!r} in {tracker}, found {text!r}", hint=hint)
+    return text
+
+
+def _check_format(checkpoint: Path) -> None:
+    """Refuse in Megatron 0.18 what 0.19 saved: it looks for a file that is no longer written."""
+    is_later = (checkpoint / ".metadata").is_file() and not (checkpoint / "common.pt").is_file()
+    if is_later and found_version().startswith("0.18."):
+        raise ConfigError(
+            f"expected a checkpoint that Megatron {found_version()} can read, found one without common.pt, as Megatron"
+            f" 0.19 and later save them: {checkpoint}",
+            hint="load it with megatron-core 0.19 or later",
+        )
 
 
 def _complete(folder: Path) -> list[str]:

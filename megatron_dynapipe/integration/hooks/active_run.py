@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.runtime import process_groups
 from megatron_dynapipe.units import Shape
 
@@ -52,6 +52,8 @@ class PlannedRun(Protocol):
         """The latest training iteration's plan, for Megatron's log line."""
 
 
+COUNTERS = ("iteration", "consumed_train_samples")
+"""Attributes of Megatron's namespace by which its loop counts."""
 LOSS_NAME = "lm loss"
 """Under which Megatron logs the loss."""
 
@@ -93,10 +95,21 @@ def micro_batch_shape(size: int, length: int) -> tuple[int, int]:
     return _run.shape.size, _run.shape.input_length
 
 
+def counters(args: argparse.Namespace) -> Any:
+    """What holds the `COUNTERS` of Megatron's loop: its namespace, out of which they are to move (#3554).
+
+    Raises:
+        UnsupportedMegatronError: they have moved.
+    """
+    if missing := [name for name in COUNTERS if not hasattr(args, name)]:
+        raise UnsupportedMegatronError(f"expected {' and '.join(missing)} in Megatron's arguments, found none")
+    return args
+
+
 def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
     if _run is not None:
-        args.consumed_train_samples += _run.samples - args.global_batch_size
+        counters(args).consumed_train_samples += _run.samples - args.global_batch_size
 
 
 def flops(count: float) -> float:

@@ -17,15 +17,16 @@ from typing import Any
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
+from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
-from megatron_dynapipe.integration.hooks import gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
 
 
 type Name = tuple[str, str, tuple[str, ...]]
-"""A module, a function in it or a class's method, and those of its parameters that are passed."""
+"""A module or class, a function in it or a class's method, and those of its parameters that are passed."""
 type Call = tuple[str, str, str]
 """A module, a function in it, and what is called in its body."""
 
@@ -44,6 +45,8 @@ NAMES: tuple[Name, ...] = (
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
     (SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
     ("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack", ("submodules", "post_layer_norm", "layer_type_list")),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec", "hybrid_layer_pattern")),
     ("megatron.training.argument_utils", "pretrain_cfg_container_from_args", ()),
     ("megatron.training.arguments", "parse_and_validate_args", ("extra_args_provider", "args_defaults")),
     ("megatron.training.arguments", "validate_args", ("args",)),
@@ -59,8 +62,9 @@ CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
     (TRAINING, "training_log", "print_rank_last"),
+    *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
-"""How Megatron's loop comes to what is replaced."""
+"""How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""
 
 PATCHES: tuple[Call, ...] = (
     ("megatron.training.arguments", "parse_args", "add_arguments"),
@@ -115,10 +119,10 @@ def missing_name(row: Name) -> str:
     """The part of a name that is not there, in words; empty if all is."""
     module, name, parameters = row
     try:
-        function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        function = functools.reduce(getattr, name.split("."), resolve(module))
     except (ImportError, AttributeError):
         return f"no {name} in {module}"
-    accepted = inspect.signature(function).parameters  # type: ignore[arg-type]
+    accepted = inspect.signature(function).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     absent = [parameter for parameter in parameters if parameter not in accepted]
     return f"{name} of {module} takes no {', '.join(absent)}" if absent and not takes_any else ""

@@ -3,13 +3,14 @@
 They are this rank's view; Megatron's writers live on the last rank, which is of the last stage of the last replica.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import DevicePlatform
@@ -36,25 +37,31 @@ def iteration_metrics(item: PlannedIteration, events: Sequence[Event], peak_byte
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
-class MetricsWriter:
-    """Gives every `interval`-th iteration's numbers to Megatron's writers, on the rank that has them."""
+def write_metrics(item: PlannedIteration, events: Sequence[Event], *, platform: DevicePlatform, interval: int) -> None:
+    """Give every `interval`-th iteration's numbers to Megatron's writers, where this rank has them.
 
-    def __init__(self, platform: DevicePlatform, *, interval: int) -> None:
-        self._platform = platform
-        self._interval = interval
+    The iteration has the number by which Megatron calls it (from 1).
+    """
+    iteration = item.entry.iteration + 1
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if iteration % interval or (board is None and wandb is None):
+        return
+    metrics = iteration_metrics(item, events, platform.peak_bytes())
+    if board is not None:
+        for name, value in metrics.items():
+            board.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(metrics, iteration)
 
-    def write(self, item: PlannedIteration, events: Sequence[Event]) -> None:
-        """Write an iteration that has run, under the number by which Megatron calls it (from 1)."""
-        iteration = item.entry.iteration + 1
-        board, wandb = get_tensorboard_writer(), get_wandb_writer()
-        if iteration % self._interval or (board is None and wandb is None):
-            return
-        metrics = iteration_metrics(item, events, self._platform.peak_bytes())
-        if board is not None:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, iteration)
-        if wandb is not None:
-            wandb.log(metrics, iteration)
+
+def write_task_losses(losses: Mapping[str, tuple[float, float]], iteration: int) -> None:
+    """Give Megatron's writers the loss of each task, by (sum, number) of the losses since the last line of the log."""
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    named = {f"{LOSS_NAME} by task/{task}": total / count for task, (total, count) in losses.items()}
+    for name, value in named.items() if board is not None else ():
+        board.add_scalar(name, value, iteration)
+    if wandb is not None and named:
+        wandb.log(named, iteration)
 
 
 def count_flops(item: PlannedIteration, device: torch.device) -> None:

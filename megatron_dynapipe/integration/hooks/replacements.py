@@ -7,12 +7,16 @@ import contextlib
 import functools
 import inspect
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
@@ -94,6 +98,21 @@ def _ending_with_its_rank(get_write_results_queue: Callable[..., Any]) -> Callab
     return results_queue
 
 
+_WRITER = "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller"
+
+
+def _write_until_the_rank_ends(*arguments: Any) -> None:
+    """Run Megatron's own loop, in the process that a fork server starts for it: this module is imported anew there."""
+    threading.Thread(target=_end_with, args=[multiprocessing.parent_process()], daemon=True).start()
+    resolve(_WRITER).async_loop(*arguments)
+
+
+def _end_with(rank: BaseProcess) -> None:
+    """End this process after the one that asked for it: its parent in the kernel's eyes, the server, goes on."""
+    rank.join()
+    os._exit(1)
+
+
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         owner="megatron.core.pipeline_parallel.schedules",
@@ -145,6 +164,13 @@ TABLE: tuple[Replacement, ...] = (
         parameters=("mp_mode",),
         everywhere=True,
         why="starts a process of half a GB that outlives a rank that is killed",
+    ),
+    Replacement(
+        owner=_WRITER,
+        name="async_loop",
+        make=lambda loop: _write_until_the_rank_ends,
+        parameters=("rank", "queue", "preload_q", "comp_q"),
+        why="--use-persistent-ckpt-worker runs it in a process that outlives a rank that is killed",
     ),
 )
 """Everything that is replaced in Megatron while a planned run trains."""

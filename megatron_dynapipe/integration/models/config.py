@@ -45,6 +45,7 @@ class ModelConfig:
         dtype: of parameters.
         gradient_dtype: of the buffer that gradients are added up in.
         dropout: whether anything is dropped.
+        pattern: of a HybridModel's modules, without stages; empty for other models.
         experts: in place of a GPT's feed-forward networks; None for none.
         megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
     """
@@ -74,6 +75,7 @@ class ModelConfig:
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     dropout: bool
+    pattern: str
     experts: Experts | None
     megatron: Callable[[], TransformerConfig]
 

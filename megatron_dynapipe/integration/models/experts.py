@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from megatron_dynapipe.units import ModelFamily
 
 _LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 """The terms, and Megatron's names of them in its log."""
@@ -173,7 +173,9 @@ def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | No
         return
     samples, number = None, 0
     if planned is not None:
-        rows, number = sample_numbers(planned), len(planned.sample_ids)
+        lengths = planned.positions(ModelFamily.GPT)
+        rows = sample_numbers(lengths, planned.shape.size, planned.shape.input_length)
+        number = len(lengths)
         config, group = routers[0].config, routers[0].tp_group
         if config.sequence_parallel:
             rows = np.split(rows, group.size())[group.rank()]
@@ -185,13 +187,16 @@ def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | No
         router.begin(samples, number)
 
 
-def sample_numbers(planned: MicroBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The place of each position's sample in its micro-batch, their number for padding: int64[s, b]."""
-    lengths = planned.positions(ModelFamily.GPT)
-    size, positions, _ = planned.shape
-    if planned.layout is BatchLayout.PACKED:
-        numbers = np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))
-        return numbers[:, None]
+def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The place of each position's sample in its micro-batch, their number for padding: int64[s, b].
+
+    Args:
+        lengths: positions of every sample.
+        size: rows, b; one holds all samples, one after another.
+        positions: of a row, s.
+    """
+    if size == 1:
+        return np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))[:, None]
     rows = np.array((*lengths, *[0] * (size - len(lengths))))
     return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_dynapipe.integration.models.experts import PlannedRouter
+from megatron_dynapipe.integration.models.hybrid import DECODER_ONLY, final_norm
 
 _MARK = "dynapipe_row_gather"
 
@@ -65,19 +65,19 @@ def row_gather(models: Sequence[nn.Module]) -> RowGather:
         return known
     gather = models[0].__dict__[_MARK] = RowGather()
     for chunk in unwrap_model(list(models)):
-        if isinstance(chunk, GPTModel) and chunk.post_process:
+        if isinstance(chunk, DECODER_ONLY) and chunk.post_process:
             _install(chunk, gather)
     return gather
 
 
-def _install(model: GPTModel, gather: RowGather) -> None:
+def _install(model: Any, gather: RowGather) -> None:
     if model.config.sequence_parallel and model.config.tensor_model_parallel_size > 1:
         gather.shards = parallel_state.get_tensor_model_parallel_group()
     last = model.decoder.layers[-1] if len(model.decoder.layers) else None
     if last is not None and not isinstance(last.mlp, IdentityOp) and not _counts_all_positions(last.mlp):
         last.cross_attn_bda = gather
     else:
-        norm = model.decoder.final_layernorm
+        norm = final_norm(model)
         (model.output_layer if norm is None else norm).register_forward_pre_hook(gather.before)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroups, group_segments
 
@@ -150,7 +150,7 @@ def rotate_by_sample(models: Sequence[nn.Module]) -> None:
     """
     for model in models:
         for module in model.modules():
-            if isinstance(module, TransformerBlock):
+            if isinstance(module, STACKS):
                 module.register_forward_pre_hook(_pick_rotations, with_kwargs=True)
             elif type(module) is RotaryEmbedding:
                 vars(module)["forward"] = partial(_of_power_of_two, module.forward)

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,10 +22,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost.pattern import with_stages
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, hybrid_stack, local_layer, with_halves
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -77,7 +79,7 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     ) -> GPTModel:
         config = model.transformer_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        norm = TENorm if model.transformer_engine else _norm(model)
+        norm = _final_norm(model)
         layers, stage = gpt_layers(model, config), groups.pp.rank()
         if layout is not None:
             held = layout.virtual_stage_layers[stage + (vp_stage or 0) * layout.stages]
@@ -89,26 +91,61 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
         model_part = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
-            vocab_size=model.vocabulary,
-            max_sequence_length=model.max_positions,
+            rope_scaling=model.rope_scaling is not None,
             pre_process=pre_process,
             post_process=post_process,
-            fp16_lm_cross_entropy=model.fp16_cross_entropy,
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.tied,
-            position_embedding_type=model.positions.kind,
-            rotary_percent=model.positions.rotary_percent,
-            rotary_base=model.positions.rotary_base,
-            rope_scaling=model.rope_scaling is not None,
-            seq_len_interpolation_factor=model.positions.rotary_interpolation,
             pg_collection=groups,
             vp_stage=vp_stage,
+            **_outside_layers(model),
             **scaling,
         )
         mark_sinks(model_part)
         return model_part
 
     return provide
+
+
+def hybrid_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
+    """A provider of Megatron's HybridModel, of the layers that a GPT has; as `gpt_provider`."""
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> HybridModel:
+        config = model.transformer_config(config)
+        sparse = with_planned_experts(_layer(model, config)) if model.experts is not None else None
+        model_part = HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack(_layer(model), sparse, _final_norm(model)),
+            hybrid_layer_pattern=with_stages(model.pattern, layout.layers_per_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            vp_stage=vp_stage,
+            **_outside_layers(model),
+        )
+        mark_sinks(model_part)
+        return model_part
+
+    return provide
+
+
+def _outside_layers(model: ModelConfig) -> dict[str, Any]:
+    """The keyword arguments that both of Megatron's models take of what is outside layers."""
+    return {
+        "vocab_size": model.vocabulary,
+        "max_sequence_length": model.max_positions,
+        "fp16_lm_cross_entropy": model.fp16_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": model.tied,
+        "position_embedding_type": model.positions.kind,
+        "rotary_percent": model.positions.rotary_percent,
+        "rotary_base": model.positions.rotary_base,
+        "seq_len_interpolation_factor": model.positions.rotary_interpolation,
+    }
 
 
 def mark_sinks(model: nn.Module) -> None:
@@ -145,6 +182,10 @@ def _layer(model: ModelConfig, of_experts: TransformerConfig | None = None) -> M
         moe_grouped_gemm=grouped,
     )
     return local_layer(layer, _norm(model), model.attention)
+
+
+def _final_norm(model: ModelConfig) -> Any:
+    return TENorm if model.transformer_engine else _norm(model)
 
 
 def _norm(model: ModelConfig) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,6 +19,7 @@ from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
+from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
 from megatron_dynapipe.integration.models.norms import local_norm
 
 HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
@@ -149,15 +151,31 @@ def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
     """
     built = list(layers)
     if parts.mlp:
-        built[0] = _without(built[0], ATTENTION)
+        built[0] = without(built[0], ATTENTION)
     if parts.attention:
-        built[-1] = _without(built[-1], MLP)
+        built[-1] = without(built[-1], MLP)
     return built
 
 
-def _without(layer: ModuleSpec, modules: Mapping[str, type]) -> ModuleSpec:
+def without(layer: ModuleSpec, modules: Mapping[str, Any]) -> ModuleSpec:
+    """The layer with these in place of its own modules."""
     parts: Any = layer.submodules
     return replace(layer, submodules=replace(parts, **modules))
+
+
+def hybrid_stack(dense: ModuleSpec, sparse: ModuleSpec | None, norm: Any) -> ModuleSpec:
+    """The modules of a HybridModel, from a GPT's layers.
+
+    Args:
+        dense: a layer of attention and MLP.
+        sparse: one with experts; None for a model without.
+        norm: the class of the final norm.
+    """
+    layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
+    if sparse is not None:
+        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
+        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
+    return ModuleSpec(module=PlannedHybridStack, params={"norm": norm}, submodules=HybridStackSubmodules(**layers))
 
 
 def packing_obstacle(models: Sequence[nn.Module]) -> str:

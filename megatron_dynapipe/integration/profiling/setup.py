@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.config import without_flags
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
@@ -149,6 +151,8 @@ def _parse(
 ) -> argparse.Namespace:
     def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
         checks.check_model(args, family)
+        if args.hybrid_layer_pattern is not None:
+            args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
         checks.settle_kernels(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas
@@ -156,7 +160,7 @@ def _parse(
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    words = [*_without_layouts(command_line.expanded(flags)), *layout]
+    words = [*without_flags(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
     before = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments
@@ -165,17 +169,6 @@ def _parse(
         sys.argv[1:] = before
     command_line.pad_vocabulary(args, args.vocab_size)
     return args
-
-
-def _without_layouts(arguments: Sequence[str]) -> list[str]:
-    """A command line without `_OTHER_LAYOUTS` and their values."""
-    left, is_dropped = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            is_dropped = argument.partition("=")[0] in _OTHER_LAYOUTS
-        if not is_dropped:
-            left.append(argument)
-    return left
 
 
 def _vocabulary(args: argparse.Namespace) -> int:

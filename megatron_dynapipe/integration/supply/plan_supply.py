@@ -94,7 +94,7 @@ class PlanSupply:
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
         folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
-        by_task = split.evaluation is not None and required.labels and len(meta.tasks) > 1
+        by_task = required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
             Collator(

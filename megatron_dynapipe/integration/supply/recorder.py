@@ -9,11 +9,11 @@ import msgspec
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.integration.hooks.metrics import MetricsWriter
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
+    EvaluationRecord,
     IterationRecord,
     MemoryRecord,
     Record,
@@ -47,7 +47,7 @@ class Recorder:
         collect: takes every rank's records to rank 0, where it returns them by rank; nodes may share no folder.
         rank: of this process.
         tensor_rank: its tensor-parallel rank; one rank of a stage speaks for it.
-        metrics: takes what Megatron's writers are given.
+        write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
         of_limits: says how near an iteration came to what no plan can beat; called at the end, on rank 0.
@@ -61,7 +61,7 @@ class Recorder:
         *,
         rank: int,
         tensor_rank: int = 0,
-        metrics: MetricsWriter,
+        write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
         of_limits: Callable[[IterationRecord], str] = lambda _: "",
@@ -70,7 +70,7 @@ class Recorder:
         self._rank, self._tensor_rank = rank, tensor_rank
         self._run = run
         self._collect = collect
-        self._metrics = metrics
+        self._write_metrics = write_metrics
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all, self._of_limits = reserves_all, of_limits
@@ -81,6 +81,7 @@ class Recorder:
         self._end_ns: int | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
+        self._task_losses: Callable[[], Mapping[str, tuple[float, float]]] | None = None
         self._file = RecordFile(folder / f"rank-{rank}.jsonl")
         self._has_warned = False
         if rank == 0:
@@ -97,6 +98,11 @@ class Recorder:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
         if self._tensor_rank == 0:
             self._evaluations.add(split, losses)
+
+    def add_task_losses(self, read: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        """Keep the losses of tasks since the last line of the log, which are read one iteration late; by name."""
+        if self._tensor_rank == 0:
+            self._task_losses = read
 
     def report(self) -> str | None:
         """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
@@ -133,6 +139,9 @@ class Recorder:
         self._flush_iteration(last=last)
         with self._never_failing("record an evaluation"):
             done = 0 if self._last_iteration is None else self._last_iteration + 1
+            read, self._task_losses = self._task_losses, None
+            if read is not None and (losses := read()):
+                self._file.add_evaluation(EvaluationRecord(iteration=done, split="train", losses=dict(losses)))
             for record in self._evaluations.take(done):
                 self._file.add_evaluation(record)
 
@@ -155,7 +164,7 @@ class Recorder:
         last: bool,
     ) -> None:
         self._say_retries(memory)
-        self._metrics.write(item, events)
+        self._write_metrics(item, events)
         if self._tensor_rank != 0:
             return
         records: list[IterationRecord | StageRecord] = []

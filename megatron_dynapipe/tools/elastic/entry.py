@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dynapipe.config import early_flags
+from megatron_dynapipe.cost.pattern import without_stages
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
@@ -80,6 +81,8 @@ def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[ar
     if not args.dynapipe_elastic:
         return
     make_resumable(args)
+    if args.hybrid_layer_pattern is not None:
+        args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
     layout = agreed_layout(
         lambda ranks: _choose(args, family, known, ranks), timeout_s=args.dynapipe_timeout_s, describe=_description
     )

@@ -84,6 +84,8 @@ def _columns(spec: TaskSpec, columns: Mapping[str, str], kind: Any) -> Reader:
 def _checked_name(task: str) -> str:
     if not task.strip():
         raise RowError("expected the name of a task, got an empty one")
+    if not task.isprintable():
+        raise RowError(f"expected a task's name of printable characters, got {task!a:.40}")
     return task
 
 
@@ -105,8 +107,6 @@ def _templated(spec: TaskSpec, input_template: str, target_template: str) -> Rea
         task = spec.name if spec.task_column is None else row.get(spec.task_column)
         if not isinstance(task, str):
             raise RowError(f"expected text in the column {spec.task_column}, got {task!r:.40} (it has {_names(row)})")
-        if not task.isprintable():
-            raise RowError(f"expected a task's name of printable characters, got {task!a:.40}")
         try:
             texts = templates[0].render(row), templates[1].render(row)
         except jinja2.UndefinedError as error:

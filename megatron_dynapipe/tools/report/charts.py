@@ -115,7 +115,7 @@ def _loss(run: Run) -> Chart:
 
 
 def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]]) -> Chart:
-    """The losses of a split that was evaluated: few tasks as lines, all tasks as a table."""
+    """The losses of a split by task: few tasks as lines, all tasks as a table."""
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
     tasks = {name.removeprefix(f"{whole} "): line for name, line in losses.items() if name != whole and line}
@@ -132,7 +132,8 @@ def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]])
     for name, values in [("all tasks", losses[whole]), *ranked]:
         sizes = [f"{of[name]:,}" if of.get(name) else "" for of in (samples, counted)]
         table.append([name, *sizes, *(f"{values[at]:.4f}" if at in values else "" for at in columns)])
-    title, layout = f"Evaluation: {split}", _by_iteration("loss")
+    title = "Training by task" if split == "train" else f"Evaluation: {split}"
+    layout = _by_iteration("loss")
     return Chart(name=f"loss-{split}", title=title, note=note, traces=lines, table=table, layout=layout)
 
 

@@ -147,12 +147,7 @@ class DynamicRun:
 
 
 def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> DynamicRun:
-    """The fastest over sizes of rows and recompute modes.
-
-    Args:
-        planner: of a model without virtual stages.
-        samples: of the batch.
-        row_sizes: most positions of a row on one rank, to choose from.
+    """The fastest run over recompute modes and sizes of rows, which are the most positions of a row on one rank.
 
     Raises:
         PlanningError: there are virtual stages, for which its micro-batches are divided further, or a long sample has

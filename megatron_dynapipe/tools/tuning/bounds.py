@@ -193,7 +193,7 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     *modules, head = (total[kind] for kind in settings.layout.modules)
     counted = float(np.mean([work.counted for work in works]))
     modules[-1], head = modules[-1] * counted, head * counted
-    layers = np.array(modules).reshape(-1, 2).sum(axis=1)
+    layers = np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1)
     layers[-1] += head
     stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
     count = len(layers)

@@ -85,11 +85,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_segments(cls, costs: SegmentCosts, length: int | None = None) -> "LayerProfile":
-        """The segments that `profile_module` measured, at one length of the samples.
-
-        Args:
-            costs: measured.
-            length: one that was measured; the largest by default.
+        """The segments that `profile_module` measured, at one length of the samples, by default the largest.
 
         Raises:
             ConfigError: the length was not measured, or not with every size.
@@ -158,11 +154,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 def read_graph_profile(path: Path, batch_size: int) -> LayerProfile:
-    """A profile file as a chain.
-
-    Args:
-        path: of the text file.
-        batch_size: samples of the micro-batch that was measured; the file does not say.
+    """A profile file as a chain; it does not say how many samples the measured micro-batch had.
 
     Raises:
         CostModelError: it is missing, or a line is not of the form, names a node that is not there, or closes a cycle.

@@ -84,19 +84,7 @@ def train_best(
 ) -> Tuning:
     """Train the best layouts for a few iterations on this machine's devices, and rank them by measured time.
 
-    Args:
-        tuning: whose best layouts are trained.
-        count: how many.
-        script: as `training_command`.
-        flags: as `training_command`; every layout's run file is added.
-        iterations: that each run trains.
-        rounds: times that each is run.
-        deadline_s: of one run.
-        said: called with a line after every run.
-        cost_model: as `layout_file`.
-
-    Returns:
-        The tuning as `with_measured`.
+    A run has the flags given and its layout's run file, so many iterations, and a deadline; each is run `rounds` times.
     """
     best = [layout for layout in tuning.layouts[:count] if layout.predicted_ms is not None]
     with tempfile.TemporaryDirectory() as folder:
@@ -114,13 +102,7 @@ def train_best(
 
 
 def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: Path | None) -> str:
-    """A layout's flags as the text of a run file, one more `--dynapipe-config`.
-
-    Args:
-        layout: that was planned.
-        settings: the planner's for it.
-        cost_model: the file whose costs it was tuned with; None leaves the flag out.
-    """
+    """The flags of a layout, and the file of its costs unless None, as a run file: one more `--dynapipe-config`."""
     flags = layout_flags(layout, settings)
     if cost_model is not None:
         flags["dynapipe-cost-model"] = str(cost_model)

@@ -38,6 +38,7 @@ class Layout:
     hidden: int = HIDDEN  # channels of all heads
     depth: int = 4  # layers in all; half of a T5's are the encoder's
     split: tuple[float, ...] | None = None  # layers per virtual stage
+    pattern: str = ""  # of a HybridModel, whose modules are its layers
     recompute: tuple[str, ...] = ("none",)  # given to the micro-batches in turn
     modules: tuple[str, ...] = ("core_attn",)  # of selective recomputation
     dtype: str = "fp32"
@@ -75,7 +76,7 @@ class Layout:
     @property
     def model(self) -> "Layout":
         """The same model and samples on one rank: what the layout's reference trains."""
-        kept = ("family", "positions", "tied", "hidden", "depth", "samples", "targets")
+        kept = ("family", "positions", "tied", "hidden", "depth", "pattern", "samples", "targets")
         return Layout(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in kept})
 
 
@@ -153,6 +154,8 @@ def named(row: str) -> Layout:
             case "layers":
                 split = tuple(float(each) if "." in each else int(each) for each in number.split("+"))
                 given |= {"split": split, "depth": int(sum(split))}
+            case "pattern":
+                given |= {"pattern": number, "depth": len(number)}
             case "depth" | "hidden":
                 given[what] = int(number)
             case "overhead":

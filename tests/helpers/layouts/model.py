@@ -4,28 +4,38 @@ Weights are drawn from their names and places in the whole model, so that every 
 """
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.integration.flags.layer_split import megatron_layout
+from megatron_dynapipe.cost.pattern import megatron_layout, with_stages
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention, TENorm, engine_layer, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import (
+    CoreAttention,
+    TENorm,
+    engine_layer,
+    hybrid_stack,
+    local_layer,
+    with_halves,
+)
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
+from megatron_dynapipe.tools.certify.parameters import entries
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model
@@ -35,7 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def config(layout: Layout) -> TransformerConfig:
     encoder, _ = layout.layers
-    uneven, is_gpt = layout.split is not None, layout.kind is ModelFamily.GPT
+    uneven = layout.split is not None
+    gpt_split = uneven and layout.kind is ModelFamily.GPT and not layout.pattern
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
@@ -48,7 +59,8 @@ def config(layout: Layout) -> TransformerConfig:
         sequence_parallel=layout.sequence,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved and layout.chunks > 1 else None,
-        pipeline_model_parallel_layout=megatron_layout(layout.split) if layout.split and is_gpt else None,
+        pipeline_model_parallel_layout=megatron_layout(layout.split) if gpt_split else None,
+        is_hybrid_model=bool(layout.pattern),
         pipeline_dtype=DTYPES[layout.dtype],
         params_dtype=DTYPES[layout.dtype],
         fp16=layout.dtype == "fp16",
@@ -101,9 +113,8 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
                 ),
             )
         else:
-            model = GPTModel(
+            model = decoder_only(layout, model_config, chunk)(
                 config=model_config,
-                transformer_layer_spec=gpt_layers(layout, model_config, chunk),
                 vocab_size=VOCABULARY,
                 max_sequence_length=MAX_LENGTH,
                 pre_process=stage == 0 and chunk == 0,
@@ -119,36 +130,33 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
     return chunks
 
 
-def gpt_layers(layout: Layout, model_config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Those of a chunk of this rank, as the entry script's provider makes them."""
+def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) -> Callable[..., torch.nn.Module]:
+    """Megatron's GPTModel or HybridModel, with the layers of a chunk as the entry script's providers make them."""
     norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
     layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
     if layout.engine:
         norm = TENorm
         layer = engine_layer(get_gpt_layer_with_transformer_engine_spec(), CoreAttention(layout.attention))
+    if layout.pattern:
+        virtual = layout.stages * layout.chunks
+        split = layout.split or (layout.depth // virtual,) * virtual
+        pattern = with_stages(layout.pattern, split)
+        return partial(HybridModel, hybrid_stack_spec=hybrid_stack(layer, None, norm), hybrid_layer_pattern=pattern)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if layout.split is not None:
         pipeline = PipelineLayout(
             family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
         )
         held = pipeline.virtual_stage_layers[chunk * layout.stages + stage]
-        return TransformerBlockSubmodules(with_halves([layer] * len(held.encoder), held.encoder_parts), layer_norm=norm)
-    number = get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
-    return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
+        layers = with_halves([layer] * len(held.encoder), held.encoder_parts)
+    else:
+        layers = [layer] * get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
+    return partial(GPTModel, transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm))
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    for entry, parameter in entries(model):
+    for entry in entries(model):
         generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
         whole = torch.randn(entry.global_shape, generator=generator) * 0.2
         whole += "norm" in entry.key and "weight" in entry.key
-        parameter.data.copy_(whole[entry.global_slice()])
-
-
-def entries(model: torch.nn.Module) -> list[tuple[ShardedTensor, torch.nn.Parameter]]:
-    """A chunk's parameters with their names and places in the whole model; copies of a tied weight share them."""
-    parameters = dict(model.named_parameters())
-    found = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    pairs = [(e, parameters[n]) for n, e in found.items() if isinstance(e, ShardedTensor) and n in parameters]
-    assert len(pairs) == len(parameters)
-    return pairs
+        entry.data.detach().copy_(whole[entry.global_slice()])

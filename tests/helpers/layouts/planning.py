@@ -3,6 +3,7 @@
 import msgspec
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
+from megatron_dynapipe.cost.pattern import kinds_of_pattern
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.planning.planner import Planner
@@ -54,6 +55,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         pipeline_parallel=layout.stages,
         chunks=layout.chunks,
         layers_per_stage=layout.split,
+        pattern=kinds_of_pattern(layout.pattern) if layout.pattern else (),
         memory_limit_bytes=10**9,
         recompute=(Recompute.NONE,),
         element_bytes=4,

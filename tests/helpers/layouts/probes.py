@@ -1,8 +1,11 @@
 """What tests ask of a trainer besides training: replays, overflows, evaluation, refusals, what stays in memory."""
 
+import contextlib
 import gc
+import sys
 import tracemalloc
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -15,9 +18,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, _longest, global_batch
 from megatron_dynapipe.units import BatchLayout, Recompute
-from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.planning import planner
 from tests.helpers.layouts.trainer import Trainer
@@ -250,3 +253,27 @@ def held_graphs(layout: Layout) -> int:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     return sum(tensor.grad_fn is not None for tensor in tensors)
+
+
+def spans(layout: Layout) -> tuple[list[str], list[tuple[str, str, dict[str, int]]]]:
+    """Of a step with nemo-lens: the span in which each pass of a layer runs, and all spans that begin."""
+    begun: list[tuple[str, str, dict[str, int]]] = []
+    opened, ran = ["none"], list[str]()
+
+    @contextlib.contextmanager
+    def managed_span(group: str, name: str, **attributes: int) -> Iterator[None]:
+        begun.append((group, name, attributes))
+        opened.append(name)
+        yield
+        opened.pop()
+
+    names = ("nemo", "nemo.lens", "nemo.lens.helpers")
+    modules = {name: types.ModuleType(name) for name in names}
+    vars(modules[names[-1]])["managed_span"] = managed_span
+    trainer = Trainer(layout)
+    layer = next(module for module in trainer.chunks[0].modules() if isinstance(module, MLP))
+    layer.register_forward_hook(lambda *_: ran.append(opened[-1]))
+    layer.register_full_backward_hook(lambda *_: ran.append(opened[-1]))
+    with mock.patch.dict(sys.modules, modules):
+        trainer.pipeline.step(trainer.batch)
+    return ran, begun

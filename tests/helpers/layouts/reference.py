@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
+from megatron_dynapipe.tools.certify.parameters import parts_of
+from megatron_dynapipe.tools.certify.reference import position_losses
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import Layout, samples
-from tests.helpers.layouts.model import build, entries, start, t5_split
+from tests.helpers.layouts.model import build, start, t5_split
 
 BOS, EOS = 1, 2
 """What collation adds to a target."""
@@ -28,7 +29,7 @@ def train_one_by_one(layout: Layout, *, steps: int = 5) -> dict[str, object]:
         for parameter in model.parameters():
             parameter.grad /= tokens
         if not first:
-            first = [(e.key, list(e.global_offset), list(e.global_shape), p.grad.clone()) for e, p in entries(model)]
+            first = parts_of([model], lambda parameter: parameter.grad)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         losses.append(loss / tokens)
@@ -39,7 +40,7 @@ def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
     total, tokens = 0.0, 0
     for parts in samples(layout):
         given, wanted = (torch.tensor(part, dtype=torch.int64)[None] for part in parts)
-        losses = (t5_losses if layout.kind is ModelFamily.T5 else gpt_losses)(model, given, wanted)
+        losses = sample_losses(model, given, wanted, layout.kind)
         if layout.targets:
             losses = losses[:, losses.size(1) - wanted.size(1) :]
         losses.sum().backward()
@@ -47,26 +48,9 @@ def _backward_all(model: torch.nn.Module, layout: Layout) -> tuple[float, int]:
     return total, tokens
 
 
-def t5_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    start_token, end = torch.tensor([[BOS]]), torch.tensor([[EOS]])
-    decoder, labels = torch.cat([start_token, wanted], 1), torch.cat([wanted, end], 1)
-    s, t = given.size(1), decoder.size(1)
-    model.set_input_tensor([None])
-    return model(
-        T5StageInputs(
-            tokens=given,
-            decoder_tokens=decoder,
-            encoder_mask=torch.zeros(1, 1, s, s, dtype=torch.bool),
-            decoder_mask=torch.ones(t, t, dtype=torch.bool).triu(1)[None, None],
-            cross_mask=torch.zeros(1, 1, t, s, dtype=torch.bool),
-            labels=labels,
-        )
-    )
-
-
-def gpt_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def sample_losses(model: torch.nn.Module, given: torch.Tensor, wanted: torch.Tensor, kind: ModelFamily) -> torch.Tensor:
+    if kind is ModelFamily.T5:
+        start_token, end = torch.tensor([[BOS]]), torch.tensor([[EOS]])
+        return position_losses(model, torch.cat([start_token, wanted], 1), torch.cat([wanted, end], 1), given)
     sequence = torch.cat([given, wanted], 1)
-    tokens, labels = sequence[:, :-1], sequence[:, 1:]
-    length = tokens.size(1)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    return model(tokens, torch.arange(length)[None], mask, labels=labels)
+    return position_losses(model, sequence[:, :-1], sequence[:, 1:])

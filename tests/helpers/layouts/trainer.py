@@ -10,11 +10,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import chains
+from megatron_dynapipe.tools.certify.parameters import parts_of
+from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.units import BatchLayout
-from tests.helpers.layouts.compare import Part
 from tests.helpers.layouts.layout import Layout, samples
-from tests.helpers.layouts.model import DTYPES, build, entries, start, t5_split
+from tests.helpers.layouts.model import DTYPES, build, start, t5_split
 from tests.helpers.layouts.planning import planner
 from tests.helpers.layouts.reference import BOS, EOS
 
@@ -78,12 +79,7 @@ class Trainer:
         return self._parts(lambda parameter: parameter.detach().clone())
 
     def _parts(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Part]:
-        inner = [m.module.module if self.layout.dtype != "fp32" else m.module for m in self.models]
-        return [
-            (entry.key, list(entry.global_offset), list(entry.global_shape), of(parameter).cpu())
-            for model in inner
-            for entry, parameter in entries(model)
-        ]
+        return parts_of([m.module.module if self.layout.dtype != "fp32" else m.module for m in self.models], of)
 
 
 def train(layout: Layout, *, steps: int = 5, **where: str) -> dict[str, object]:

@@ -153,6 +153,7 @@ def test_a_local_checkpoint_resumes_in_its_own_layout_alone(checkpoints: Path) -
     (local / "iter_0000005_0_local.pt").touch()
     records.update()
     assert resume(checkpoints, saved, local_folder=local) is None
+    assert split_to_keep(config(checkpoints, local_folder=local, one_layout=True), 4, 2) == (2.5, 1.5)
     with pytest.raises(ConfigError, match=r"local checkpoint .*local/0.*layers_per_stage null \(was \[2.5,1.5\]\)"):
         resume(checkpoints, RECORD, local_folder=local)
     assert resume(checkpoints, RECORD) is None and resume(checkpoints, RECORD, local_folder=local, step=6) is None

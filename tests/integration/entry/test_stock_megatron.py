@@ -5,10 +5,12 @@ and the initial weights (a checkpoint's) are the same; micro-batches are the pla
 the other.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe.cli import main
 from tests.helpers import entry_scripts
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -96,3 +98,28 @@ def test_a_run_goes_on_with_dynapipe_switched(optimizer, ours, on_first, start, 
         train_stock(data, saving, 2)
         rest = train_planned(data, f"{loading} {ours}", 2, tmp_path / "report")[-1]["losses"]
     assert rest == pytest.approx({iteration: whole[iteration] for iteration in "456"}, rel=1e-5)
+
+
+def test_stock_megatron_trains_the_stages_that_plan_exports(data, tmp_path, capsys):
+    """A split that divides layers, for a pattern; and its best split of whole layers, for a layout."""
+    words = f"plan --data {data} --global-batch-size 16 --limit 1 --cost-model analytic --model gpt --layers 4"
+    words += " --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --vocab-size 512 --pipeline-parallel 2"
+    words += " --device-memory-mb 4000 --layer-split 2.5,1.5 --search-evaluations 0 --export megatron --json"
+    assert main.main(words.split()) == 0
+    flags = json.loads(capsys.readouterr().out)["export"]["flags"]
+    assert run_ranks(read_by_megatron, 1, {"flags": flags}) == [([5, 3], 4)]
+    del flags["--hybrid-layer-pattern"]
+    ran = train_stock(data, " ".join(word for flag in flags.items() for word in flag) + " --train-iters 2", 2)
+    assert list(ran[-1]["losses"]) == ["1", "2"]
+
+
+def read_by_megatron(rank: int, world_size: int, flags: dict[str, str]) -> tuple[list[int], int]:
+    """Modules of every segment and layers of the layout, by Megatron's own parsers."""
+    from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern, validate_segment_layers
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    pattern = parse_hybrid_pattern(flags["--hybrid-layer-pattern"]).main_pattern
+    layout = PipelineParallelLayerLayout.parse_str_to_list(flags["--pipeline-model-parallel-layout"])
+    layers = sum(kind is LayerType.decoder for stage in layout for kind in stage)
+    return [len(validate_segment_layers(segment)) for segment in pattern.split("|")], layers

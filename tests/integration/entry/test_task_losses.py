@@ -1,4 +1,4 @@
-"""Evaluations by task through an entry script: in Megatron's log, in TensorBoard, in the records and their report."""
+"""Losses by task through an entry script: in Megatron's log, in TensorBoard, in the records and their report."""
 
 import contextlib
 import io
@@ -28,9 +28,11 @@ def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> di
     """On one rank: what the script says, and what it writes to TensorBoard."""
     from megatron.training import training
 
+    from megatron_dynapipe.integration.hooks import metrics
+
     board, output = Board(), io.StringIO()
     if rank == world_size - 1:
-        training.get_tensorboard_writer = lambda: board
+        training.get_tensorboard_writer = metrics.get_tensorboard_writer = lambda: board
     with contextlib.redirect_stdout(output):
         status = run_script(script, [*argv, "--tensorboard-dir", "unused"])
     return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars}
@@ -47,14 +49,22 @@ def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> di
 def test_losses_by_task_are_logged_drawn_and_reported(
     family: str, flags: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags += " --train-iters 4 --eval-interval 2 --full-validation"
+    flags += " --train-iters 4 --log-interval 2 --eval-interval 2 --full-validation"
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=tmp_path)}
     runs = run_ranks(evaluated, 2, arguments, deadline_s=150)
     assert [run["status"] for run in runs] == [0, 0]
     log, scalars = runs[-1]["stdout"], runs[-1]["scalars"]
     names = ["lm loss", *(f"lm loss {task}" for task in TASKS)]
     evaluations = read_run(tmp_path).evaluations
-    assert {split: list(losses) for split, losses in evaluations.items()} == {"valid": names, "test": names}
+    assert {split: sorted(losses) for split, losses in evaluations.items()} == dict.fromkeys(
+        ("train", "valid", "test"), names
+    )
+    logged = dict(re.findall(r"iteration +(\d+)/.*\n loss by task \|(.*)", log))
+    assert list(logged) == ["2", "4"], "two iterations to a line"
+    for at, line in logged.items():
+        for task, loss in re.findall(r" ([a-z ]+): (\S+) \|", line):
+            assert evaluations["train"][f"lm loss {task}"][int(at)] == pytest.approx(float(loss), rel=1e-5)
+            assert scalars[at][f"lm loss by task/{task}"] == pytest.approx(float(loss), rel=1e-5)
     for name in names:
         early, late, again, test = (float(each) for each in re.findall(rf"{name} value: (\S+)", log))
         recorded = evaluations["valid"][name]
@@ -68,7 +78,7 @@ def test_losses_by_task_are_logged_drawn_and_reported(
     assert "valid loss after iteration 4: " in said and "test loss after iteration 4: " in said
     assert all(f"{task} {evaluations['test'][f'lm loss {task}'][4]:.4f}" in said for task in TASKS)
     page = (tmp_path / "report.html").read_text()
-    assert "Evaluation: valid" in page and json.dumps("another") in page
+    assert "Evaluation: valid" in page and "Training by task" in page and json.dumps("another") in page
 
 
 @pytest.mark.slow

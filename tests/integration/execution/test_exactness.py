@@ -109,6 +109,17 @@ TARGETS = (
     "gpt 2x2x1, losses of targets, sequence parallel, every second divided, Transformer Engine's layers",
     "gpt 1x1x4, losses of targets, overlapped, divided",
 )
+PATTERNS = (
+    "gpt 1x2x1, pattern *-*--*, layers 3+3, every second divided, recompute mixed *",
+    "gpt 1x2x1, pattern *-*-*-*-, two chunks, layers 3+1+2+2, rotary positions, rows mixed *",
+    "gpt 1x2x1, pattern *-*-, layers 1+3, slices of 16, recompute mixed",
+    "gpt 1x1x1, pattern *-*-, recompute mixed, also of MLPs",
+    "gpt 2x2x1, pattern **--*-, sequence parallel, untied, recompute mixed, packed",
+    "gpt 1x2x2, pattern -*-*, layers 2+2, Megatron's attention, overlapped, distributed optimizer",
+    "gpt 1x3x1, pattern *-*-*, layers 2+1+2, full, divided",
+    "gpt 1x2x2, pattern *-*-, layers 3+1, losses of targets, overlapped, every second divided",
+    "gpt 1x2x1, pattern *-*, layers 1+2, losses of targets, slices of 16, full",
+)
 HALF = (
     "gpt 1x2x1, divided, fp16",
     "gpt 1x2x1, every second divided, bf16",
@@ -128,7 +139,7 @@ HALF = (
 )
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED + TARGETS))
+@pytest.mark.parametrize("layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED + TARGETS + PATTERNS))
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)
     results = on_ranks("trainer.train", layout)

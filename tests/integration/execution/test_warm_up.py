@@ -5,9 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
+from torch.nn.attention import flex_attention as flex
 
+from megatron_dynapipe.integration.execution.warm_up import ROWS
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout, on_ranks, table
+from tests.integration.models.packed_ranks import row_of
 
 LAYOUTS = ("gpt 1x2x2, two chunks, overlapped", "t5 1x2x1, dropout *", "t5 2x2x1, sequence parallel, bf16")
 
@@ -34,12 +37,6 @@ def test_no_group_is_first_used_inside_a_list(layout):
 def test_rows_with_biases_are_compiled_in_the_warm_up_alone():
     """Rows of a block or less too: they are padded to more than one, whose number would be compiled in."""
     import importlib
-
-    import torch
-    from torch.nn.attention import flex_attention as flex
-
-    from megatron_dynapipe.integration.execution.warm_up import ROWS
-    from tests.integration.models.packed_ranks import row_of
 
     relative = importlib.import_module("megatron_dynapipe.integration.models.relative_attention")
     torch._dynamo.reset()

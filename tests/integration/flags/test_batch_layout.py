@@ -56,10 +56,7 @@ IMPOSSIBLE = {
     "Transformer Engine in fp32": (ENGINE | {"bf16": False}, "is for fp16 and bf16"),
 }
 SLOW = {
-    "unfused rotary positions": (
-        ENGINE | {"position_embedding_type": "rope", "apply_rope_fusion": False},
-        "read offsets on the host in every layer",
-    ),
+    "unfused rotary positions": (ENGINE | {"apply_rope_fusion": False}, "read offsets on the host in every layer"),
     "Transformer Engine": (ENGINE, "has not been run yet; --dynapipe-layout packed takes it"),
     "fp32": ({"bf16": False}, "is for fp16 and bf16"),
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),

@@ -103,6 +103,7 @@ REFUSED = {
     "--dynapipe-limit-rc-type some": "--dynapipe-limit-rc-type: expected some of none,selective,full, got 'some'",
     "--dynapipe-scatter-gather on": "there are no tensor-parallel ranks to divide messages over",
     "--dynapipe-cost-model /nowhere.json": "/nowhere.json",
+    "--dynapipe-data /nope": "a dataset folder at /nope, found none\nhint: `megatron-dynapipe data prepare` makes one",
     "--dynapipe-cluster /nowhere.yaml": "cluster file /nowhere.yaml does not exist",
     "--dynapipe-store-url-file /nowhere": "cannot read the plan store's URL from /nowhere",
     "--cuda-graph-impl local": "--cuda-graph-impl cannot be used with DynaPipe: a graph is captured for one shape",
@@ -196,11 +197,8 @@ VALUES = [
     ("--train-samples 50", "inputs.splits.0.iterations", "3"),
     ("--train-epochs 3", "inputs.splits.0.iterations", "12"),
     ("--train-iters 2 --eval-iters 3", "inputs.splits.1.evaluation", "3"),
-    (
-        "--train-iters 2 --eval-iters 100 --eval-global-batch-size 15",
-        "inputs.splits.1.evaluation",
-        "5",
-    ),  # of 64 samples
+    # of 64 samples
+    ("--train-iters 2 --eval-iters 100 --eval-global-batch-size 15", "inputs.splits.1.evaluation", "5"),
     ("--train-iters 2 --full-validation", "inputs.splits.2.evaluation", "4"),
     ("--train-iters 2 --tokens-per-global-batch 512", "sampler.tokens_per_iteration", "512"),
     ("--train-iters 2", "state", "StateBytes(gradient=4, optimizer=8, optimizer_shards=1, expert_shards=1)"),

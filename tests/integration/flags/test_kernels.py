@@ -19,15 +19,8 @@ def a_machine(monkeypatch):
 
 
 def args(**changes):
-    given = {
-        "apply_rope_fusion": True,
-        "position_embedding_type": "rope",
-        "swiglu": True,
-        "bias_swiglu_fusion": True,
-        "bias_gelu_fusion": True,
-        "bias_dropout_fusion": False,
-    }
-    return argparse.Namespace(**(given | changes))
+    fused = dict.fromkeys(("apply_rope_fusion", "swiglu", "bias_swiglu_fusion", "bias_gelu_fusion"), True)
+    return argparse.Namespace(**{**fused, "position_embedding_type": "rope", "bias_dropout_fusion": False, **changes})
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
@@ -77,5 +70,5 @@ def test_what_a_machine_compiles_kernels_with(module, programs, include, missing
     monkeypatch.setattr(kernel_compiler.importlib.util, "find_spec", lambda name: module)
     monkeypatch.setattr(kernel_compiler.shutil, "which", lambda name: name if name in programs else None)
     monkeypatch.setattr(kernel_compiler.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = kernel_compiler.missing_for_kernels.__wrapped__()
-    assert missing in found and bool(found) == bool(missing)
+    said = kernel_compiler.missing_for_kernels.__wrapped__()
+    assert missing in said and bool(said) == bool(missing)

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.layer_split import other_split, settle, take_t5_layout
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
@@ -44,7 +45,7 @@ def test_a_run_of_two_ranks_plans_its_split_and_trains(tmp_path, family, lengths
 def asked(**given: object) -> Namespace:
     from_the_ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     whole = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout", "use_dynapipe")
+    names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout", "hybrid_layer_pattern", "use_dynapipe")
     return Namespace(**{**dict.fromkeys([*names, *from_the_ends]), **dict.fromkeys(whole, False), **given})
 
 
@@ -52,8 +53,6 @@ def asked(**given: object) -> Namespace:
     ("layout", "layers"), [("EttL", (2,)), ("Ett|tL", (2, 1)), ("Et*3|(t|)*2ttL", (3, 1, 1, 2)), (None, None)]
 )
 def test_a_layout_becomes_layers_per_stage(layout, layers):
-    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
-
     args = asked(pipeline_model_parallel_layout=layout)
     take_t5_layout(args)
     assert args.dynapipe_layers_per_stage == layers
@@ -73,8 +72,6 @@ def test_a_layout_becomes_layers_per_stage(layout, layers):
     ],
 )
 def test_a_t5_has_no_other_way_to_split(given, message):
-    from megatron_dynapipe.integration.flags.layer_split import take_t5_layout
-
     with pytest.raises(ConfigError, match=message):
         take_t5_layout(asked(**given))
 
@@ -92,10 +89,7 @@ SETTLED = {
 }  # fmt: skip
 CONTRADICTED = {
     (1, 1, 1): ({}, "expected layers of 2 pipeline stages in --dynapipe-layers-per-stage, got 3 numbers: 1,1,1"),
-    (2, 1): (
-        {"num_virtual_stages_per_pipeline_rank": 2},
-        "of 2 pipeline stages with 2 virtual stages each .* 2 numbers",
-    ),
+    (2, 1): ({"num_virtual_stages_per_pipeline_rank": 2}, "of 2 pipeline stages with 2 virtual .* 2 numbers"),
     (1, 1): ({"pipeline_model_parallel_size": 1}, "expected layers of 1 pipeline stages .* got 2 numbers"),
     (3, 1): ({"decoder_first_pipeline_num_layers": 1}, "stage 3,1 or --decoder-first-pipeline-num-layers 1, got both"),
     (1.5, 0.5): ({"use_dynapipe": True}, "expected whole layers on every stage of a model that a patched checkout"),
@@ -109,8 +103,6 @@ def flags_of_layers(**given: object) -> Namespace:
 
 @pytest.mark.parametrize(("family", "layers", "given", "layout", "chunks"), SETTLED.values(), ids=SETTLED.keys())
 def test_what_megatron_is_given(family, layers, given, layout, chunks):
-    from megatron_dynapipe.integration.flags.layer_split import settle
-
     args = flags_of_layers(dynapipe_layers_per_stage=layers, **given)
     settle(args, family)
     assert args.pipeline_model_parallel_layout == layout
@@ -119,8 +111,6 @@ def test_what_megatron_is_given(family, layers, given, layout, chunks):
 
 @pytest.mark.parametrize(("layers", "case"), CONTRADICTED.items(), ids=str)
 def test_layers_that_other_flags_contradict(layers, case):
-    from megatron_dynapipe.integration.flags.layer_split import settle
-
     given, message = case
     for family in ModelFamily:
         with pytest.raises(ConfigError, match=message):
@@ -139,13 +129,7 @@ def test_layers_that_other_flags_contradict(layers, case):
     ],
 )
 def test_flags_that_a_planned_split_gives_way_to(name, value):
-    from megatron_dynapipe.integration.flags.layer_split import other_split
-
     args = flags_of_layers(dynapipe_layers_per_stage="auto")
     setattr(args, name, value)
-    expected = (
-        None
-        if name in ("num_layers", "num_virtual_stages_per_pipeline_rank")
-        else f"--{name.replace('_', '-')} {value}"
-    )
-    assert other_split(args) == expected
+    gives_way = name not in ("num_layers", "num_virtual_stages_per_pipeline_rank")
+    assert other_split(args) == (f"--{name.replace('_', '-')} {value}" if gives_way else None)

@@ -22,7 +22,8 @@ from tests.helpers.random_dataset import make_dataset
 OLDER = {"--rl-generation-batch-size", "--rl-parallel-generation-tasks"}
 OLDER |= {"--rl-num-parallel-generation-batches", "--rl-num-parallel-generations"}
 """Flags of Megatron 0.18 that 0.19 does not have."""
-NEWER = {"--sequence-packing-scheduler"}
+NEWER = {"--sequence-packing-scheduler", "--use-varlen-dataset", "--varlen-sbhd-validation"}
+NEWER |= {"--varlen-mock-dataset-config-json", "--pipeline-p2p-fixed-shape", "--dynamic-context-parallel"}
 """Flags of Megatron's branches main and dev that 0.19 does not have."""
 
 
@@ -54,7 +55,7 @@ def test_a_flag_of_newer_checkouts_is_refused(flag: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(flag)
     args = parser.parse_args([flag, "default"], argparse.Namespace(use_dynapipe=True, transformer_impl="local"))
-    with pytest.raises(ConfigError, match=f"{flag} cannot be used with DynaPipe: plans pack samples themselves"):
+    with pytest.raises(ConfigError, match=f"{flag} cannot be used with DynaPipe: {REFUSED[flag][1]}"):
         check(args, ModelFamily.GPT, parser._actions[1:])
 
 

@@ -1,27 +1,17 @@
 """Trackers that Megatron would leave a run for, or begin anew without: refused, and no file changed."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags import trackers
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 
-CONTENTS = [
-    b"",
-    b"\n",
-    b"latest",
-    b"-3",
-    b"1.5",
-    b"7 8",
-    b"iter_0000007",
-    b"\xff\xfe7",
-    b"\0\0\0\0",
-    b"9" * 200,
-    "٧".encode(),
-]
+CONTENTS = [b"", b"\n", b"latest", b"-3", b"1.5", b"7 8", b"iter_0000007", b"\xff\xfe7", bytes(4), b"9" * 200]
 
 
 def arguments(**folders: object) -> argparse.Namespace:
@@ -41,7 +31,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("flag", ["load", "save", "pretrained_checkpoint", "non_persistent_global_ckpt_dir"])
-@pytest.mark.parametrize("content", [*CONTENTS, "folder", "link"])
+@pytest.mark.parametrize("content", [*CONTENTS, "٧".encode(), "folder", "link"])
 def test_a_tracker_that_says_no_iteration_is_refused(tmp_path: Path, content: bytes | str, flag: str) -> None:
     tracker = checkpoint(tmp_path, "iter_0000007") / TRACKER
     if isinstance(content, bytes):
@@ -63,6 +53,26 @@ def test_one_that_megatron_reads_is_taken(tmp_path: Path, text: str) -> None:
     check_trackers(arguments(load=tmp_path, save=tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("version", "files", "taken"),
+    [
+        ("0.18.0", [".metadata"], False),
+        ("0.18.3", [".metadata", "common.pt"], True),
+        ("0.18.3", ["model_optim_rng.pt"], True),
+        ("0.19.2", [".metadata"], True),
+    ],
+)
+def test_a_later_megatrons_checkpoint_is_refused(tmp_path: Path, monkeypatch, version, files, taken) -> None:
+    monkeypatch.setattr(trackers, "found_version", lambda: version)
+    (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text("7")
+    for name in files:
+        (tmp_path / "iter_0000007" / name).touch()
+    check_trackers(arguments(save=tmp_path))
+    for flag in ("load", "pretrained_checkpoint"):
+        with nullcontext() if taken else pytest.raises(ConfigError, match=f"Megatron {version} can read, .*0000007"):
+            check_trackers(arguments(**{flag: tmp_path}))
+
+
 @pytest.mark.parametrize("name", ["iter_0000007", "release", "non_persistent/iter_0000007"])
 def test_complete_checkpoints_without_a_tracker_are_not_written_over(tmp_path: Path, name: str) -> None:
     checkpoint(tmp_path, name)
@@ -79,15 +89,12 @@ def test_a_first_start_and_one_after_a_save_that_was_killed_begin_anew(tmp_path:
     check_trackers(arguments(load=tmp_path / "none", save=tmp_path / "none"))
 
 
-def test_a_checkpoint_that_has_to_be_there(tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_to_be_there_has_a_tracker_unless_a_step_is_named(tmp_path: Path) -> None:
     wanting = arguments(load=tmp_path)
     wanting.exit_on_missing_checkpoint = True
     with pytest.raises(ConfigError, match=f"found no {TRACKER} in {tmp_path}"):
         check_trackers(wanting)
-    (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text("7")
-    check_trackers(wanting)
-
-
-def test_a_step_that_is_named_needs_no_tracker(tmp_path: Path) -> None:
     checkpoint(tmp_path, "iter_0000007")
     check_trackers(arguments(load=tmp_path, ckpt_step=7))
+    (tmp_path / TRACKER).write_text("7")
+    check_trackers(wanting)

@@ -1,17 +1,20 @@
 """What is replaced in Megatron at run time: once, in every module that holds the name, and reverted."""
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_dynapipe.checkout.version import version_of
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
+from megatron_dynapipe.units import Shape
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import run_ranks
 
@@ -39,12 +42,14 @@ class FakeSession:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("row", replacements.TABLE, ids=lambda row: row.name)
 def test_targets_have_the_parameters_relied_on(row, version):
-    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else row.owner
-    (function,) = [
-        node
-        for node in ast.parse(source(version, module)).body
-        if isinstance(node, ast.FunctionDef) and node.name == row.name
-    ]
+    module, _, owner = (
+        row.owner.rpartition(".") if row.owner[row.owner.rindex(".") + 1].isupper() else (row.owner, "", "")
+    )
+    module = "megatron.training.utils.common_utils" if row.name == "print_rank_last" else module
+    body = ast.parse(source(version, module)).body
+    if owner:
+        (body,) = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+    (function,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == row.name]
     assert set(row.parameters) <= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
 
 
@@ -96,19 +101,28 @@ def test_helpers_are_compiled_where_there_is_a_makefile(has_makefile, tmp_path):
 
 RANK = """
 import multiprocessing, sys, time
-from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.integration.hooks import replacements
+class Megatrons:
+    async_loop = lambda ready: (ready.set(), time.sleep(60))
+replacements.resolve = lambda path: Megatrons
 if __name__ == "__main__":
-    (row,) = [row for row in TABLE if row.name == "get_write_results_queue"]
-    queue = row.make(lambda: None)()
-    queue.put(1)
+    (row,) = [row for row in replacements.TABLE if row.name == sys.argv[1]]
+    replacement = row.make(lambda: None)
+    if row.name == "async_loop":
+        context = multiprocessing.get_context("forkserver")
+        context.Process(target=replacement, args=[ready := context.Event()], daemon=True).start()
+        ready.wait()
+    else:
+        replacement().put(1)
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(60)
 """
 
 
-def test_a_queue_of_checkpoints_ends_with_a_rank_that_is_killed(tmp_path):
+@pytest.mark.parametrize("name", ["get_write_results_queue", "async_loop"])
+def test_a_process_of_checkpoints_ends_with_a_rank_that_is_killed(name, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py", name], stdout=subprocess.PIPE, text=True)
     with rank:
         helper = psutil.Process(int(rank.stdout.readline()))
         rank.kill()
@@ -129,42 +143,26 @@ def test_the_version_is_read_from_the_source(text, version, tmp_path):
     assert version_of(tmp_path / "package_info.py") == version
 
 
-def test_samples_are_counted_as_planned():
-    args = type("Args", (), {"consumed_train_samples": 100, "global_batch_size": 16})()
+def test_samples_shapes_and_flops_are_those_of_the_plan():
+    args = SimpleNamespace(iteration=3, consumed_train_samples=100, global_batch_size=16)
     active_run.count_samples(args)
-    assert args.consumed_train_samples == 100
-    active_run.activate(FakeSession())
-    try:
-        active_run.count_samples(args)  # the loop adds 16, the plan held 19
-        assert active_run.flops(100.0) == 93.0
-    finally:
-        active_run.deactivate()
-    assert args.consumed_train_samples == 103
-
-
-def test_a_micro_batchs_shape_is_the_plans():
-    from megatron_dynapipe.units import Shape
-
-    assert active_run.micro_batch_shape(1, 96) == (1, 96)
+    assert args.consumed_train_samples == 100 and active_run.micro_batch_shape(1, 96) == (1, 96)
     session = FakeSession()
     session.shape = Shape(3, 40)
     active_run.activate(session)
     try:
-        assert active_run.micro_batch_shape(1, 96) == (3, 40)
+        active_run.count_samples(args)  # the loop adds 16, the plan held 19
+        assert active_run.flops(100.0) == 93.0 and active_run.micro_batch_shape(1, 96) == (3, 40)
     finally:
         active_run.deactivate()
+    assert args.consumed_train_samples == 103
+    with pytest.raises(UnsupportedMegatronError, match="expected consumed_train_samples in Megatron's arguments"):
+        active_run.counters(SimpleNamespace(iteration=3))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--dynapipe-attention", "sdpa"], "--dynapipe-attention is not supported in a patched checkout"),
-        (["--dynapipe-activation", "gelu_tanh"], "--dynapipe-activation is not supported in a patched checkout"),
-        (["--dynapipe-layers-per-stage=3,1"], "--dynapipe-layers-per-stage is not supported in a patched checkout"),
-        (["--dynapipe-elastic"], "--dynapipe-elastic is not supported in a patched checkout"),
-    ],
-)
-def test_a_patched_checkout_refuses_flags_of_our_models(words, said, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize("flag", ["attention sdpa", "activation gelu_tanh", "layers-per-stage=3,1", "elastic"])
+def test_a_patched_checkout_refuses_flags_of_our_models(flag, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *f"--dynapipe-{flag}".split()])
+    name = re.split("[ =]", flag)[0]
+    with pytest.raises(ConfigError, match=f"--dynapipe-{name} is not supported in a patched checkout"):
         checkout._check_model_flags()

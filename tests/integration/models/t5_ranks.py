@@ -1,5 +1,7 @@
 """What the ranks of the T5 tests run: tiny T5s over real process groups, without Megatron's arguments or executor."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -101,14 +103,17 @@ def entries(stage: T5Stage, *, gradients: bool = False) -> dict[str, torch.Tenso
     return found
 
 
-def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> None:
-    """Of positions, tied weights and core attention, on one rank and stage."""
+def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> str:
+    """Of positions, tied weights and core attention, on one rank and stage; the refusal of masks."""
     groups = start(t5_layout(1, 1, 1))
     for case in cases:
         try:
             check_against_megatrons(groups, *case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+    stage = build(t5_layout(1, 1, 1), 0, config(1))
+    stage.model = t5_model(transformer_impl="transformer_engine", attention=CoreAttention.MEGATRON)
+    return refusal(lambda: stage(batch_of(SHAPES[0], 0)))
 
 
 def check_against_megatrons(groups: ProcessGroupCollection, positions: str, tied: bool, attention: str) -> None:
@@ -167,8 +172,13 @@ def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     dist.init_process_group("gloo", init_method="env://")
     parallel_state.initialize_model_parallel(1, 2)
     model_parallel_cuda_manual_seed(1)
+    return refusal(lambda: build(t5_layout(2, 2, 2), rank, config(2, t5_layout(2, 2, 2))))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The error of a call."""
     try:
-        build(t5_layout(2, 2, 2), rank, config(2, t5_layout(2, 2, 2)))
+        call()
     except ConfigError as error:
         return str(error)
     return "no error"

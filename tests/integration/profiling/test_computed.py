@@ -14,6 +14,7 @@ LLAMA = (
     "--num-layers 4 --ffn-hidden-size 176 --swiglu --disable-bias-linear --normalization RMSNorm"
     " --position-embedding-type rope --group-query-attention --num-query-groups 2"
 )
+RELATIVE = "--position-embedding-type relative"
 UNTIED = "--untie-embeddings-and-output-weights"
 T5 = "--encoder-num-layers 2 --decoder-num-layers 2 --decoder-seq-length 32"
 GATED = "--swiglu --dynapipe-activation gelu_tanh --disable-bias-linear --normalization RMSNorm"
@@ -30,10 +31,7 @@ MODELS = {
     "some experts": ("gpt", f"{EXPERTS} --moe-layer-freq ([0]*1+[1]*3)"),
     "shared experts": ("gpt", f"{EXPERTS} --moe-layer-freq 2 --moe-shared-expert-intermediate-size 32"),
     "t5": ("t5", T5),
-    "t5 v1.1": (
-        "t5",
-        f"{T5} --ffn-hidden-size 160 --kv-channels 32 {GATED} --position-embedding-type relative {UNTIED}",
-    ),
+    "t5 v1.1": ("t5", f"{T5} --ffn-hidden-size 160 --kv-channels 32 {GATED} {RELATIVE} {UNTIED}"),
 }
 
 

@@ -25,11 +25,6 @@ class FakeTrace:
         return self._entry.stage_plan.predicted
 
 
-class NoMetrics:
-    def write(self, *_) -> None:
-        pass
-
-
 def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Recorder:
     run = RunRecord(world_size=world_size, stages=2, memory_limit_bytes=1000, model_state_bytes=(), maximum=Shape(1, 8))
 
@@ -38,7 +33,7 @@ def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Re
         return [store[other] for other in sorted(store)] if rank == 0 else []
 
     run, collect = more.pop("run", run), more.pop("collect", collect)
-    return Recorder(folder, run, collect, rank=rank, metrics=NoMetrics(), **more)
+    return Recorder(folder, run, collect, rank=rank, **{"write_metrics": lambda *_: None} | more)
 
 
 def run(*recorders: Recorder, iterations: int = 4) -> str | None:
@@ -95,9 +90,8 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
         assert ("timeline.png" in summary) is (name == "write_trace")
 
 
-def test_numbers_that_are_none_do_not_end_a_run(store, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(NoMetrics, "write", lambda *_: np.array([]).max())
-    run(recorder(tmp_path, store, world_size=1))
+def test_numbers_that_are_none_do_not_end_a_run(store, tmp_path, capsys) -> None:
+    run(recorder(tmp_path, store, world_size=1, write_metrics=lambda *_: np.array([]).max()))
     assert capsys.readouterr().err.count("warning") == 1
 
 

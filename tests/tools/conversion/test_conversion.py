@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
+from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.tools.conversion import command
 from tests.helpers.processes import run_ranks
 from tests.tools.conversion import models
 
@@ -40,6 +44,19 @@ def test_logits_are_those_of_the_source(found: dict[str, dict[str, Any]], name: 
     assert told["size"] > 0.1, "logits that would show a difference"
     assert told["distance"] < 1e-4
     assert not told["changed"] and not told["left"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "divides"),
+    [("t5", None, False), ("t5", {}, True), ("mt5", {"softmax_scale": "1.0"}, False), ("llama", {}, False)],
+)
+def test_a_t5s_record_says_whether_its_scores_were_divided(tmp_path, kind, model, divides) -> None:
+    if model is not None:
+        record = ResumeRecord(model=model, tokenizer="", dataset={}, settings={})
+        (tmp_path / "release").mkdir()
+        (tmp_path / "release" / NAME).write_bytes(msgspec.json.encode(record))
+        (tmp_path / TRACKER).write_text("release")
+    assert command._divides_scores(kind, tmp_path) is divides
 
 
 @pytest.fixture(scope="module")

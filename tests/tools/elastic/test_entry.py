@@ -2,15 +2,12 @@
 
 import argparse
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.outputs import lock_folder
 from megatron_dynapipe.tools.elastic import entry as elastic_run
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
@@ -32,6 +29,7 @@ def flags(folder: Path, **changes: object) -> argparse.Namespace:
         "exit_signal_handler": False,
         "non_persistent_global_ckpt_dir": None,
         "dynapipe_elastic": True,
+        "hybrid_layer_pattern": None,
         **dict.fromkeys(GLOBAL),
         **elastic_run.LAYOUT,
     }
@@ -63,15 +61,9 @@ def test_a_job_resumes_what_it_has_saved_whatever_it_began_from(tmp_path: Path, 
 
 def save_args(folder: Path, iteration: int) -> argparse.Namespace:
     """Megatron's arguments after an iteration of a run that saves emergency checkpoints every five, others every 50."""
-    return argparse.Namespace(
-        rank=0,
-        curr_iteration=iteration - 1,
-        save=str(folder),
-        save_interval=50,
-        non_persistent_save_interval=5,
-        non_persistent_ckpt_type="global",
-        non_persistent_global_ckpt_dir=None,
-    )
+    every = {"save_interval": 50, "non_persistent_save_interval": 5, "non_persistent_ckpt_type": "global"}
+    place = {"save": str(folder), "non_persistent_global_ckpt_dir": None}
+    return argparse.Namespace(rank=0, curr_iteration=iteration - 1, **place, **every)
 
 
 KEPT = {"iter_0000010", "iter_0000020", "iter_0000025", "iter_0000050", "other"}
@@ -111,26 +103,6 @@ def test_a_folder_of_emergency_checkpoints_that_cannot_be_written_is_named(tmp_p
     (tmp_path / "non_persistent").touch()
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*non_persistent: File exists"):
         elastic_run.note_save(save_args(tmp_path, 25))
-
-
-def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    holder = "import sys, time; from pathlib import Path; from megatron_dynapipe.outputs import lock_folder"
-    holder += "; lock_folder(Path(sys.argv[1]), wait_s=0); print(flush=True); time.sleep(600)"
-    saved = tmp_path / "saved"
-
-    with subprocess.Popen([sys.executable, "-c", holder, saved], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(ConfigError, match=rf"only run that saves to .*saved, process {other.pid} on .* holds"):
-            lock_folder(saved, wait_s=0.5)
-        other.kill()
-    lock_folder(saved, wait_s=5)
-    lock_folder(Path("msc://bucket/saved"), wait_s=5)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write checkpoints to .*file: "):
-        lock_folder(tmp_path / "file", wait_s=5)
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,9 @@ time.sleep(60)
 """
 
 
-def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def test_one_run_at_a_time_saves_to_a_folder(tmp_path, capsys, monkeypatch):
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert holder.stdout is not None
     with holder, holder.stdout:
         assert holder.stdout.readline() == "held\n"
@@ -188,6 +187,11 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path: Path, capsys: pytest.Capt
         lock_folder(tmp_path, wait_s=10)  # a process that it forked still runs
         os.killpg(holder.pid, signal.SIGKILL)
     lock_folder(tmp_path, wait_s=0)
+    monkeypatch.chdir(tmp_path)
+    lock_folder(Path("msc://bucket/saved"), wait_s=0)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "nothing is made for a folder of no file system"
+    with pytest.raises(ConfigError, match=rf"cannot write checkpoints to .*{LOCK}: "):
+        lock_folder(tmp_path / LOCK, wait_s=0)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):

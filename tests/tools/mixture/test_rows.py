@@ -104,8 +104,12 @@ def test_saved_datasets(tmp_path: Path) -> None:
         (part,) = source
         assert [json.loads(line) for block in part.blocks() for line in block.lines.split(b"\n")] == ROWS
         assert part.fingerprint() == part.fingerprint()
-    with pytest.raises(DataError, match="expected a HuggingFace dataset with a split 'train'"):
-        open_sources(Mixture(tasks=(TaskSpec(name="a", hub="org/dict"),)), tmp_path, hub_root=tmp_path)
+    (tmp_path / "org" / "scripted").mkdir()
+    (tmp_path / "org" / "scripted" / "scripted.py").write_text("raise SystemExit")
+    for name, message in (("dict", "'train'"), ("scripted", "'train': Dataset scripts are no longer supported")):
+        with pytest.raises(DataError, match=f"expected a HuggingFace dataset with a split {message}") as error:
+            open_sources(Mixture(tasks=(TaskSpec(name="a", hub=f"org/{name}"),)), tmp_path, hub_root=tmp_path)
+        assert "one that needs a script of its own is not run: convert it to parquet" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     ("task", "row", "said"),
     [
         ({"task_column": "task"}, {"task": "a", "input": "x"}, "missing required field `target`"),
+        ({"task_column": "task"}, PAIR | {"task": "a\x1b[2J"}, "name of printable characters, got 'a\\x1b[2J'"),
         ({"name": "a", "template": "{{ q }}|||{{ input }}"}, PAIR, "names a field that the row does not have"),
         ({"name": "a", "messages": "m"}, {"m": CHAT["m"][:1]}, "expected a conversation with a turn of the assistant"),
     ],

@@ -41,14 +41,8 @@ def problem(inputs: list[int], targets: list[int] | None = None, *, memory: int 
     values |= {(DECODER_ATTENTION, what): size * target for what in once}
     values |= {(DECODER_ATTENTION, Quantity.BACKWARD): 2 * size * target}
     kinds = (ATTENTION, MLP, DECODER_ATTENTION, DECODER_MLP, HEAD)
-    tables = CostTables(
-        kinds=kinds,
-        sizes=axes[0],
-        inputs=axes[1],
-        targets=axes[2],
-        values=grid_values(kinds, values, *size.shape),
-        state=STATE,
-    )
+    costs = grid_values(kinds, values, *size.shape)
+    tables = CostTables(kinds=kinds, sizes=axes[0], inputs=axes[1], targets=axes[2], values=costs, state=STATE)
     return BatchProblem(
         inputs=ints(*inputs),
         targets=ints(*(targets or [0] * len(inputs))),

@@ -18,14 +18,8 @@ SLOW = Network(devices_per_node=1, intra_node_gbps=8, inter_node_gbps=8, inter_n
 
 
 def layer(forward_ms: float, *, boundary: float = 0, parameters: float = 0, stored: float = 0) -> Layer:
-    return Layer(
-        name="layer",
-        forward_ms=(forward_ms,),
-        backward_ms=(2 * forward_ms,),
-        boundary_bytes=boundary,
-        stored_bytes=stored,
-        parameter_bytes=parameters,
-    )
+    sizes = {"boundary_bytes": boundary, "stored_bytes": stored, "parameter_bytes": parameters}
+    return Layer(name="layer", forward_ms=(forward_ms,), backward_ms=(2 * forward_ms,), **sizes)
 
 
 def profile(*layers: Layer) -> LayerProfile:
@@ -53,11 +47,8 @@ def every_plan(problem: OrchestrationProblem, layers: int, nodes: Counts) -> Ite
                 yield from ([(end, counts), *rest] for rest in stages(end, left))
 
     for micro_batches, plan in itertools.product(problem.unit_sizes, list(stages(0, nodes))):
-        yield Assignment(
-            ends=tuple(end for end, _ in plan),
-            placements=tuple(counts for _, counts in plan),
-            micro_batches=micro_batches,
-        )
+        ends, placements = zip(*plan, strict=True)
+        yield Assignment(ends=ends, placements=placements, micro_batches=micro_batches)
 
 
 numbers = st.integers(0, 40)

@@ -1,0 +1,1 @@
+"""`megatron-dynapipe certify`: a run trained as planned and in one process without plans, held against each other."""

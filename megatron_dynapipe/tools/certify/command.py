@@ -1,0 +1,78 @@
+"""A certificate of a run: the runs that are compared, started one after another by torchrun, and their verdict."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_dynapipe import config
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.tools.certify import flags as command_lines
+from megatron_dynapipe.tools.certify.verdict import Check, checks_fp32, checks_half
+from megatron_dynapipe.tools.tuning import validate
+
+WORKER = "megatron_dynapipe.tools.certify.worker"
+"""The module that every rank runs."""
+
+
+def certify(
+    flags: Sequence[str],
+    *,
+    ranks: int | None = None,
+    iterations: int = 3,
+    full: bool = False,
+    deadline_s: float = 1800.0,
+    said: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Check], dict[str, float]]:
+    """Train a run's own model on its own data, as planned and in one process, and compare.
+
+    Args:
+        flags: of the training command.
+        ranks: of the planned run; None takes the fewest that its layout takes.
+        iterations: that both train, at least 2.
+        full: keeps a model that is too large for one process.
+        deadline_s: of each of the runs.
+        said: called with a line for what is changed of the model, and before each run.
+
+    Returns:
+        The table, and every parameter's relative gradient difference in fp32.
+
+    Raises:
+        ConfigError: a run could not be started, or ended early; the message is its own.
+    """
+    words = command_lines.words_of(flags)
+    data = config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data
+    if not data:
+        raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
+    if not full:
+        words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
+        for change in changes:
+            said(f"reduced: {change}")
+    family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
+    exact = config.without_flags(words, command_lines.PRECISION)
+    if not any(word.startswith("--dynapipe-attention") for word in words):
+        exact = [*exact, "--dynapipe-attention", "sdpa"]  # Transformer Engine has no kernels for packed rows in fp32
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def run(role: str, precision: str, words: Sequence[str], ranks: int) -> Path:
+            place = folder / f"{role}-{precision}"
+            place.mkdir()
+            said(f"{role} run in {precision}, ranks: {ranks}")
+            weights = folder / "reference-fp32" / "weights"
+            begun = ["--pretrained-checkpoint", str(weights)] if weights.exists() else []
+            more = ["--dynapipe-report-dir", str(place / "report"), "--dynapipe-calibrate", "0", *begun]
+            module = [WORKER, role, family, str(place)]
+            command = validate.training_command("-m", [*module, *words, *more], devices=ranks, iterations=iterations)
+            if error := validate.run(command, iterations=iterations, deadline_s=deadline_s).error:
+                raise ConfigError(f"the {role} run in {precision} {error}")
+            return place
+
+        ranks = ranks or command_lines.least_ranks(words)
+        reference = run("reference", "fp32", command_lines.alone(exact), 1)
+        checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
+        for half in ("bf16", "fp16"):
+            if f"--{half}" in words:
+                other = run("reference", half, command_lines.alone(words), 1)
+                checks += checks_half(run("planned", half, words, ranks), other, reference, half)
+    return checks, gradients

@@ -1,0 +1,56 @@
+"""A rank's parameters and gradients by their names and places in the whole model."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import nn
+
+from megatron_dynapipe.tools.certify.records import Part
+
+
+def entries(model: nn.Module) -> list[ShardedTensor]:
+    """A chunk's parameters with names and places as Megatron's checkpoints have them; data are views of theirs.
+
+    Copies of a tied weight share name and place.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    sharded = model.sharded_state_dict(metadata={"non_homogeneous_layers": True, **groups})  # type: ignore[operator]
+    kept = {name: entry for name, entry in sharded.items() if name in names}
+    assert kept.keys() == names, "every parameter is in checkpoints"
+    apply_factories(kept)
+    return list(_leaves(kept))
+
+
+def _leaves(node: object) -> Iterator[ShardedTensor]:
+    if isinstance(node, ShardedTensor):
+        yield node
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _leaves(inner)
+
+
+def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch.Tensor]) -> list[Part]:
+    """Copies of a value of every parameter's shape, such as its gradient, for all parameters of this rank's chunks."""
+    parts: list[Part] = []
+    for model in models:
+        kept = [(parameter, parameter.data) for parameter in model.parameters()]
+        try:
+            for parameter, _ in kept:  # what a checkpoint would save in its place
+                parameter.data = values(parameter)
+            for entry in entries(model):
+                copied = entry.data.detach().clone(memory_format=torch.contiguous_format).cpu()
+                parts.append((entry.key, list(entry.global_offset), list(entry.global_shape), copied))
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+    return parts
+
+
+def gradients_of(models: Sequence[nn.Module]) -> list[Part]:
+    """Gradients of this rank, which Megatron's wrapper has added up and finished, without the loss scale."""
+    scale_loss = get_model_config(models[0]).grad_scale_func
+    scale = 1.0 if scale_loss is None else float(scale_loss(torch.ones(1, device=next(models[0].parameters()).device)))
+    return parts_of(unwrap_model(list(models)), lambda parameter: parameter.main_grad.float() / scale)  # type: ignore[attr-defined]

@@ -1,0 +1,44 @@
+"""The parameters of a model that many ranks hold in parts, put together and compared."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.certify.records import Part
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Distance of two tensors over the length of the second."""
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[str, torch.Tensor]:
+    """The whole model's tensors, by name, from every rank's parts.
+
+    Raises:
+        DataError: two ranks hold the same part and differ.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
+    for rank, parts in enumerate(ranks):
+        for name, offset, shape, part in parts:
+            other, known = first.setdefault((name, tuple(offset)), (rank, part))
+            if not torch.equal(part, known) and not (error := relative_error(part, known)) < tolerance:
+                raise DataError(f"{name}: the copies of ranks {other} and {rank} differ by {error:.1e}")
+            tensor = tensors.setdefault(name, torch.zeros(shape))
+            lengths = (*[1] * (len(offset) - part.dim()), *part.shape)
+            tensor[tuple(slice(at, at + n) for at, n in zip(offset, lengths, strict=True))] = part
+    return tensors
+
+
+def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The relative error of every tensor; names must agree.
+
+    One far below the largest is left out: a key's bias shifts all scores of a query alike, so that its gradient is
+    zero but for rounding.
+    """
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    kept = [name for name, norm in norms.items() if norm > 1e-5 * max(norms.values())]
+    return {name: relative_error(actual[name], expected[name]) for name in kept}

@@ -1,0 +1,202 @@
+"""The run under test: planned training whose first iteration is run several times over, from the same weights.
+
+as planned, twice                                            determinism
+as planned, nothing computed again                           recomputation
+as planned, nothing dropped                                  losses by sample and gradients, as the reference has them
+the same, every second sample of a row replaced; the others  isolation: no sample's states move that was left as it is
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, override
+
+import msgspec
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_dynapipe.data.collate import HostMicroBatch
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
+from megatron_dynapipe.integration.execution.task_losses import BY_TASK
+from megatron_dynapipe.integration.models.experts import forget_iteration, sample_numbers
+from megatron_dynapipe.plan.iteration import MicroBatch
+from megatron_dynapipe.plan.pieces import cut_entries
+from megatron_dynapipe.tools.certify.parameters import gradients_of
+from megatron_dynapipe.tools.certify.parts import errors_by_name
+from megatron_dynapipe.tools.certify.records import Part, RankRecord
+from megatron_dynapipe.units import BatchLayout, Recompute, target_positions
+
+States = dict[tuple[int, int], Sequence[Tensor]]
+"""What chunks gave for micro-batches, by micro-batch and chunk."""
+
+
+class ProbedSession(Session):
+    """A planned run that records its first iteration."""
+
+    record: RankRecord
+
+    @override
+    def forward_backward(
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, **keywords: Any
+    ) -> list[dict[str, Tensor]]:
+        """One planned iteration; the first is run before by itself, as often as it is looked at."""
+        models = model if isinstance(model, list) else [model]
+        if not self.record.parts:
+            item: PlannedIteration = next(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+            self._record_first(_Probe(self, models, forward_step_func, item))
+            data_iterator = iter((item,))
+        for chunk in models:
+            chunk.train(not self._run.model.dropout)
+        return super().forward_backward(
+            forward_step_func=forward_step_func, data_iterator=data_iterator, model=model, **keywords
+        )
+
+    def _record_first(self, probe: "_Probe") -> None:
+        record, plan = self.record, probe.item.entry.micro_batches
+        record.places = probe.places
+        gradients, _ = probe.run(plan)
+        record.repeated = _most(gradients, probe.run(plan)[0])
+        bare = [msgspec.structs.replace(micro_batch, recompute=Recompute.NONE) for micro_batch in plan]
+        record.recomputed = _most(gradients, probe.run(bare)[0])
+        for model in probe.models:
+            model.train(not self._run.model.dropout)
+        record.parts["gradients"], states = probe.run(plan, record)
+        for parity in (0, 1):
+            probe.compare(states, probe.run(plan, parity=parity)[1], parity, record)
+
+    def run_once(self, item: PlannedIteration, host: Callable[[int], HostMicroBatch], models: Any, step: Any) -> Any:
+        """Run an iteration with whole gradients on every replica; the last stage's reports."""
+        runner = self._runner
+        assert runner is not None, "Megatron has asked for its datasets"
+        make_batch = runner.make_batch
+        runner.make_batch = lambda host, device: {**make_batch(host, device), "micro_batch": host.index}
+        try:
+            step = self._wrap_step(step)
+            return runner.run(item.entry, host, models, step, longest=self._longest, force_all_reduce=True)[1]
+        finally:
+            runner.make_batch = make_batch
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the dataset."""
+        return read_meta(self._run.data).vocabulary_size
+
+
+class _Probe:
+    """Runs of one iteration through this rank's models, none of which leaves anything behind."""
+
+    def __init__(self, session: ProbedSession, models: list[Any], step: Any, item: PlannedIteration) -> None:
+        self.session, self.models, self.item, self._step = session, models, item, step
+        self.places: dict[int, str] = {}
+        for index, micro_batch in enumerate(item.entry.micro_batches):
+            cut = {at for at, _ in cut_entries(micro_batch)}
+            for at, sample in enumerate(micro_batch.sample_ids):
+                how = "in pieces" if at in cut else micro_batch.layout
+                self.places[sample] = f"micro-batch {index} of replica {item.entry.replica}, {how}"
+        self._index = {sample: index for index, sample in enumerate(self.places)}
+        self._ids = list(self.places)
+
+    def run(
+        self, plan: Sequence[MicroBatch], record: RankRecord | None = None, *, parity: int | None = None
+    ) -> tuple[list[Part], States]:
+        """Run micro-batches; the gradients, and what this rank's chunks gave.
+
+        Args:
+            plan: the micro-batches, in the item's own order.
+            record: takes the samples' losses.
+            parity: which samples' tokens are replaced.
+        """
+        states: States = {}
+
+        def step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> Any:
+            batch = next(batches)
+            output, loss_function = self._step(iter((batch,)), model)
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            chunk = next(chunk for chunk, other in enumerate(self.models) if other is model)
+            states[batch["micro_batch"], chunk] = [tensor.detach().float().cpu() for tensor in outputs]
+            return output, loss_function
+
+        for model in self.models:
+            model.zero_grad_buffer()
+            model.force_all_reduce = True
+        item = replace(self.item, entry=msgspec.structs.replace(self.item.entry, micro_batches=tuple(plan)))
+        reports = self.session.run_once(item, lambda index: self._host(index, parity), self.models, step)
+        if record is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
+            self._keep(reports, record)
+        gradients = gradients_of(self.models)
+        for model in self.models:
+            model.zero_grad_buffer()
+            model.force_all_reduce = False
+        forget_iteration(self.models)
+        return gradients, states
+
+    def _keep(self, reports: Sequence[Mapping[str, Tensor]], record: RankRecord) -> None:
+        for report in reports:
+            for sample, (total, tokens) in zip(self._ids, report.get(BY_TASK, torch.zeros(0)).tolist(), strict=False):
+                before = record.samples.get(sample, (0.0, 0.0))
+                record.samples[sample] = before[0] + total, before[1] + tokens
+
+    def _host(self, index: int, parity: int | None) -> HostMicroBatch:
+        """A micro-batch whose tasks are its samples, so that its report has the loss of each."""
+        host = self.item.micro_batches[index]
+        inputs, targets = self._numbers(index)
+        labelled = targets if len(targets) else inputs
+        changes: dict[str, Any] = {}
+        if host.labels is not None:
+            rows = labelled.T if host.rows is None else labelled.reshape(1, -1)[:, host.rows]
+            changes["tasks"] = torch.from_numpy(np.ascontiguousarray(rows))
+        if parity is not None:
+            for name, numbers in (("tokens", inputs), ("decoder_tokens", targets)):
+                if (tokens := getattr(host, name)) is not None:
+                    is_replaced = torch.from_numpy(self._is_replaced(numbers, parity).T.copy())
+                    other = (tokens + 1 + self.session.vocabulary // 2) % self.session.vocabulary
+                    changes[name] = torch.where(is_replaced, other, tokens)
+        return replace(host, **changes)
+
+    def _numbers(self, index: int) -> list[Any]:
+        """The sample of every position of the input and of the target, int64[s, b], as its place among the replica's.
+
+        Positions without one have a number that is above all samples'.
+        """
+        planned, family = self.item.entry.micro_batches[index], self.item.entry.family
+        size, *positions = planned.shape
+        extra = 0 if planned.layout is BatchLayout.PACKED else -1  # a packed row has room for one more
+        targets = [target_positions(family, tokens) + extra for tokens in planned.target_lengths]
+        index_of = np.array([*(self._index[sample] for sample in planned.sample_ids), len(self._ids)])
+        lengths = (planned.positions(family), targets)
+        return [index_of[sample_numbers(of, size, n)] if n else [] for of, n in zip(lengths, positions, strict=True)]
+
+    def _is_replaced(self, numbers: Any, parity: int) -> Any:
+        return (numbers % 2 == parity) & (numbers < len(self._ids))
+
+    def compare(self, before: States, after: States, parity: int, record: RankRecord) -> None:
+        """Note the sample that moved furthest at the end of each virtual stage, of those that were left as they are."""
+        entry, ranks = self.item.entry, parallel_state.get_tensor_model_parallel_world_size()
+        last = entry.pipeline_stages * entry.chunks - 1
+        for (index, chunk), states in before.items():
+            stage = entry.stage_plan.stage + chunk * entry.pipeline_stages
+            numbers: Sequence[Any] = self._numbers(index)
+            if stage == last:
+                tasks = self._host(index, None).tasks
+                assert tasks is not None, "the last stage has labels"
+                numbers = [tasks.numpy()]
+            for of_positions, old, new in zip(numbers, states, after[index, chunk], strict=False):
+                places = torch.from_numpy(np.ascontiguousarray(of_positions))
+                if stage != last and len(old) < len(places):  # sequence parallel
+                    places = places.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+                moved = (new - old).abs().view(*places.shape, -1).amax(-1) / old.abs().max().clamp_min(1e-30)
+                moved = torch.where((places < len(self._ids)) & (places % 2 != parity), moved, -1.0)
+                furthest = float(moved.max())
+                if furthest > record.moved.get(stage, (-1.0, ""))[0]:
+                    sample = self._ids[int(places.flatten()[int(moved.argmax())])]
+                    record.moved[stage] = furthest, f"sample {sample}, {self.places[sample]}"
+
+
+def _most(some: Sequence[Part], others: Sequence[Part]) -> float:
+    """The largest relative difference of any parameter's gradient."""
+    before, after = ({f"{name} {offset}": values for name, offset, _, values in parts} for parts in (some, others))
+    return max(errors_by_name(after, before).values(), default=0.0)

@@ -1,0 +1,155 @@
+"""The reference: one process that takes samples one at a time, unpadded, by plain autograd; no pipeline, no plan.
+
+Megatron's own loop, optimizer and schedule of learning rates stand around it, as around a planned run.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, override
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor, nn
+
+from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.data.segments import causal_mask
+from megatron_dynapipe.data.spans import LossOn, learned, truncated
+from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
+from megatron_dynapipe.integration.models.experts import finish_iteration, forget_iteration, routers_of
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
+from megatron_dynapipe.sampling import SpanTable
+from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
+from megatron_dynapipe.tools.certify.records import RankRecord
+from megatron_dynapipe.tools.conversion import checkpoint
+from megatron_dynapipe.units import ModelFamily, Shape
+
+Sample = tuple[int, list[int], list[int], list[float], list[int] | None]
+"""Number, tokens that go in, labels, which of these count, and an encoder's input."""
+
+
+def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Tensor | None = None) -> Tensor:
+    """The loss of every position of one sample, [1, positions], from a whole model.
+
+    Args:
+        model: a `GPTModel` or a `T5Stage`, wrapped or not.
+        tokens: int64[1, positions]: a sequence without its last token, or a decoder's input.
+        labels: int64[1, positions].
+        inputs: int64[1, s], an encoder's.
+    """
+    (inner,) = unwrap_model([model])
+    inner.set_input_tensor([None])
+    length, device = tokens.size(1), tokens.device
+    if inputs is None:
+        mask = causal_mask(length, device) if takes_mask([model]) else None
+        losses: Tensor = model(tokens, torch.arange(length, device=device)[None], mask, labels=labels)
+        return losses
+    s, t = (torch.tensor([size], dtype=torch.int32, device=device) for size in (inputs.size(1), length))
+    attention = padded_attention(Shape(1, inputs.size(1), length), s, t, RowFormat.of([model]))
+    losses = model(T5StageInputs(tokens=inputs, decoder_tokens=tokens, labels=labels, **attention))
+    return losses
+
+
+class ReferenceSession(Session):
+    """A run of one process that takes the samples of each iteration one by one.
+
+    It writes its first weights as a checkpoint, for the planned run to begin from, unless it has begun from one.
+    """
+
+    record: RankRecord
+    folder: Path
+    samples = 0
+
+    @override
+    def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        """Numbers of iterations; samples are read where they are used."""
+        if self._run.checkpoints.pretrained is None:
+            (self.folder / "weights").mkdir()
+            checkpoint.save(self._modules[0], self.folder / "weights")
+        return iter(range(1_000_000)), None, None
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
+
+    @override
+    def forward_backward(self, *, model: Any, data_iterator: Any, **_: Any) -> list[dict[str, Tensor]]:
+        """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
+        models, parts = model if isinstance(model, list) else [model], self.record.parts
+        models[0].train(not self._run.model.dropout)
+        batch = self._samples_of(next(data_iterator))
+        self.samples, is_first, half = len(batch), not parts, self._run.model.dtype is not torch.float32
+        if is_first and half:  # noise: what the order of samples makes
+            self._run_all(models, batch[::-1])
+            parts["reversed"] = gradients_of(models)
+            models[0].zero_grad_buffer()
+            forget_iteration(models)
+        report = self._run_all(models, batch, keeps=is_first)
+        if is_first:
+            parts["gradients"] = gradients_of(models)
+        return [report]
+
+    def _samples_of(self, iteration: int) -> list[Sample]:
+        run, split = self._run, self._run.inputs.splits[0]
+        meta, reader = read_meta(run.data), open_split(run.data, split.name)
+        spans, loss_on = SpanTable.read(run.data / split.name), run.loss_on or LossOn(meta.loss)
+        batch = split_sampler(run.data, split).batch(iteration)
+        samples: list[Sample] = []
+        for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):
+            inputs, targets = (part.astype(np.int64) for part in reader[number])
+            if run.family is ModelFamily.GPT:
+                counts = learned(number, len(inputs), len(targets), loss_on, spans)
+                rows = np.concatenate([inputs, targets]), counts
+                words, counts = (truncated(row, s, run.truncate, "tokens", number) for row in rows)
+                samples.append((number, words[:-1].tolist(), words[1:].tolist(), counts[1:].tolist(), None))
+            else:
+                words = truncated(inputs, s, run.truncate, "input tokens", number)
+                target = truncated(targets, t, run.truncate, "target tokens", number).tolist()
+                labels = [*target, meta.eos_id]
+                samples.append((number, [meta.bos_id, *target], labels, [1.0] * len(labels), words.tolist()))
+        return [sample for sample in samples if sample[1]]
+
+    def _run_all(self, models: list[Any], samples: Sequence[Sample], *, keeps: bool = False) -> dict[str, Tensor]:
+        """Forward and backward of every sample, and Megatron's finalisation; the report of the whole iteration."""
+        (model,), config, reports = models, get_model_config(models[0]), list[dict[str, Tensor]]()
+        vectors = vectors_of(model) if keeps else []
+        before = [torch.zeros_like(vector.main_grad) for vector in vectors]
+        tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        for number, *rows in samples:
+            words, labels, counts, inputs = (
+                None if row is None else torch.tensor(row, device=self._device)[None] for row in rows
+            )
+            assert words is not None and labels is not None and counts is not None
+            for router in routers_of(models):
+                router.begin(torch.zeros_like(words[0]), 1)
+            with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
+                losses = position_losses(model, words, labels, inputs)
+            loss, count = forward_step_calc_loss(
+                model, losses, partial(masked_loss, counts), config, vp_stage=None, collect_non_loss_data=False,
+                num_microbatches=1, forward_data_store=reports, cp_group_size=1, is_last_stage=True,
+            )  # fmt: skip
+            (loss if config.grad_scale_func is None else config.grad_scale_func(loss)).backward()
+            tokens += count
+            if keeps:
+                total, counted = self.record.samples.get(number, (0.0, 0.0))
+                self.record.samples[number] = total + float(loss), counted + float(count)
+                after = [vector.main_grad.clone() for vector in vectors]
+                row = torch.cat([a - b for a, b in zip(after, before, strict=True)]).float().cpu()
+                self.record.parts.setdefault("samples", []).append(("", [number], [len(row)], row))
+                before = after
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=False)
+        finish_iteration(models, groups)
+        return {name: torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]}
+
+
+def vectors_of(model: nn.Module) -> list[Any]:
+    """The norms' weights, in the order of their names."""
+    (inner,) = unwrap_model([model])
+    by_place = {parameter.data_ptr(): parameter for parameter in inner.parameters()}
+    found = {entry.key: by_place[entry.data.data_ptr()] for entry in entries(inner) if "norm" in entry.key}
+    return [found[name] for name in sorted(found)]

@@ -1,0 +1,145 @@
+"""Two runs of the same samples from the same weights, one planned and one sample by sample: what differs, and where."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.tools.certify.parts import errors_by_name, relative_error, whole
+from megatron_dynapipe.tools.certify.records import RankRecord, read_records
+
+SUMS = 1e-4
+"""Largest relative difference of losses, norms and gradients in fp32, whose sums are in another order."""
+STILL = 1e-5
+"""Likewise of what must not move at all: kernels may take other shapes in other company."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the certificate: a largest difference, the most that is allowed, and where it is."""
+
+    name: str
+    error: float
+    allowed: float = SUMS
+    where: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it does; a difference that is not a number does not."""
+        return self.error <= self.allowed
+
+
+def checks_fp32(planned: Path, reference: Path, *, device: str = "cpu") -> tuple[list[Check], dict[str, float]]:
+    """The certificate of a run in fp32, and every parameter's relative gradient difference."""
+    ranks, (alone,) = read_records(planned), read_records(reference)
+    gradients, errors = _gradients(ranks, alone)
+    still = 0.0 if device == "cpu" else STILL
+    return [
+        _sequence("losses", _losses(ranks), alone.losses),
+        _samples(ranks, alone),
+        _sequence("gradient norms", ranks[-1].norms, alone.norms),
+        gradients,
+        *_isolation(ranks),
+        Check(name="determinism", error=max(record.repeated for record in ranks), allowed=still),
+        Check(name="recomputation", error=max(record.recomputed for record in ranks), allowed=STILL),
+    ], errors
+
+
+def checks_half(planned: Path, reference: Path, exact: Path, half: str) -> list[Check]:
+    """In half precision a run is at most twice as far from fp32 as one process is, whichever order its samples have."""
+    ranks, (alone,), (truth,) = map(read_records, (planned, reference, exact))
+    expected = whole([truth.parts["gradients"]])
+    noise = max(_distance(whole([alone.parts[name]]), expected) for name in ("gradients", "reversed"))
+    actual = _distance(whole([record.parts["gradients"] for record in ranks], tolerance=1e-2), expected)
+    losses = [_sequence("", of[:1], truth.losses[:1]).error for of in (_losses(ranks), alone.losses)]
+    rounding = torch.finfo(torch.bfloat16 if half == "bf16" else torch.float16).eps
+    return [
+        Check(name=f"losses in {half}", error=losses[0], allowed=max(2 * losses[1], rounding)),
+        Check(name=f"gradients in {half}", error=actual, allowed=2 * noise),
+    ]
+
+
+def _losses(ranks: Sequence[RankRecord]) -> list[float]:
+    return next(record.losses for record in reversed(ranks) if record.losses)
+
+
+def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    both = (torch.cat([of[name].flatten() for name in sorted(expected)]) for of in (actual, expected))
+    return relative_error(*both)
+
+
+def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
+    """The largest relative difference of two runs' numbers of iterations."""
+    errors = [abs(a - e) / max(abs(e), 1e-30) for a, e in zip(actual, expected, strict=True)]
+    return Check(name=name, error=max(errors), where=f"iteration {errors.index(max(errors)) + 1}")
+
+
+def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:
+    """The losses of single samples in the first iteration."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for sample, (loss, tokens) in (row for record in ranks for row in record.samples.items()):
+        sums[sample] = [sums[sample][0] + loss, sums[sample][1] + tokens]
+    places = {sample: place for record in ranks for sample, place in record.places.items()}
+    worst, where = -1.0, ""
+    for sample, (expected, tokens) in alone.samples.items():
+        loss, counted = sums[sample]
+        error = abs(loss - expected) / max(abs(expected), 1e-30) if counted == tokens else float("inf")
+        if error > worst:
+            miscounted = f": {counted:.0f} of {tokens:.0f} tokens count" if counted != tokens else ""
+            worst, where = error, f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
+    return Check(name="losses by sample", error=worst, where=where)
+
+
+def _isolation(ranks: Sequence[RankRecord]) -> list[Check]:
+    """How far samples move when others' tokens are replaced: at the end of the first, the middle, the last stages."""
+    moved = {stage: max(r.moved[stage] for r in ranks if stage in r.moved) for r in ranks for stage in r.moved}
+    groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for stage, (error, sample) in sorted(moved.items()):
+        name = "last stage" if stage == max(moved) else "middle stages" if stage else "first stage"
+        groups[name].append((error, sample if error <= STILL else f"stage {stage}: {sample}, moves as others change"))
+    return [
+        Check(name=f"isolation, {name}", error=max(of)[0], allowed=STILL, where=max(of)[1])
+        for name, of in groups.items()
+    ]
+
+
+def _gradients(ranks: Sequence[RankRecord], alone: RankRecord) -> tuple[Check, dict[str, float]]:
+    expected = whole([alone.parts["gradients"]])
+    try:
+        actual = whole([record.parts["gradients"] for record in ranks])
+    except DataError as error:
+        return Check(name="gradients", error=float("inf"), where=error.message), {}
+    errors = errors_by_name(actual, expected)
+    worst = where = max(errors, key=lambda name: errors[name])
+    if errors[worst] > SUMS:
+        others = sum(error > SUMS for error in errors.values()) - 1
+        plain = f"{worst} and {others} other parameters" if others else f"{worst} alone: the sum over its copies"
+        where = _weights(actual, alone, ranks) or plain
+    return Check(name="gradients", error=errors[worst], where=where), errors
+
+
+def _weights(actual: Mapping[str, Tensor], alone: RankRecord, ranks: Sequence[RankRecord]) -> str:
+    """How often samples count in a gradient that is a sum of theirs after all; else nothing.
+
+    Gradients of norms are solved for the weights of the samples, which are 1 in a right one.
+    """
+    gradient = torch.cat([actual[name].flatten() for name in sorted(actual) if "norm" in name]).double()
+    numbers = list(alone.samples)
+    columns = torch.zeros(len(gradient), len(numbers), dtype=torch.float64)
+    for _, (number,), _, row in alone.parts["samples"]:
+        columns[:, numbers.index(number)] += row.double() / sum(tokens for _, tokens in alone.samples.values())
+    weights = torch.linalg.lstsq(columns, gradient[:, None], driver="gelsd").solution.flatten()
+    if relative_error(columns @ weights, gradient) > 1e-3:
+        return ""
+    off = {number: weight for number, weight in zip(numbers, weights.tolist(), strict=True) if abs(weight - 1) > 0.05}
+    low, high = min(off.values(), default=1.0), max(off.values(), default=1.0)
+    places = {sample: place for record in ranks for sample, place in record.places.items()}
+    replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
+    alike = [name for name in set(replicas.values()) if off.keys() == {n for n in numbers if replicas[n] == name}]
+    if alike and high - low < 0.05:
+        return f"{alike[0]} count {low:.2f} times"
+    return f"{len(off)} samples count {low:.2f} to {high:.2f} times: means of means" if off else ""

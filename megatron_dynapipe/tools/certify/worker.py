@@ -1,0 +1,49 @@
+"""One rank of a run that `certify` starts by torchrun: `-m … reference|planned gpt|t5 FOLDER FLAGS…`."""
+
+import functools
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_dynapipe.integration.entry import bootstrap
+
+
+def train(role: str, family: str, folder: Path) -> None:
+    """Train as the entry scripts do, under a session that records, and write this rank's record."""
+    from megatron.training import pretrain, training
+
+    from megatron_dynapipe.integration.entry import runs
+    from megatron_dynapipe.integration.entry.failure import process_groups
+    from megatron_dynapipe.integration.hooks import replacements
+    from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+    from megatron_dynapipe.tools.certify.planned import ProbedSession
+    from megatron_dynapipe.tools.certify.records import RankRecord
+    from megatron_dynapipe.tools.certify.reference import ReferenceSession
+
+    make: Any = runs.t5_run if family == "t5" else runs.gpt_run
+    session, arguments = make(session_type=ReferenceSession if role == "reference" else ProbedSession)
+    session.record = record = RankRecord()
+    session.folder = folder
+    log = training.training_log
+
+    @functools.wraps(log)
+    def recorded(*values: Any, **named: Any) -> Any:
+        logged = inspect.signature(log).bind(*values, **named).arguments
+        if LOSS_NAME in logged["loss_dict"]:
+            record.losses.append(float(logged["loss_dict"][LOSS_NAME]))
+        if logged["grad_norm"] is not None:
+            record.norms.append(float(logged["grad_norm"]))
+        return log(*values, **named)
+
+    training.training_log = recorded
+    with process_groups(), session, replacements.installed(session):
+        pretrain(**arguments)
+    record.write(folder, int(os.environ.get("RANK", "0")))
+
+
+if __name__ == "__main__":
+    role, family, folder = sys.argv[1:4]
+    sys.argv[1:] = sys.argv[4:]
+    bootstrap.run(lambda: train(role, family, Path(folder)))

@@ -1,0 +1,52 @@
+"""A planned split of layers as Megatron's own flags, for teams that take no runtime of this package."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, Split, even_split
+from megatron_dynapipe.cost.pattern import megatron_layout, pattern_of
+from megatron_dynapipe.cost.tables import MLP
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.layer_split import choose_layer_split
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.units import ModelFamily
+
+LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
+
+
+def megatron_flags(
+    settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]
+) -> tuple[dict[str, str], str]:
+    """Megatron's flags of the planned stages, for GPTModel and for HybridModel, each with its value.
+
+    Args:
+        settings: of the plans; GPTModel takes whole layers, so that a split that divides some is chosen anew for it.
+        cost_model: what layers cost.
+        batches: that the split of whole layers is chosen for.
+
+    Returns:
+        The flags, and what people have to know of them: empty where they are the planned split.
+
+    Raises:
+        ConfigError: a T5, which Megatron does not divide over a pipeline.
+        PlanningError: none of the batches can be planned with whole layers.
+    """
+    if settings.family is ModelFamily.T5:
+        raise ConfigError(
+            "Megatron divides no T5 over a pipeline: there is nothing to export", hint="leave out --export"
+        )
+    layout, state = settings.layout, settings.tables(cost_model, settings.recompute[0]).state
+    flags = {"--pipeline-model-parallel-size": str(settings.pipeline_parallel)}
+    pattern = {PATTERN: pattern_of(layout, experts=state.expert_kind == MLP)}
+    if settings.pattern:
+        return flags | pattern, ""
+    whole: Split = layout.layers_per_stage
+    note = ""
+    if layout.has_halves:
+        even = msgspec.structs.replace(settings, layers_per_stage=even_split(settings.encoder_layers, len(whole)))
+        whole = choose_layer_split(even, cost_model, batches, halves=False)
+        planned, chosen = (",".join(map(str, split)) for split in (layout.layers_per_stage, whole))
+        note = f"{LAYOUT} is the best split of whole layers, {chosen}; the planned one, {planned}, is the pattern's"
+    return flags | {LAYOUT: megatron_layout(whole)} | pattern, note

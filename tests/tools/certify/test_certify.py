@@ -1,0 +1,112 @@
+"""A certificate holds for runs that are right, and names what is wrong with one that is not.
+
+Runs are forked, as in other tests of several ranks; one goes through the command line and torchrun.
+"""
+
+import json
+
+import pytest
+
+from megatron_dynapipe.tools.certify.verdict import checks_fp32, checks_half
+from tests.helpers import entry_scripts
+from tests.helpers.commands import ROOT, run_python
+from tests.helpers.processes import run_ranks
+
+STAGES = "--pipeline-model-parallel-size 3 --dynapipe-layers-per-stage 1,2,1 --dynapipe-layout packed"
+PIECES = f"{STAGES} --dynapipe-slices 24"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --dynapipe-limit-rc-type full"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-z-loss-coeff 0.01 --moe-aux-loss-coeff 0.5"
+    " --moe-router-load-balancing-type seq_aux_loss"
+)
+SHARED = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+
+RIGHT = (
+    pytest.param("", STAGES, 3, id="three stages"),
+    *(
+        pytest.param(model, flags, ranks, id=name, marks=pytest.mark.slow)
+        for name, model, flags, ranks in (
+            ("pieces, replicas", "", f"{PIECES} --use-distributed-optimizer --overlap-grad-reduce", 6),
+            ("dropout", "", DROPOUT, 2),
+            ("tensor parallel", "--swiglu", "--tensor-model-parallel-size 2 --sequence-parallel", 2),
+            ("experts", EXPERTS, SHARED, 2),
+        )
+    ),
+)
+
+FAULTS = {
+    # fault: flags, ranks, the checks that miss, what is said there
+    "offsets_swapped": (STAGES, 3, "isolation, middle stages", "stage 1: sample "),
+    "weight_dropped": (STAGES, 3, "losses by sample", " tokens count"),
+    "averaged_by_micro_batch": (STAGES, 3, "gradients", "times: means of means"),
+    "embeddings_not_reduced": (
+        STAGES,
+        3,
+        "gradients",
+        "word_embeddings.weight alone: the sum over its copies",
+    ),
+    "positions_from_zero": (PIECES, 3, "losses by sample", ", in pieces"),
+    "neighbours_key_seen": (STAGES, 3, "isolation, first stage", "stage 0: sample "),
+    "replica_counted_twice": ("", 2, "gradients", "samples of replica 1 count 2.00 times"),
+    "mask_drawn_anew": (DROPOUT, 1, "recomputation", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """The function that runs a role in a folder; references are run once for each model."""
+    references = {}
+
+    def run(role, model, flags, ranks, fault=None):
+        folder = tmp_path_factory.mktemp(role)
+        argv = entry_scripts.words("gpt", data, f"{model} --train-iters 3 {flags}", report=folder / "report")
+        run_ranks("tests.tools.certify.faults:work", ranks,
+                  {"role": role, "argv": argv, "folder": str(folder), "fault": fault})  # fmt: skip
+        return folder
+
+    def planned(model, flags, ranks, fault=None, half=""):
+        if model + half not in references:
+            begun = half and f"--pretrained-checkpoint {planned(model, '', 1)[1] / 'weights'}"
+            references[model + half] = run("reference", model, f"{half} {begun}", 1)
+        reference = references[model + half]
+        first = references[model] / "weights"
+        return run("planned", model, f"{flags} {half} --pretrained-checkpoint {first}", ranks, fault), reference
+
+    return planned
+
+
+@pytest.mark.parametrize(("model", "flags", "ranks"), RIGHT)
+def test_right_runs_are_certified(runs, model, flags, ranks):
+    checks, gradients = checks_fp32(*runs(model, flags, ranks))
+    assert not [check for check in checks if not check.holds]
+    assert len(gradients) > 20 and max(gradients.values()) < 1e-4
+    isolated = [check.name for check in checks if check.name.startswith("isolation")]
+    assert len(isolated) == min(3, 3 if "size 3" in flags else 1)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow if i else []) for i, f in enumerate(FAULTS)])
+def test_a_fault_is_found_and_named(runs, fault):
+    flags, ranks, check, said = FAULTS[fault]
+    checks, _ = checks_fp32(*runs("", flags, ranks, fault))
+    missed = {line.name: line.where for line in checks if not line.holds}
+    assert check in missed and said in missed[check], missed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_is_held_against_its_noise(runs, half):
+    exact = runs("", "", 1)[1]
+    planned, reference = runs("", "--pipeline-model-parallel-size 2", 2, half=f"--{half}")
+    checks = checks_half(planned, reference, exact, half)
+    assert [check.holds for check in checks] == [True, True], checks
+    assert min(check.error for check in checks) > 1e-7
+
+
+def test_the_command(data):
+    """The command line, and torchrun inside."""
+    flags = entry_scripts.words("gpt", data, "--pipeline-model-parallel-size 2", report=data.parent / "unused")
+    words = ("-m", "megatron_dynapipe", "certify", "--iterations", "2", "--json", "--", *flags)
+    printed = json.loads(run_python(*words, cwd=ROOT, timeout_s=300).stdout)
+    assert printed["exact"] and len(printed["gradients"]) > 20
+    assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
+    assert not (data.parent / "unused").exists()

@@ -1,0 +1,65 @@
+"""What certify makes of a training command: the same model on one process, and one that fits."""
+
+import pytest
+
+from megatron_dynapipe import config
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.tools.certify import flags
+from tests.helpers.commands import ROOT
+
+
+def sizes(words: list[str], *names: str) -> list[object]:
+    args = flags.early(words)
+    return [getattr(args, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "expected"),
+    [
+        ("gpt_6.7b_16layers", "num_layers", None),
+        ("llama_like_8b", "num_layers", None),
+        ("qwen3_30b_a3b", "num_layers", 8),
+        ("t5_11b_24+24layers", "decoder_num_layers", None),
+    ],
+)
+def test_a_large_model_is_reduced_until_it_fits(name, layers, expected):
+    words = flags.words_of(["--dynapipe-config", str(ROOT / f"configs/{name}.yaml")])
+    heads = sizes(words, "num_attention_heads", "num_experts")
+    kept, changes = flags.reduced(words, vocabulary=50_000)
+    args = flags.early(kept)
+    parameters = flags.parameters({name: getattr(args, name) for name in flags.SIZES}, kept, 50_000)
+    assert parameters * flags.STATE_BYTES <= flags.MOST_BYTES and changes
+    assert sizes(kept, "num_attention_heads", "num_experts") == heads
+    assert sizes(kept, "global_batch_size")[0] <= 32
+    (number,) = sizes(kept, layers)
+    assert number % args.pipeline_model_parallel_size == 0 and number == (expected or number)
+    assert not args.dynapipe_layers_per_stage
+    assert flags.reduced(kept, vocabulary=50_000) == (kept, []), "what fits is kept"
+
+
+def test_a_model_that_cannot_be_narrowed_is_refused():
+    words = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "9999999"]
+    with pytest.raises(ConfigError, match="fits 4 GB once it is narrowed, got 6") as caught:
+        flags.reduced(words, vocabulary=0)
+    assert caught.value.hint == "pass --full"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("", 1),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8),
+        ("--expert-model-parallel-size 4", 4),
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    ],
+)
+def test_the_fewest_ranks_of_a_layout(layout, ranks):
+    assert flags.least_ranks(layout.split()) == ranks
+
+
+def test_one_process_has_no_layout_and_no_folders():
+    words = flags.words_of(
+        ["--", "--save", "x", "--bf16", "--tensor-model-parallel-size=2", "--sequence-parallel", "--lr", "1"]
+    )
+    assert flags.alone(words) == ["--bf16", "--lr", "1", "--make-vocab-size-divisible-by", "256"]
+    assert config.without_flags(words, flags.PRECISION)[0] == "--tensor-model-parallel-size=2"
