@@ -22,7 +22,7 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
-    "lines of the package": 47_500,  # to come down to 44,000; certify brought 1,000, HybridModel 590, virtual stages 300
+    "lines of the package": 47_500,  # to come down to 44,000; certify, HybridModel, virtual stages brought 1,900
     "lines of its core": 31_950,  # to come down to 31,500; HybridModel brought 450, virtual stages 300
     "kinds of values": 213,
     "lines of tests": 35_650,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
