@@ -80,13 +80,12 @@ def choose_layer_split(
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     trials = _Trials(settings, cost_model, batches, to_fit)
-    start = settings.layout.layers_per_stage
+    start, layer = settings.layout.layers_per_stage, trials.halves_of_layer
     trials.require(start)
     evened = trials.evened(start)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     trials.choose_batches([start, evened])
-    layer = trials.halves_of_layer
     best = trials.improved(min(start, evened, key=trials.predicted_ns), (layer,))
     steps = (layer // 2, layer) if halves and trials.know_halves else (layer,)
     if len(steps) > 1:  # From the best of whole layers, so that halves are never behind it.

@@ -23,8 +23,8 @@ NOT_RUN = {
     r"git |\.venv/bin/|python -m build|python scripts/": "for who changes this project or a checkout of Megatron",
     r"(OMP_NUM_THREADS=1 )?(python (-m )?benchmarks|torchrun .* -m benchmarks)": "measures for minutes to hours;"
     " tests/benchmarks holds the code",
-    r"(torchrun .*)?pretrain_gpt.py|torchrun .*\.cpu|megatron-dynapipe patch ": "needs a checkout of Megatron-LM;"
-    " cli/test_examples patches one, patches/test_training.py trains in one",
+    r"(torchrun .*)?pretrain_gpt.py|torchrun .*\.cpu|megatron-dynapipe patch |MEGATRON_CHECKOUT": "needs a checkout of"
+    " Megatron-LM; cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
     r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",

@@ -32,6 +32,8 @@ from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2
+LOCAL_STACK = hybrid_stack(get_gpt_layer_local_spec(), None, WrappedTorchNorm)
+"""What a HybridModel is made of without Transformer Engine, for Megatron's `--spec`."""
 
 
 def micro_batches(data: Path) -> Iterator[torch.Tensor]:
@@ -61,8 +63,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     if args.hybrid_layer_pattern is None:
         model = partial(GPTModel, transformer_layer_spec=layer)
     else:
-        stack = hybrid_stack(layer, None, WrappedTorchNorm)
-        model = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=args.hybrid_layer_pattern)
+        model = partial(HybridModel, hybrid_stack_spec=LOCAL_STACK, hybrid_layer_pattern=args.hybrid_layer_pattern)
     return model(
         config=config or core_transformer_config_from_args(args),
         vocab_size=args.padded_vocab_size,

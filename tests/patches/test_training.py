@@ -105,7 +105,8 @@ def plugged_in(data, tmp_path_factory) -> Callable[[str, str], tuple[dict, list,
 def run(checkout: Path, data: Path, flags: str, folder: Path, *, ranks: int) -> tuple[dict[str, Any], list[str]]:
     """Train by hand: the last rank's losses by iteration and count of samples, and every rank's output."""
     folder.mkdir(exist_ok=True)
-    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {flags}"
+    spec = "--spec tests.helpers.stock_megatron LOCAL_STACK" if "pattern" in flags else ""
+    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {spec} {flags}"
     outputs = launch(BY_HAND, checkout, flags, folder, ranks=ranks)
     return json.loads((folder / f"losses-{ranks - 1}.json").read_text()), outputs
 

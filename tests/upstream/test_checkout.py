@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_dynapipe.checkout.patching import State
 
-from megatron_dynapipe.checkout import patching
+from megatron_dynapipe.checkout.survey import State, survey
+from megatron_dynapipe.tools.patch import change
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, train
 from tests.helpers.random_dataset import make_dataset
 from tests.patches.test_training import BY_HAND, contents, launch
@@ -67,11 +67,11 @@ def test_two_stages_train_as_with_the_installed_megatron(model, checkout, data, 
 
 def test_patches_apply_train_and_are_taken_back(checkout, data, tmp_path):
     before = contents(checkout)
-    states = patching.survey(checkout)[0].named(State.MODIFIED)
-    patching.change(checkout, merge=bool(states))
+    states = survey(checkout)[0].named(State.MODIFIED)
+    change(checkout, merge=bool(states))
     expected = printed(train("gpt", data, FLAGS, ranks=2, report=tmp_path / "installed")[-1]["stdout"])
     flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {FLAGS}"
     found = printed(launch(BY_HAND, checkout, flags, tmp_path, deadline_s=400)[-1])
-    patching.change(checkout, reverse=True)
+    change(checkout, reverse=True)
     assert {name: data for name, data in contents(checkout).items() if "__pycache__" not in name} == before
     assert found == pytest.approx(expected, rel=1e-5) and len(found) == 3

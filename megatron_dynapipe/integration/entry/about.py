@@ -19,6 +19,7 @@ def about(run: RunConfig) -> dict[str, str]:
     """Command, model, data, layout, machine, versions and the time, each in a few words."""
     meta, model, plans = read_meta(run.data), run.model, run.planner
     stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
+    kind = f"HybridModel {model.pattern}" if model.pattern else f"{run.family.value.upper()}, {stacks} layers"
     layout = f"{plans.data_parallel} × {plans.tensor_parallel} × {plans.pipeline_parallel} (data × tensor × pipeline)"
     if plans.chunks > 1:
         layout += f", {plans.chunks} chunks a rank"
@@ -32,7 +33,7 @@ def about(run: RunConfig) -> dict[str, str]:
     device = processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return {
         "command": _command(),
-        "model": f"{run.family.value.upper()}, {stacks} layers, hidden {model.hidden}, {model.heads} heads{experts},"
+        "model": f"{kind}, hidden {model.hidden}, {model.heads} heads{experts},"
         f" vocabulary {model.vocabulary:,}, {str(model.dtype).removeprefix('torch.')}",
         "data": f"{run.data}: {amount(len(meta.tasks), 'task')}, {samples:,} training samples",
         "batch": f"{size:,} samples" if tokens is None else f"{tokens:,} tokens",

@@ -64,6 +64,7 @@ def _identity(run: RunConfig) -> str:
     causes = {
         **run.layer_costs,
         "family": run.family.value,
+        "experts": str(run.model.experts),
         "recompute": ",".join(run.planner.recompute),
         "device": processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
         "processes": str(_processes(run)),

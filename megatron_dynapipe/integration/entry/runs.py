@@ -65,11 +65,8 @@ def gpt_run[S: Session](
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
     session = session_type(run, resumed=partial(_resumed, run, args))
-    provider = (
-        hybrid_provider(run.model, run.planner.layout)
-        if run.model.pattern
-        else gpt_provider(run.model, run.divided_layout)
-    )
+    layout = run.planner.layout
+    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, provider, gpt_step)
 
 

@@ -22,6 +22,7 @@ def run_of(hidden: int) -> Any:
 
     return SimpleNamespace(
         family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, layer_costs={"hidden_size": str(hidden)}, on_cpu=True,
+        model=SimpleNamespace(experts=None),
         planner=SimpleNamespace(
             tensor_parallel=1, expert_parallel=1, recompute=(Recompute.NONE, Recompute.FULL)
         ),
