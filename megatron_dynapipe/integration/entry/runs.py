@@ -4,6 +4,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -95,8 +96,6 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
                 "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
                 hint="end the script as pretrain_gpt_multitask.py ends",
             )
-        if (folder := resumed(run.checkpoints)) and folder.is_dir():
-            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         measured = None
         if run.calibrate_s > 0:
             from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
@@ -105,8 +104,16 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
             args.dynapipe_cost_model = measured
             run = from_megatron.run_config(args, family)
         if run.plans_layer_split:
-            run = _plan_layer_split(run)
-            args.virtual_pipeline_model_parallel_size = run.planner.chunks if run.planner.chunks > 1 else None
+            planned = _plan_layer_split(run)
+            if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
+                args, run = command_line.parse(family, flags, _with_chunks(fit, planned.planner.chunks))
+                if measured is not None:
+                    args.dynapipe_cost_model = measured
+                    run = from_megatron.run_config(args, family)
+                planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
+            run = planned
+        if (folder := resumed(run.checkpoints)) and folder.is_dir():
+            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         _preflight(run)
         _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
@@ -114,6 +121,17 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         return args, run
 
     return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
+
+
+def _with_chunks(fit: command_line.Fit | None, chunks: int) -> command_line.Fit:
+    """The fit, and as many virtual stages on every rank, as if Megatron's flag said so."""
+
+    def fitted(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+        if fit is not None:
+            fit(args, family, known)
+        args.num_virtual_stages_per_pipeline_rank = chunks
+
+    return fitted
 
 
 def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
