@@ -26,7 +26,7 @@ LAYOUTS = {
     "two stages": "--pipeline-model-parallel-size 2",
     "two tensor ranks": "--tensor-model-parallel-size 2",
     "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
-    "a pattern of two stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*-*|-*-",
+    "a pattern of two stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*-*|-*- --num-layers 8",
 }
 DAILY = "two stages, slices"
 ITERATIONS = 5

@@ -40,11 +40,9 @@ from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
-def t5_run[S: Session](
-    fit: command_line.Fit | None = None,
-    *,
-    session_type: type[S] = Session,  # type: ignore[assignment]
-) -> tuple[S, dict[str, Any]]:
+def t5_run(
+    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
+) -> tuple[Session, dict[str, Any]]:
     """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
 
     Returns:
@@ -57,11 +55,9 @@ def t5_run[S: Session](
     return session, arguments | ranks
 
 
-def gpt_run[S: Session](
-    fit: command_line.Fit | None = None,
-    *,
-    session_type: type[S] = Session,  # type: ignore[assignment]
-) -> tuple[S, dict[str, Any]]:
+def gpt_run(
+    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
+) -> tuple[Session, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
@@ -200,8 +196,6 @@ def patched_session(args: argparse.Namespace) -> Session:
         return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-            # The script broadcasts labels over tensor-parallel ranks in the shape of tokens.
-            rows_alone=parallel_state.get_tensor_model_parallel_world_size() == 1,
         )
 
     masked = args.create_attention_mask_in_dataloader
