@@ -2,7 +2,7 @@
 # the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run demo demo-gpt test test-full check docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full check claims docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
@@ -21,6 +21,7 @@ help:
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
 	@echo "make check      lint, types, import order, size, documents"
+	@echo "make claims     runs what docs/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
 	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
 
@@ -51,6 +52,9 @@ check: setup
 	$(PYTEST) tests/test_architecture.py -q
 	$(PYTHON) -W ignore scripts/count_code.py
 	$(DOCS)
+
+claims: setup
+	$(PYTHON) scripts/claims.py
 
 docs: setup
 	$(DOCS)

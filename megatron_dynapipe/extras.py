@@ -51,6 +51,8 @@ def entry_imports() -> Iterator[None]:
         except ModuleNotFoundError as absent:
             if (error := missing(absent)) is None:
                 raise
+        except InstallationError as unbuilt:
+            error = unbuilt
     if error is not None:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         sys.exit(2)

@@ -153,10 +153,6 @@ def violation_inside(importer: str, imported: str) -> str | None:
     return f"integration/{room} (layer {INTEGRATION[room]}) imports integration/{other} (layer {INTEGRATION[other]})"
 
 
-def count_lines(source: str) -> int:
-    return len(source.splitlines())
-
-
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -239,7 +235,9 @@ def test_files_and_functions_stay_small() -> None:
     ]
     assert len(python) > 300, "the package's files, tests and benchmarks"
     files = {path.relative_to(ROOT): path.read_text() for path in [*python, *(ROOT / "csrc").iterdir()]}
-    long = [f"{path}: {lines} lines" for path, text in files.items() if (lines := count_lines(text)) > MAX_FILE_LINES]
+    long = [
+        f"{path}: {lines} lines" for path, text in files.items() if (lines := len(text.splitlines())) > MAX_FILE_LINES
+    ]
     long += [
         f"{path}: {name}, {lines} lines"
         for path, text in files.items()

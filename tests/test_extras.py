@@ -41,16 +41,25 @@ def test_a_module_that_no_extra_brings_is_no_matter_of_extras(name: str | None) 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"])
 @pytest.mark.parametrize(
-    ("python", "absent", "said"),
+    ("python", "module", "code", "said"),
     [
-        (sys.executable, "torch", "error: expected the package torch, which the extra [train] brings, found none"),
-        ("python3.11", "nothing", "error: expected Python 3.12 or later, got 3.11."),
+        (
+            *(sys.executable, "torch", "raise ModuleNotFoundError(name='torch')"),
+            "error: expected the package torch, which the extra [train] brings, found none",
+        ),
+        ("python3.11", "nothing", "", "error: expected Python 3.12 or later, got 3.11."),
+        (
+            *(sys.executable, "sitecustomize", "import sys; sys.modules['megatron_dynapipe.planning._native'] = None"),
+            "error: expected the planner's native core",
+        ),
     ],
 )
-def test_an_entry_script_says_what_it_lacks(python: str, absent: str, said: str, script: str, tmp_path: Path) -> None:
+def test_an_entry_script_says_what_it_lacks(
+    python: str, module: str, code: str, said: str, script: str, tmp_path: Path
+) -> None:
     if shutil.which(python) is None:
         pytest.skip(f"no {python} here")
-    (tmp_path / f"{absent}.py").write_text(f"raise ModuleNotFoundError(name={absent!r})")
+    (tmp_path / f"{module}.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     ended = subprocess.run([python, script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2 and said in ended.stderr and "Traceback" not in ended.stderr, ended.stderr

@@ -88,7 +88,7 @@ class Case:
 
 @cache
 def _costs(family: str) -> TableCostModel:
-    return TableCostModel.load(COSTS[family])
+    return TableCostModel.load(COSTS["a100"][family])
 
 
 def longest(family: str, max_seq_len: int) -> Longest:

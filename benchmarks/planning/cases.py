@@ -1,4 +1,4 @@
-"""What planning benchmarks plan with: costs of two measured models, batches, what the published planner found."""
+"""What planning benchmarks plan with: costs of two models on each device, batches, what the published planner found."""
 
 import gzip
 import json
@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-COSTS = {"gpt": DATA / "a100/gpt_6.7b.json.gz", "t5": DATA / "a100/t5_11b.json.gz"}
-BATCHES = DATA / "batches/flan_like.json.gz"
+COSTS = {
+    "a100": {"gpt": DATA / "a100/gpt_6.7b.json.gz", "t5": DATA / "a100/t5_11b.json.gz"},
+    "h100": {"gpt": DATA / "h100/gpt_7b.json.gz", "t5": DATA / "h100/t5_xxl.json.gz"},
+}
+"""Measured in 2023, and computed for 2026."""
+MEMORY_MB = {"a100": 36_000, "h100": 72_000}
 PUBLISHED = DATA / "published/planner.json"
-MEMORY_BYTES = 36_000 * 10**6
+MEMORY_BYTES = MEMORY_MB["a100"] * 10**6
 
 
-def recorded_batches() -> list[dict[str, Any]]:
-    """Every batch of the batches file, as it stands there."""
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(BATCHES.read_bytes()))["batches"]
-    return found
+def recorded_batches(name: str = "flan_like") -> list[dict[str, Any]]:
+    """Every batch of a batches file, as it stands there."""
+    path = DATA / f"batches/{name}.json.gz"
+    batches: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["batches"]
+    return batches
 
 
 def published_results() -> list[dict[str, Any]]:

@@ -29,11 +29,10 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, environment, markdown
 from benchmarks.paper.clusters import Case, recorded_batch
-from benchmarks.planning.cases import COSTS, published_results, recorded_batches
+from benchmarks.planning.cases import COSTS, MEMORY_MB, published_results, recorded_batches
 from megatron_dynapipe.cost import even_split
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 
-MEMORY_MB = 36_000
 MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
 """Flags of the layers, and the hidden size."""
 SETTINGS = (
@@ -86,7 +85,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     """Plan some batches of a setting and score them; one dictionary per batch."""
     layers, hidden = MODELS[model]
     data, tensor, pipeline = layout.split(",")
-    cost = COSTS[model]
+    cost = COSTS["a100"][model]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
@@ -108,7 +107,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
         split = "equal" if args.split == "equal" else "auto"
         score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", split]
-        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB)]
+        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB["a100"])]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
         iterations = {plan["id"]: plan for plan in json.loads(planned.stdout)["iterations"]}
@@ -118,24 +117,27 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     return lines
 
 
-def arguments(command: str, model: str, layout: str, batches: Path) -> list[str]:
+def arguments(command: str, model: str, layout: str, batches: Path, device: str = "a100") -> list[str]:
     """The command line of `plan` or `compare` for one setting."""
     (layers, hidden), (data, tensor, pipeline) = MODELS[model], layout.split(",")
+    hidden = "4096" if device == "h100" else hidden
     return [
         *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
-        *("--cost-model", str(COSTS[model]), "--model", model, *layers.split()),
-        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB), "--distributed-optimizer"),
+        *("--cost-model", str(COSTS[device][model]), "--model", model, *layers.split()),
+        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB[device]), "--distributed-optimizer"),
         *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
     ]
 
 
-def answer(command: str, setting: str, batches: list[dict], longest: int, every: list[dict]) -> dict:
+def answer(
+    command: str, setting: str, batches: list[dict], longest: int, every: list[dict], device: str = "a100"
+) -> dict:
     """What `plan` or `compare` prints of batches of a setting whose layer split is chosen by `split_from`."""
     model, _, layout = setting.partition(":")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder / "batches.json", batches)
-        words = arguments(command, model, layout, folder / "batches.json")
+        words = arguments(command, model, layout, folder / "batches.json", device)
         words += split_from(folder / "split.json", model, longest, every)
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
     if done.returncode == 2:

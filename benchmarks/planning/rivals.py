@@ -1,45 +1,61 @@
-"""Planned iterations over those of other packers, as `megatron-dynapipe compare` predicts them on A100 costs.
+"""Planned iterations over those of other trainers' packing, as `megatron-dynapipe compare` predicts them.
 
-    python -m benchmarks.planning.rivals [--settings gpt:1,1,8 …] [--lengths 2048 8192]
+    python -m benchmarks.planning.rivals [--devices a100 h100] [--settings gpt:1,1,8 …] [--lengths 2048 8192] [--labels]
 
-Two batches of 65,536 tokens for each maximum length; the plan's layer split is chosen from the larger batches of the
-same mixture and length. The others run equal layers with 1F1B, the fastest of every recompute mode, of sizes of rows an
-eighth of the longest sample apart, and of their own and the planner's assignment to replicas. A line per setting and
-length has the geometric mean of real tokens per second over each, and the least ratio of one batch over any.
+All batches of 65,536 tokens of a maximum length; the plan's layer split is chosen from the larger batches of the same
+mixture and length. The others run the fastest of 1, 2 and 4 virtual stages (1F1B, interleaved), equal layers and a
+split of whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A line per
+setting and length has the geometric mean of real tokens per second over each, and over the fastest of each batch the
+mean and the worst. With --labels the batches of sft_like alone, whose plans leave out what does not count; the others
+run all of it.
 """
 
 import argparse
+import math
+import statistics
 
-from benchmarks.planning.cases import recorded_batches
+from benchmarks.planning.cases import COSTS, recorded_batches
 from benchmarks.planning.full import answer
+from megatron_dynapipe.tools.rivals.methods import TRAINERS
 
-RIVALS = ("packed_rows", "dp_balanced", "default_dynamic_cp", "verl", "slime")
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", nargs="*", choices=COSTS, default=tuple(COSTS), help="whose costs")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
     parser.add_argument("--lengths", nargs="*", type=int, default=(2048, 8192), help="maximum lengths of samples")
+    parser.add_argument("--labels", action="store_true", help="batches of which some positions do not count")
     args = parser.parse_args()
-    every = recorded_batches()
-    print("| setting | maximum | " + " | ".join(f"`{name}`" for name in RIVALS) + " | least |")
-    print("|---" * (3 + len(RIVALS)) + "|")
-    for setting in args.settings:
-        for length in args.lengths:
-            over, least = _compared(setting, length, every)
-            cells = [f"{over[name]:.3f}" if over.get(name) else "–" for name in RIVALS] + [f"{least:.3f}"]
-            print(f"| {setting} | {length:,} | " + " | ".join(cells) + " |", flush=True)
+    names = ("sft_like",) if args.labels else ("flan_like", "flan_more", "sft_like")
+    every = [batch for name in names for batch in recorded_batches(name)]
+    if not args.labels:
+        every = [{key: value for key, value in batch.items() if key != "labels"} for batch in every]
+    columns = ["costs", "setting", "maximum", "batches", *(f"`{name}`" for name in TRAINERS), "**fastest**", "worst"]
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
+    for device in args.devices:
+        for setting in args.settings:
+            for length in args.lengths:
+                of_model = [b for b in every if b["model"] == setting.partition(":")[0] and b["max_seq_len"] == length]
+                chosen = [b for b in of_model if b["tokens"] == 65_536]
+                print(f"| {device} | {setting} | {length:,} | {_row(device, setting, length, chosen)} |", flush=True)
 
 
-def _compared(setting: str, length: int, every: list[dict]) -> tuple[dict[str, float], float]:
-    """The plan's tokens per second over those of each other method: geometric means over the batches, and the least."""
-    of_model = [b for b in every if b["model"] == setting.partition(":")[0] and b["max_seq_len"] == length]
-    chosen = [b for b in of_model if b["tokens"] == 65_536]
-    compared = answer("compare", setting, chosen, length, every)
-    times = [{name: of["methods"][name].get("ms") for name in ("dynapipe", *RIVALS)} for of in compared["batches"]]
-    ratios = [ms[name] / ms["dynapipe"] for ms in times for name in RIVALS if ms[name] and ms["dynapipe"]]
-    return compared["methods"]["dynapipe"]["geomean_over"], min(ratios)
+def _row(device: str, setting: str, length: int, batches: list[dict]) -> str:
+    """Cells: batches, the plan's tokens per second over those of each other method, and over the fastest."""
+    compared = answer("compare", setting, batches, length, recorded_batches(), device)
+    times = [{name: of["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)} for of in compared["batches"]]
+    ratios = [
+        min(ms[name] for name in TRAINERS if ms[name]) / ms["dynapipe"]
+        for ms in times
+        if ms["dynapipe"] and any(ms[name] for name in TRAINERS)
+    ]
+    mean = math.exp(statistics.mean(map(math.log, ratios))) if ratios else math.nan
+    over = compared["methods"]["dynapipe"]["geomean_over"]
+    cells = [f"{over[name]:.3f}" if over.get(name) else "–" for name in TRAINERS]
+    return " | ".join([f"{len(ratios)}", *cells, f"**{mean:.3f}**", f"{min(ratios, default=math.nan):.3f}"])
 
 
 if __name__ == "__main__":

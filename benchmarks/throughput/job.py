@@ -16,6 +16,7 @@ from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
 from benchmarks.throughput.model import build
 from benchmarks.throughput.rows import joined, rows_of_2023
 from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -38,6 +39,10 @@ class Job:
         on_cpu = setup.device.type == "cpu"
         if spec.jobs_per_device > 1 and not on_cpu:
             divide_memory(setup, spec.jobs_per_device)
+        meta = read_meta(run.dynapipe_data)
+        self._loss_on = LossOn(run.dynapipe_loss or meta.loss)
+        self._planned_for = self._loss_on if method.labels else LossOn.EVERYTHING
+        run.dynapipe_loss = self._planned_for  # for the choice of a layer split, too
         self._setup, self._config = setup, run_config(run, setup.family)
         inputs = self._config.inputs
         longest = (run.seq_length, run.decoder_seq_length or 0)
@@ -45,7 +50,7 @@ class Job:
         self._row = (longest[0], longest[1] - 2) if longest[1] else (longest[0] + 1, 0)
         self._joins = method.joins
         folder = Path(inputs.data_folder)
-        self.prepare(method.planner(inputs.planner, longest), inputs.costs, read_meta(folder))
+        self.prepare(method.planner(inputs.planner, longest), inputs.costs, meta)
         self._sampler = Sampler(LengthTable.read(folder, "train"), inputs.splits[0].sampler)
         self._reader = open_split(folder, "train")
         self._control = ControlGroup(timeout_s=TIMEOUT_S)
@@ -56,8 +61,8 @@ class Job:
         from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         model, optimizer = build(self._setup)
-        planner = Planner(settings, costs.load())
-        self._pipeline = MegatronPipeline([model], optimizer, planner, tokens=tokens, seed=self._setup.args.seed)
+        planner, seed = Planner(settings, costs.load()), self._setup.args.seed
+        self._pipeline = MegatronPipeline([model], optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
 
     def hear(self, driver: Any) -> dict[str, Any] | None:
         """The driver's next command, on all ranks; None once it has hung up."""
@@ -79,9 +84,12 @@ class Job:
 
     def _run(self, number: int) -> dict[str, Any]:
         """Train one global batch; the weights change, the batch does not."""
+        from megatron_dynapipe.tools.megatron_pipeline import global_batch
+
         samples = self.samples(number)
         planning = time.thread_time_ns()  # the planner has one thread, and others may be on its core
-        plan = self._pipeline.plan(samples)
+        lengths = global_batch(samples, self._setup.family, number, loss_on=self._planned_for)
+        plan = self._pipeline.planner.plan(lengths, number)
         planning = time.thread_time_ns() - planning
         result, figures = self.timed(lambda: self._pipeline.step(samples, plan))
         events = result.trace.events()
@@ -98,7 +106,7 @@ class Job:
         }
 
     def timed[T](self, call: Callable[[], T]) -> tuple[T, dict[str, Any]]:
-        """What a call gives on all ranks at once, its ms and the peak memory of the rank that has most."""
+        """What a call gives on all ranks at once, its ms and the peak memory of every rank."""
         self._reset_peak()
         dist.barrier()
         self._synchronise()
@@ -107,7 +115,10 @@ class Job:
         self._synchronise()
         dist.barrier()
         elapsed = time.perf_counter_ns() - start
-        return result, {"ms": max(self.gathered(elapsed)) / 1e6, "peak_mb": max(self.gathered(self._peak())) / 1e6}
+        return result, {
+            "ms": max(self.gathered(elapsed)) / 1e6,
+            "peaks_mb": [peak / 1e6 for peak in self.gathered(self._peak())],
+        }
 
     def gathered(self, value: int) -> list[int]:
         """A number of every rank."""

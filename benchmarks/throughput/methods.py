@@ -52,12 +52,14 @@ class Method:
         plans_split: whether its layer split is planned; the baselines split layers equally.
         halves: whether a planned split may divide layers between attention and MLP.
         joins: whether samples are joined to rows in which they attend to one another: another function is trained.
+        labels: whether plans know which positions count, and leave others out of the last MLP and the head.
     """
 
     planner: Settings
     plans_split: bool = False
     halves: bool = True
     joins: bool = False
+    labels: bool = True
 
 
 def _planned(*layouts: BatchLayout, **changes: object) -> Settings:
@@ -111,6 +113,7 @@ def _ablation(**changes: object) -> Method:
 
 
 ABLATIONS: dict[str, Method] = {
+    "planned_all_positions": Method(planner=_planned(*BatchLayout), plans_split=True, labels=False),
     "whole_samples": Method(planner=_planned(*BatchLayout, slices="off"), plans_split=True),
     "undivided": Method(planner=_planned(*BatchLayout, split_backward="off"), plans_split=True),
     "whole_layers": Method(planner=_planned(*BatchLayout), plans_split=True, halves=False),

@@ -66,10 +66,16 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
         pipeline_parallel=case.layout.pipeline,
         jobs_per_device=together if on_gpus else 1,
     )
-    splits = {halves: chosen_split(case, methods, spec, halves=halves) for halves in (True, False)}
+    splits: dict[tuple[bool, bool], list[int | float] | None] = {}
+    for method in (method for method in methods if EVERY[method].plans_split):
+        alike = EVERY[method].halves, EVERY[method].labels
+        if alike not in splits:
+            splits[alike] = chosen_split(case, msgspec.structs.replace(spec, method=method))
     specs = {
         method: msgspec.structs.replace(
-            spec, method=method, layers_per_stage=splits[EVERY[method].halves] if EVERY[method].plans_split else None
+            spec,
+            method=method,
+            layers_per_stage=splits[EVERY[method].halves, EVERY[method].labels] if EVERY[method].plans_split else None,
         )
         for method in methods
     }
@@ -114,16 +120,14 @@ def train(
     return found
 
 
-def chosen_split(case: Case, methods: Sequence[str], spec: Spec, *, halves: bool) -> list[int | float] | None:
-    """The planned layer split, with halves of layers or without, where there are stages and a method that takes it."""
-    takers = (each for each in methods if EVERY[each].plans_split and EVERY[each].halves is halves)
-    method = next(takers, None)
-    if method is None or case.layout.pipeline == 1:
+def chosen_split(case: Case, spec: Spec) -> list[int | float] | None:
+    """The planned layer split of a method, where there are stages."""
+    if case.layout.pipeline == 1:
         return None
     say(f"{case}: choosing a layer split")
-    with started(msgspec.structs.replace(spec, method=method)) as chooser:
-        found: list[int | float] = chooser.ask({"split": True, "halves": halves})["layers_per_stage"]
-        return found
+    with started(spec) as chooser:
+        split: list[int | float] = chooser.ask({"split": True, "halves": EVERY[spec.method].halves})["layers_per_stage"]
+        return split
 
 
 def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[str, Results]:

@@ -18,7 +18,7 @@ from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.report.comparison import geometric_means
-from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict
+from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict_fastest
 from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-compare/1"
@@ -81,7 +81,7 @@ def _predict(
 ) -> dict[str, Any]:
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
     try:
-        prediction = predict(method, batch.global_batch(0), longest, settings, cost_model)
+        prediction = predict_fastest(method, batch.global_batch(0), longest, settings, cost_model)
     except (PlanningError, DataError) as error:
         return {"error": error.message}
     return {"error": None, **msgspec.structs.asdict(prediction)}

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.way == "from-hf":
             path, command = from_hugging_face(args.source, args.checkpoints, progress)
-            print(f"on samples in data/mixture, {command} trains it")
+            print(f"train: {command}")
         else:
             path = to_hugging_face(args.checkpoints, args.target, args.like, progress)
     print(path)

@@ -230,7 +230,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     for layout in planned[: args.top]:
         print(_row(layout))
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
-    print(f"{tuning.plans} plans in {tuning.seconds:.1f} s; {left} layouts are slower")
+    print(f"{tuning.plans} plans in {tuning.seconds:.1f} s{f'; {left} layouts are slower' * bool(left)}")
     print(cluster_line(described))
     for line in _usual(tuning, args, described["devices_per_node"]):
         print(line)
@@ -290,7 +290,7 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
     )  # fmt: skip
     is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")
     model = args.model_config if is_run_file else "MODEL.yaml"
-    script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data DATA"
+    script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data {args.data or 'DATA'}"
     return f"train: torchrun {where} --nproc-per-node {ranks} {script} {flags}"
 
 

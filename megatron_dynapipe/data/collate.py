@@ -41,13 +41,11 @@ class RequiredFields:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).
         decoder_tokens: the decoder's input tokens, on the first decoder stage; encoder–decoder only.
         labels: labels and loss mask, on the last stage.
-        rows_alone: where a decoder-only model's losses are of targets, labels are those that count alone.
     """
 
     tokens: bool = False
     decoder_tokens: bool = False
     labels: bool = False
-    rows_alone: bool = False
 
     @property
     def text(self) -> bool:
@@ -195,7 +193,7 @@ class Collator:
                 put(tasks, starts[number], np.full(len(targets), self.task_ids[sample], np.int64))
         arrays: dict[str, npt.NDArray[Any] | None] = {"tokens": tokens, "decoder_tokens": decoder_tokens}
         arrays |= {"labels": labels, "loss_mask": loss_mask, "tasks": tasks}
-        if loss_mask is not None and needed.rows_alone and not has_decoder and self.loss_on is LossOn.TARGETS:
+        if loss_mask is not None and plan.labels:
             arrays |= _rows_alone(loss_mask, {"labels": labels, "loss_mask": loss_mask, "tasks": tasks})
         return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 

@@ -15,7 +15,8 @@ try:
 except ImportError as error:
     raise InstallationError(
         f"expected the planner's native core, megatron_dynapipe.planning._native, got: {error}",
-        hint="install this package again with this Python (pip install, or make setup in a checkout): that builds it",
+        hint="install this package again with this Python: that builds it (a clone's scripts import"
+        " the clone's own package: make setup, or pip install -e .)",
     ) from error
 
 __all__ = ["NEVER", "agree", "core", "fast_verify"]

@@ -131,9 +131,8 @@ class MegatronPipeline:
 
     def plan(self, batch: Sequence[Sample], *, forward_only: bool = False) -> IterationPlan:
         """The next step's plan for a global batch; raises as `step`."""
-        return self.planner.plan(
-            global_batch(batch, self._family, self.iteration), self.iteration, forward_only=forward_only
-        )
+        lengths = global_batch(batch, self._family, self.iteration, loss_on=self._loss_on)
+        return self.planner.plan(lengths, self.iteration, forward_only=forward_only)
 
     def step(self, batch: Sequence[Sample], plan: IterationPlan | None = None) -> StepReport:
         """Plan a global batch, run it, reduce the gradients and update the weights.
@@ -281,15 +280,24 @@ def reader_of(batch: Sequence[Sample]) -> SampleReader:
     return [(np.asarray(tokens, np.int64), np.asarray(target, np.int64)) for tokens, target in batch]
 
 
-def global_batch(batch: Sequence[Sample], family: ModelFamily, iteration: int) -> GlobalBatch:
+def global_batch(
+    batch: Sequence[Sample], family: ModelFamily, iteration: int, *, loss_on: LossOn = LossOn.EVERYTHING
+) -> GlobalBatch:
     """The lengths that a planner looks at; raises DataError for a batch without samples."""
     if not batch:
         raise DataError("expected a batch of at least one sample, got none")
     inputs, targets = (np.array([len(tokens) for tokens in side], np.int32) for side in zip(*batch, strict=True))
+    labels = None
     if family is ModelFamily.GPT:
+        if loss_on is LossOn.TARGETS:
+            labels = np.minimum(targets, np.maximum(inputs + targets - 1, 1))
         inputs, targets = inputs + targets, np.zeros_like(targets)
     return GlobalBatch(
-        iteration=iteration, sample_ids=np.arange(len(batch)), input_lengths=inputs, target_lengths=targets
+        iteration=iteration,
+        sample_ids=np.arange(len(batch)),
+        input_lengths=inputs,
+        target_lengths=targets,
+        labels=labels,
     )
 
 

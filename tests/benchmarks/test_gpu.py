@@ -52,6 +52,7 @@ def test_a_part_of_the_checks_in_processes_that_stay_up(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_what_no_check_is_called(tmp_path):
     with pytest.raises(AssertionError, match="expected --only to match one of t5: entry script against the CPU; "):
         run(tmp_path, "--only", "nothing", timeout_s=60)
@@ -81,6 +82,7 @@ def test_whatever_a_check_raises_it_is_a_line_and_the_report_is_whole_after_each
         assert len(json.loads((tmp_path / "report.json").read_text())["checks"]) == count
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_are_named_and_start_anew(tmp_path):
     case = checks.Case(device="cpu", small=True, budget=machine.Budget(120), folder=tmp_path)
     try:
@@ -93,7 +95,7 @@ def test_ranks_that_fail_are_named_and_start_anew(tmp_path):
 
 def test_figures_of_throughput_are_those_of_its_report():
     turn = {"ms": 10.0, "real_tokens": 100, "positions": 100, "predicted_ms": None, "idle": [], "planning_ms": None}
-    turn |= {"peak_mb": 1.0, "micro_batches": 1, "loss": 1.0}
+    turn |= {"peaks_mb": [1.0], "micro_batches": 1, "loss": 1.0}
     planned, slower = {0: turn, 1: turn}, {0: turn, 1: turn | {"ms": 20.0}}
     rows = [
         report.figures({"method": name}, turns, planned)

@@ -28,7 +28,7 @@ def test_ratios_are_of_sums_and_hold_their_interval():
 
 
 ABOUT = {"model": "t5", "size": "demo", "method": "planned", "layout": "1,1,2", "max_seq_len": 1536}
-RESULT = {"ms": 1000, "real_tokens": 50, "positions": 100, "peak_mb": 3, "idle": [0.5, 0.1], "micro_batches": 4}
+RESULT = {"ms": 1000, "real_tokens": 50, "positions": 100, "peaks_mb": [3], "idle": [0.5, 0.1], "micro_batches": 4}
 RESULT |= {"planning_ms": 20.0}
 WARM_UP = RESULT | {"ms": 9000, "loss": 8.25, "predicted_ms": 500}
 TIMED = RESULT | {"loss": 8.0, "predicted_ms": 900}

@@ -27,7 +27,7 @@ SMALLER = (
     ("to-hf checkpoints/flan-run models/mine", "to-hf checkpoints/flan models/other"),
 )
 """What lines that train, measure, convert or serve have in place of their own: less time, one machine, no training."""
-ORDER = ("profile", "tune", "convert")
+ORDER = ("profile", "tune", "convert", "certify")
 QUICK = tuple(
     line for line in EVERY if not line.startswith((*ORDER, "patch ")) or (line[:4] == "tune" and "--val" not in line)
 )

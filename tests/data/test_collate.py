@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -210,14 +211,16 @@ def test_rows_of_what_counts(plan: tuple[list[int], Shape, list[int]], expected:
     ids, shape, planned = plan
     reader = [*CHAT, ([5, 6, 7], [8]), ([6, 7, 8, 9, 1, 2], [])]
     collator = Collator(
-        required=RequiredFields(labels=True, rows_alone=True),
+        required=RequiredFields(labels=True),
         reader=[(np.array(given, np.int64), np.array(wanted, np.int64)) for given, wanted in reader],
         special=SimpleNamespace(pad_id=0, bos_id=1, eos_id=2),
         loss_on=LossOn.TARGETS,
         spans=TURNS,
         task_ids=np.array([4, 5, 6], np.int16),
     )
-    batch = collator(0, micro_batch(ids, shape, inputs=planned, targets=[0] * len(ids)), ModelFamily.GPT)
+    plan = micro_batch(ids, shape, inputs=planned, targets=[0] * len(ids))
+    assert collator(0, plan, ModelFamily.GPT).rows is None, "as the plan says"
+    batch = collator(0, msgspec.structs.replace(plan, labels=(1,) * len(ids)), ModelFamily.GPT)
     if expected is None:
         assert batch.rows is None and rows(batch.loss_mask) == [[0, 1, 1, 0, 0, 1, 1, 1]]
         return

@@ -26,6 +26,7 @@ NOT_RUN = {
     r"(torchrun .*)?pretrain_gpt.py|torchrun .*\.cpu|megatron-dynapipe patch |MEGATRON_CHECKOUT": "needs a checkout of"
     " Megatron-LM; cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
+    r"megatron-dynapipe certify -- FLAGS": "no whole line; tests/tools/certify runs one",
     r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
     r"torchrun (--nnodes|--nproc-per-node [48] pretrain|… --dynapipe)": "needs 4 to 32 GPUs; tests/configs takes each"
@@ -53,6 +54,7 @@ RUN = {
     ),
     r"torchrun --nproc-per-node \d examples/": Runs(),
     "python examples/elastic_module.py": Runs(),
+    rf"{PROGRAM} certify -- --": Runs(),
     rf"{PROGRAM} profile": Runs(swaps=(("--output t5.json", "--output t5.json --budget-minutes 0.2"),)),
     r"torchrun .* profile": Runs(
         swaps=(("…", "--model gpt --output tp.json --budget-minutes 0.2 -- --dynapipe-config configs/demo_gpt.yaml"),)

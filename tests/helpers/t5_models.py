@@ -40,6 +40,7 @@ def t5_model(**changes: object) -> ModelConfig:
         "dtype": torch.float32,
         "gradient_dtype": torch.float32,
         "experts": None,
+        "pattern": "",
         "megatron": None,
     }
     return ModelConfig(**(fields | changes))  # type: ignore[arg-type]

@@ -70,11 +70,6 @@ def meta(stage: int, key: str) -> Structure:
     return Structure.of(torch.empty(stage, ord(key), device="meta", requires_grad=True))
 
 
-def forget(job: Job, forgotten: set[tuple[int, str]]) -> None:
-    for stage, key in forgotten:
-        del job.trackers[stage]._known[key]
-
-
 PLACES = list(itertools.product(range(STAGES), KEYS))
 SUBSETS = [set(some) for count in range(len(PLACES) + 1) for some in itertools.combinations(PLACES, count)]
 
@@ -85,7 +80,8 @@ def test_whatever_any_stage_has_forgotten_all_learn(failing):
     for forgotten in SUBSETS:
         job = Job()
         assert job.learn() == [""] * STAGES
-        forget(job, forgotten)
+        for stage, key in forgotten:
+            del job.trackers[stage]._known[key]
         before = [tracker.learned for tracker in job.trackers]
         said = job.learn(failing)
         fails = failing is not None

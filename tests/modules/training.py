@@ -1,5 +1,6 @@
 """What ranks of a test run: a divided model beside the whole one, step by step."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,19 +22,14 @@ def shares(batch: Batch, replicas: int) -> list[Batch]:
 
 def reference_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, case: Any, batch: Batch) -> float:
     """One step of the whole model on the whole batch."""
-    arguments = {k: v for k, v in batch.items() if k != "labels" or "labels" in arguments_of(model)}
+    known = inspect.signature(model.forward).parameters
+    arguments = {name: value for name, value in batch.items() if name != "labels" or name in known}
     optimizer.zero_grad()
     total, count = case.loss(model(**arguments), batch)
     loss = total / count
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-def arguments_of(model: torch.nn.Module) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(model.forward).parameters)
 
 
 def train(

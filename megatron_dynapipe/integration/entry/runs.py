@@ -4,13 +4,16 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.global_vars import destroy_global_vars
 
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.cost import Split, parse_split
@@ -37,11 +40,9 @@ from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
-def t5_run[S: Session](
-    fit: command_line.Fit | None = None,
-    *,
-    session_type: type[S] = Session,  # type: ignore[assignment]
-) -> tuple[S, dict[str, Any]]:
+def t5_run(
+    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
+) -> tuple[Session, dict[str, Any]]:
     """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
 
     Returns:
@@ -54,11 +55,9 @@ def t5_run[S: Session](
     return session, arguments | ranks
 
 
-def gpt_run[S: Session](
-    fit: command_line.Fit | None = None,
-    *,
-    session_type: type[S] = Session,  # type: ignore[assignment]
-) -> tuple[S, dict[str, Any]]:
+def gpt_run(
+    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
+) -> tuple[Session, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     args, run = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
@@ -99,8 +98,6 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
                 "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
                 hint="end the script as pretrain_gpt_multitask.py ends",
             )
-        if (folder := resumed(run.checkpoints)) and folder.is_dir():
-            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         measured = None
         if run.calibrate_s > 0:
             from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
@@ -109,8 +106,18 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
             args.dynapipe_cost_model = measured
             run = from_megatron.run_config(args, family)
         if run.plans_layer_split:
-            run = _plan_layer_split(run)
-            args.virtual_pipeline_model_parallel_size = run.planner.chunks if run.planner.chunks > 1 else None
+            planned = _plan_layer_split(run)
+            if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
+                destroy_global_vars()
+                unset_num_microbatches_calculator()
+                args, run = command_line.parse(family, flags, _with_chunks(fit, planned.planner.chunks))
+                if measured is not None:
+                    args.dynapipe_cost_model = measured
+                    run = from_megatron.run_config(args, family)
+                planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
+            run = planned
+        if (folder := resumed(run.checkpoints)) and folder.is_dir():
+            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         _preflight(run)
         _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
@@ -118,6 +125,17 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         return args, run
 
     return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
+
+
+def _with_chunks(fit: command_line.Fit | None, chunks: int) -> command_line.Fit:
+    """The fit, and as many virtual stages on every rank, as if Megatron's flag said so."""
+
+    def fitted(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+        if fit is not None:
+            fit(args, family, known)
+        args.num_virtual_stages_per_pipeline_rank = chunks
+
+    return fitted
 
 
 def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
@@ -178,8 +196,6 @@ def patched_session(args: argparse.Namespace) -> Session:
         return RequiredFields(
             tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=takes and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-            # The script broadcasts labels over tensor-parallel ranks in the shape of tokens.
-            rows_alone=parallel_state.get_tensor_model_parallel_world_size() == 1,
         )
 
     masked = args.create_attention_mask_in_dataloader

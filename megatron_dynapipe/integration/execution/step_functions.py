@@ -41,7 +41,6 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
     return RequiredFields(
         tokens=any(chunk.pre_process for chunk in chunks),
         labels=any(chunk.post_process for chunk in chunks),
-        rows_alone=True,
     )
 
 

@@ -98,7 +98,9 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
-        plans_chunks=args.dynapipe_layers_per_stage == AUTO and args.dynapipe_chunks is None,
+        plans_chunks=args.dynapipe_layers_per_stage == AUTO
+        and args.dynapipe_chunks is None
+        and not args.hybrid_layer_pattern,  # which says how many there are
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         log_interval=args.log_interval,

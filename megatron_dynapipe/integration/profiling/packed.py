@@ -1,6 +1,7 @@
 """Measuring packed rows: a few of different totals and lengths for every layer and mode, and the tables fitted to them.
 
 Embedding and head have no attention: they cost a packed row what they cost one padded sample of as many positions.
+Where losses are of targets the head runs a small share of a row's positions, so it is measured with as few.
 """
 
 import itertools
@@ -22,6 +23,8 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, r
 
 LONGEST_ROW, SHARES = 4096, (16, 4, 1)
 """Positions of the longest rows that are measured, and into how many of the others these could be cut."""
+FEW = 64
+"""The part of the longest rows' positions that are the head's fewest."""
 LENGTHS = (16, 64, 256)
 """Positions of their samples, and the longest that a run may have."""
 RATIOS = (1, 2, 8)
@@ -53,7 +56,8 @@ def rows_of(part: str, within: Shape, most_positions: int) -> list[Row]:
     longest = within.input_length
     pairs = {(length, max(length // ratio, 1)) for length in (*LENGTHS, longest) for ratio in RATIOS}
     rows = set()
-    for total in (min(LONGEST_ROW, most_positions) // share for share in SHARES):
+    shares = (FEW, *SHARES) if part == "postprocess" else SHARES
+    for total in (min(LONGEST_ROW, most_positions) // share for share in shares):
         for length, target in pairs:
             if part != "decoder":
                 target = 0

@@ -41,17 +41,14 @@ def certify(
         ConfigError: a run could not be started, or ended early; the message is its own.
     """
     words = command_lines.words_of(flags)
-    data = config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data
-    if not data:
+    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
         raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
     if not full:
         words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
         for change in changes:
             said(f"reduced: {change}")
     family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
-    exact = config.without_flags(words, command_lines.PRECISION)
-    if not any(word.startswith("--dynapipe-attention") for word in words):
-        exact = [*exact, "--dynapipe-attention", "sdpa"]  # Transformer Engine has no kernels for packed rows in fp32
+    exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -71,8 +68,8 @@ def certify(
         ranks = ranks or command_lines.least_ranks(words)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
-        for half in ("bf16", "fp16"):
+        for half, added in command_lines.HALVES.items():
             if f"--{half}" in words:
-                other = run("reference", half, command_lines.alone(words), 1)
-                checks += checks_half(run("planned", half, words, ranks), other, reference, half)
+                other = run("reference", half, [*command_lines.alone(words), *added], 1)
+                checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients

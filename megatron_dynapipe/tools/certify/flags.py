@@ -64,12 +64,25 @@ OTHERS = (
     *("--dynapipe-report-dir", "--dynapipe-elastic", "--non-persistent-save-interval", "--async-save", "--ckpt-step"),
 )
 """Flags of the run around its training."""
+HALVES = {"bf16": [], "fp16": ["--loss-scale", "1024"]}
+"""Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped."""
+PATTERN = "--hybrid-layer-pattern"
 PRECISION = ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--fp16-lm-cross-entropy")
 
 
 def words_of(flags: Sequence[str]) -> list[str]:
-    """The training command's flags, with run files written out, without those of the run around its training."""
-    return config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
+    """The training command's flags, with run files written out, without those of the run around its training.
+
+    Raises:
+        ConfigError: the model is no GPT of Megatron's and no T5.
+    """
+    words = config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
+    if any(word.startswith(PATTERN) for word in words):
+        raise ConfigError(
+            f"expected a GPT or a T5 to certify, got {PATTERN}",
+            hint="leave it out where all layers are attention and MLP: a GPT of as many has the same weights",
+        )
+    return words
 
 
 def early(words: Sequence[str]) -> Any:
@@ -84,6 +97,12 @@ def least_ranks(words: Sequence[str]) -> int:
     together: int = math.lcm(tensor, (args.expert_tensor_parallel_size or tensor) * experts)
     stages: int = args.pipeline_model_parallel_size
     return together * stages
+
+
+def exact(words: Sequence[str]) -> list[str]:
+    """The flags of the same run in fp32; Transformer Engine has no kernels for packed rows of it, PyTorch has."""
+    asked = any(word.startswith("--dynapipe-attention") for word in words)
+    return [*config.without_flags(words, PRECISION), *([] if asked else ["--dynapipe-attention", "sdpa"])]
 
 
 def alone(words: Sequence[str]) -> list[str]:

@@ -130,8 +130,8 @@ def _sizes(least: int, most: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicRun:
-    """The outcome of `default_dynamic_cp` on a batch.
+class RowsRun:
+    """The outcome of rows that are no plan on a batch.
 
     Attributes:
         shapes: of the rows of all ranks.
@@ -146,7 +146,7 @@ class DynamicRun:
         return max(schedule.makespan_ns for schedule in self.schedules)
 
 
-def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> DynamicRun:
+def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> RowsRun:
     """The fastest run over recompute modes and sizes of rows, which are the most positions of a row on one rank.
 
     Raises:
@@ -161,7 +161,7 @@ def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) ->
     for positions in row_sizes:
         micro_batches = dynamic_cp(lengths, positions, planner.settings.data_parallel)
         problem, rows = _divided(planner, samples, micro_batches)
-        runs += [run for mode in range(len(problem.modes)) if (run := _run(problem, rows, mode)) is not None]
+        runs += [run] if (run := fastest_mode(problem, rows)) is not None else []
     if not runs:
         raise InfeasibleError("no rows of default_dynamic_cp fit the memory")
     return min(runs, key=lambda run: run.makespan_ns)
@@ -207,7 +207,13 @@ def _divided(
     return changed, rows
 
 
-def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> DynamicRun | None:
+def fastest_mode(problem: BatchProblem, rows: list[list[IntArray]]) -> RowsRun | None:
+    """Every rank's rows under 1F1B and the best of the recompute modes; None where none fits."""
+    runs = [run for mode in range(len(problem.modes)) if (run := _run(problem, rows, mode)) is not None]
+    return min(runs, key=lambda run: run.makespan_ns, default=None)
+
+
+def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> RowsRun | None:
     """Every rank's rows under 1F1B and one recompute mode; None where one does not fit."""
     schedules, shapes = [], []
     for replica_rows in rows:
@@ -220,4 +226,4 @@ def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> Dynami
         except InfeasibleError:
             return None
         shapes += [problem.shape(row, BatchLayout.PACKED) for row in replica_rows]
-    return DynamicRun(schedules=schedules, shapes=shapes)
+    return RowsRun(schedules=schedules, shapes=shapes)

@@ -5,13 +5,17 @@
     dp_balanced         rows as Megatron-LM's own scheduler packs them (`tools.rivals.rules`)
     default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`tools.rivals.dynamic_cp`)
     verl, slime         rows as these trainers pack them
+    nemo_rl             rows as NeMo-RL packs them, padded to the longest (`tools.rivals.padded_rows`)
+    megatron_fixed_shape  rows of Megatron-LM's scheduler, padded to the most positions
+    bridge              rows of 8,192 positions, first fit decreasing, as Megatron-Bridge packs a dataset beforehand
     token_based         sorted, a fixed number of padded positions to a micro-batch
     uniform             sorted, a fixed number of samples to a micro-batch
     packing             rows of the maximum length in which samples attend to one another, as in 2023: every row costs
                         what one sample of the maximum length costs (https://arxiv.org/abs/2311.10418 compares with it)
     padding             every sample padded to the maximum length
 
-All but the first take one recompute mode, and of several sizes of micro-batches the one of least predicted time.
+All but the first take one recompute mode, and of several sizes of micro-batches the one of least predicted time. The
+rows of other trainers run in pipelines set up by hand (`tools.rivals.pipelines`), the fastest of which counts.
 """
 
 from typing import NamedTuple
@@ -19,7 +23,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, even_split
+from megatron_dynapipe.cost import CostModel
+from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
@@ -30,7 +35,9 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
 from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.rules import RIVALS, row_sizes
+from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
+from megatron_dynapipe.tools.rivals.pipelines import by_hand
+from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, row_sizes
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import (
     BYTES_PER_MB,
@@ -41,9 +48,11 @@ from megatron_dynapipe.units import (
     target_positions,
 )
 
-PACKED_METHODS = ("packed_rows", *RIVALS)
+BRIDGE, BRIDGE_ROW = "bridge", 8192
+PACKED_METHODS = ("packed_rows", *RIVALS, BRIDGE)
 DYNAMIC_CP = "default_dynamic_cp"
-METHODS = ("dynapipe", *PACKED_METHODS, DYNAMIC_CP, "token_based", "uniform", "packing", "padding")
+TRAINERS = (*PACKED_METHODS, *PADDED, DYNAMIC_CP)
+METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 
 
 class Longest(NamedTuple):
@@ -81,10 +90,30 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     of_limits: str | None = None
 
 
+def predict_fastest(
+    method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+) -> Prediction:
+    """`predict`, of other trainers' rows in the fastest pipeline that can be set up by hand."""
+    if method not in TRAINERS:
+        return predict(method, batch, longest, settings, cost_model)
+    predictions: list[Prediction] = []
+    error: PlanningError | None = None
+    for pipeline in by_hand(settings, cost_model, batch):
+        if method == DYNAMIC_CP and pipeline.chunks > 1:
+            break
+        try:
+            predictions.append(predict(method, batch, longest, pipeline, cost_model))
+        except PlanningError as refusal:
+            error = error or refusal
+    if error is not None and not predictions:
+        raise error
+    return min(predictions, key=lambda prediction: prediction.ms)
+
+
 def predict(
     method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
-    """One method's prediction of a batch.
+    """One method's prediction of a batch, in a pipeline as the settings have it.
 
     Args:
         method: a name of `METHODS`.
@@ -98,8 +127,8 @@ def predict(
         DataError: a sample is longer than what it is to be padded to.
         ConfigError: a sample is longer than a row.
     """
-    if method == DYNAMIC_CP:
-        return _predict_dynamic_cp(batch, longest, settings, cost_model)
+    if method == DYNAMIC_CP or method in PADDED:
+        return _predict_rows(method, batch, longest, settings, cost_model)
     planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
     planner = Planner(method_settings(method, longest, settings), cost_model)
     plan = planner.plan(planned, 0)
@@ -110,18 +139,19 @@ def predict(
     return msgspec.structs.replace(prediction, of_limits=causes)
 
 
-def _predict_dynamic_cp(
-    batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+def _predict_rows(
+    method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
-    """`default_dynamic_cp` with rows of the best size, down to one that holds the longest sample over all replicas."""
-    if settings.chunks > 1:  # which it is not predicted with
-        split = even_split(settings.encoder_layers + settings.decoder_layers, settings.pipeline_parallel)
-        settings = msgspec.structs.replace(settings, chunks=1, layers_per_stage=split)
+    """Rows that are no plan, of the best size; `default_dynamic_cp`'s hold the longest sample over all replicas."""
     planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
     samples = planner.samples(batch)
     lengths = (samples.input_positions + samples.target_positions).tolist()
-    ranks = 1 << (settings.data_parallel.bit_length() - 1)
-    run = fastest_run(planner, samples, row_sizes(lengths, max(longest.inputs, *lengths), ranks))
+    most = max(longest.inputs, *lengths)
+    if method == DYNAMIC_CP:
+        ranks = 1 << (settings.data_parallel.bit_length() - 1)
+        run = fastest_run(planner, samples, row_sizes(lengths, most, ranks))
+    else:
+        run = fastest_padded(method, planner, samples, row_sizes(lengths, most, 1))
     return Prediction(
         ms=run.makespan_ns / 1e6,
         tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
@@ -152,19 +182,23 @@ def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
 def method_settings(method: str, longest: Longest, settings: PlannerSettings) -> PlannerSettings:
     """The settings with which a method is predicted.
 
-    Packed rows of others run as they are trained: 1F1B, and an equal number of layers on every stage where it divides.
+    Packed rows of others run as they are trained: 1F1B, interleaved with virtual stages.
     """
     replace = msgspec.structs.replace
     if method == "dynapipe":
         return replace(settings, partition=None)
     settings = replace(settings, slices="off")
     if method in PACKED_METHODS:
-        equal = (settings.encoder_layers + settings.decoder_layers) % settings.pipeline_parallel == 0
+        if method == BRIDGE:
+            row = Longest(max(longest.inputs, BRIDGE_ROW), longest.targets and max(longest.targets, BRIDGE_ROW))
+            partition = _with_longest(PartitionAlgorithm.PACKED_ROWS, row)
+            partition = replace(partition, micro_batch_size=1)
+        else:
+            partition = _with_longest(PartitionAlgorithm(method), longest)
         return replace(
             settings,
-            layers_per_stage=None if equal else settings.layers_per_stage,
             micro_batch_layouts=(BatchLayout.PACKED,),
-            partition=_with_longest(PartitionAlgorithm(method), longest),
+            partition=partition,
             schedule=ScheduleSettings(method="1f1b"),
         )
     algorithm = PartitionAlgorithm.UNIFORM if method == "packing" else PartitionAlgorithm(method)

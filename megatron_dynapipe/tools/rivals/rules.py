@@ -8,6 +8,9 @@ verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_bal
              micro-batches at both ends
 slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
+nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 02508a40):
+             modified first fit decreasing, then last samples of the rows that have most move to rows of their own;
+             under pipelines every row is padded to the longest (`tools.rivals.padded_rows`)
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
 micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
@@ -15,7 +18,7 @@ Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `t
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Rows = list[list[int]]
@@ -101,6 +104,61 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
     return [rows[index] for indices in zip(*replicas, strict=True) for index in indices]
 
 
+def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
+    """Modified first fit decreasing (Johnson and Garey, 1985), to a multiple of the replicas.
+
+    Samples of over half a row have one each, then of over a third are put to them, then pairs of over a sixth, the rest
+    where it fits, and what is left into the emptiest of further rows.
+    """
+    most, descending = room.positions, sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    large = [sample for sample in descending if lengths[sample] > most / 2]
+    medium = [sample for sample in descending if most / 3 < lengths[sample] <= most / 2]
+    others = sorted(set(descending) - {*large, *medium}, key=lambda sample: (lengths[sample], sample))
+    small = [sample for sample in others if lengths[sample] > most / 6]
+    tiny = others[: len(others) - len(small)]
+    rows, free = [[sample] for sample in large], [most - lengths[sample] for sample in large]
+
+    def put(row: int, sample: int, of: list[int]) -> None:
+        of.remove(sample)
+        rows[row].append(sample)
+        free[row] -= lengths[sample]
+
+    def largest(of: Iterable[int], room_left: int) -> int | None:
+        return next((sample for sample in of if lengths[sample] <= room_left), None)
+
+    for row in range(len(rows)):
+        if (sample := largest(medium, free[row])) is not None:
+            put(row, sample, medium)
+    for row in reversed(range(len(rows))):
+        if len(rows[row]) == 1 and len(small) > 1 and lengths[small[0]] + lengths[small[1]] <= free[row]:
+            put(row, small[0], small)
+            if (sample := largest(reversed(small), free[row])) is not None:
+                put(row, sample, small)
+    rest = sorted([*medium, *small, *tiny], key=lambda sample: -lengths[sample])
+    for row in range(len(rows)):
+        while (sample := largest(rest, free[row])) is not None:
+            put(row, sample, rest)
+    emptiest: list[tuple[int, int, list[int]]] = []  # positions, of equal ones the first to have as many, samples
+    for number, sample in enumerate(rest):
+        fits = emptiest and emptiest[0][0] + lengths[sample] <= most
+        used, _, samples = heapq.heappop(emptiest) if fits else (0, 0, [])
+        heapq.heappush(emptiest, (used + lengths[sample], number, [*samples, sample]))
+    return _to_multiple([*rows, *(samples for *_, samples in sorted(emptiest))], room.replicas * room.group)
+
+
+def _to_multiple(rows: Rows, multiple: int) -> Rows:
+    """The rows and as many more as make a multiple, of last samples of those that have most; none where too few do."""
+    givers = sorted(range(len(rows)), key=lambda row: (-len(rows[row]), -row))
+    more: Rows = []
+    while (len(rows) + len(more)) % multiple:
+        while givers and len(rows[givers[0]]) == 1:
+            del givers[0]
+        if not givers:
+            return []
+        more.append([rows[givers[0]].pop()])
+    return rows + more
+
+
 Rival = Callable[[Sequence[int], Room], Rows]
 RIVALS: dict[str, Rival] = {
     "dp_balanced": dp_balanced,
@@ -108,6 +166,8 @@ RIVALS: dict[str, Rival] = {
     "slime": slime,
 }
 """By the names under which `compare` and training know them."""
+PADDED: dict[str, Rival] = {"nemo_rl": nemo_rl, "megatron_fixed_shape": dp_balanced}
+"""Those whose rows are padded to one length, which `compare` predicts."""
 
 
 def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:

@@ -185,28 +185,37 @@ def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Real
 
 
 def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
-    """Layers per virtual stage; at least one on each.
+    """Layers per virtual stage; at least one on each."""
+    *layers, head = layer_work(settings, works)
+    layers[-1] += head
+    return evenest(layers, settings.pipeline_parallel * settings.chunks)
 
-    A dynamic program over layers × stages; ties go to the split that is nearest to equal.
-    """
+
+def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[float]:
+    """Least work of all batches on each layer, and on the head."""
     total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
     *modules, head = (total[kind] for kind in settings.layout.modules)
     counted = float(np.mean([work.counted for work in works]))
-    modules[-1], head = modules[-1] * counted, head * counted
-    layers = np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1)
-    layers[-1] += head
-    stages, ends = settings.pipeline_parallel * settings.chunks, np.concatenate([[0], np.cumsum(layers)])
-    count = len(layers)
-    # least[n]: (busiest stage, sum of squares) of the first n layers on the stages so far; the squares even out others.
-    least: dict[int, _Reached] = {n: ((ends[n], ends[n] ** 2), (n,)) for n in range(1, count - stages + 2)}
-    for stage in range(2, stages + 1):
+    modules[-1] *= counted
+    return [*np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1).tolist(), head * counted]
+
+
+def evenest(work: Sequence[float], parts: int) -> tuple[int, ...]:
+    """How many of the items each part has, at least one, where the busiest part has the least work.
+
+    A dynamic program over items × parts; ties go to the division that is nearest to equal.
+    """
+    ends, count = np.concatenate([[0], np.cumsum(work)]), len(work)
+    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
+    least: dict[int, _Reached] = {n: ((ends[n], ends[n] ** 2), (n,)) for n in range(1, count - parts + 2)}
+    for part in range(2, parts + 1):
         following: dict[int, _Reached] = {}
-        for n in range(stage, count - stages + stage + 1):
+        for n in range(part, count - parts + part + 1):
             options = []
-            for m, ((busiest, squares), split) in least.items():
+            for m, ((busiest, squares), division) in least.items():
                 if m < n:
-                    work = ends[n] - ends[m]
-                    options.append(((max(busiest, work), squares + work**2), (*split, n - m)))
+                    added = ends[n] - ends[m]
+                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
             following[n] = min(options)
         least = following
     return tuple(least[count][1])

@@ -82,13 +82,15 @@ def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp
     assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}
 
 
-def test_a_planned_split_stays_where_a_checkpoint_has_one_layout(data, tmp_path):
-    """The distributed optimizer's usual form: another split ends among shapes that do not match."""
+@pytest.mark.parametrize("split", ["2.5,1.5", "1,1.5,1,0.5"])
+def test_a_planned_split_stays_where_a_checkpoint_has_one_layout(data, tmp_path, split):
+    """The distributed optimizer's usual form: another split, or number of virtual stages, ends among other shapes."""
     flags = f"--use-distributed-optimizer --train-iters 3 --load {tmp_path} --save {tmp_path} --save-interval 2"
-    saved = losses("gpt", data, f"{HALF_LAYERS} {flags}", ranks=2, report=tmp_path / "a")
-    flags = f"{WHOLE_LAYERS} --dynapipe-layers-per-stage auto {flags} --ckpt-step 2"
+    two = "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage"
+    saved = losses("gpt", data, f"{two} {split} {flags}", ranks=2, report=tmp_path / "a")
+    flags = f"{two} auto {flags} --ckpt-step 2"
     runs = train("gpt", data, flags, ranks=2, report=tmp_path / "b")
-    assert "layers per stage: 2.5,1.5 (the checkpoint loads in no others)" in runs[0]["stdout"]
+    assert f"layers per stage: {split} (the checkpoint loads in no others)" in runs[0]["stdout"]
     assert runs[-1]["losses"] == {"3": pytest.approx(saved["3"], rel=1e-5)}
 
 

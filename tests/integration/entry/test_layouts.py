@@ -1,11 +1,16 @@
-"""Entry scripts under layouts of every kind, from one checkpoint, against one process."""
+"""Entry scripts under layouts of every kind, from one checkpoint, against one process.
+
+Every day `test_exactness` holds layouts without the scripts, `test_checkpoints` and `test_experts` scripts in layouts.
+"""
 
 import functools
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.entry_scripts import layout_case, train
+from tests.helpers.entry_scripts import train
+
+pytestmark = pytest.mark.slow
 
 OPTIMIZER = "--use-distributed-optimizer"
 OVERLAP = f"{OPTIMIZER} --overlap-grad-reduce --overlap-param-gather"
@@ -14,18 +19,17 @@ TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 
 TWO_CHUNKS = f"{TWO} --num-layers-per-virtual-pipeline-stage 1"
 
 LAYOUTS = [
-    # family, ranks, flags; the last word says whether it runs every day
-    ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full", "slow"),
-    ("gpt", 4, f"{FOUR} --pipeline-model-parallel-layout E|tt|tt|L", "slow"),
-    ("gpt", 2, f"{TWO} --decoder-first-pipeline-num-layers 3", "slow"),
-    ("gpt", 4, f"{TENSOR} {TWO} --dynapipe-limit-rc-type selective", "slow"),
-    ("gpt", 4, f"{TENSOR} {TWO_CHUNKS}", "slow"),
-    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP}", "core"),
-    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP} --dynapipe-limit-rc-type none,full", "slow"),
-    ("gpt", 8, f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
-    ("t5", 4, f"{TWO} {OVERLAP}", "slow"),
-    ("t5", 2, f"{TWO} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "slow"),
-    ("t5", 8, f"{TENSOR} {TWO} {OPTIMIZER}", "slow"),
+    ("gpt", 2, f"{TWO} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full"),
+    ("gpt", 4, f"{FOUR} --pipeline-model-parallel-layout E|tt|tt|L"),
+    ("gpt", 2, f"{TWO} --decoder-first-pipeline-num-layers 3"),
+    ("gpt", 4, f"{TENSOR} {TWO} --dynapipe-limit-rc-type selective"),
+    ("gpt", 4, f"{TENSOR} {TWO_CHUNKS}"),
+    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP}"),
+    ("gpt", 4, f"{TWO_CHUNKS} {OVERLAP} --dynapipe-limit-rc-type none,full"),
+    ("gpt", 8, f"{TENSOR} {TWO} {OPTIMIZER}"),
+    ("t5", 4, f"{TWO} {OVERLAP}"),
+    ("t5", 2, f"{TWO} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ("t5", 8, f"{TENSOR} {TWO} {OPTIMIZER}"),
 ]
 
 
@@ -44,7 +48,7 @@ def started(data, tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize(("family", "ranks", "flags"), [layout_case(*fields) for fields in LAYOUTS])
+@pytest.mark.parametrize(("family", "ranks", "flags"), LAYOUTS, ids=str)
 def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, flags, started, data, tmp_path):
     weights, expected = started(family)
     runs = train(family, data, f"--train-iters 4 --load {weights} --finetune {flags}", ranks=ranks, report=tmp_path)
@@ -53,7 +57,6 @@ def test_a_layout_goes_on_from_a_checkpoint_as_one_process_does(family, ranks, f
         assert not run["losses"] or run["losses"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_batch_of_fewer_samples_than_replicas_trains_as_on_one(data, tmp_path):
     few = "--tokens-per-global-batch 70 --train-iters 3"
     alone = train("gpt", data, few, ranks=1, report=tmp_path / "alone")[0]["losses"]
@@ -61,7 +64,6 @@ def test_a_batch_of_fewer_samples_than_replicas_trains_as_on_one(data, tmp_path)
     assert runs[-1]["losses"] == pytest.approx(alone, rel=1e-5) and len(alone) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_three_tensor_parallel_ranks(family, data, tmp_path):
     """Heads and widths that three divides, and a vocabulary that is padded to the same 516 words on one rank."""
@@ -79,7 +81,6 @@ def test_three_tensor_parallel_ranks(family, data, tmp_path):
 DROPOUT = "--clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flags"),
     [("gpt", f"{TWO_CHUNKS} --bf16 {OPTIMIZER}"), ("t5", f"{TWO} --fp16 --initial-loss-scale 64 {DROPOUT}")],

@@ -6,8 +6,7 @@ from megatron_dynapipe.integration.flags.megatron_flags import REFUSED, others
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--mtp-num-layers", "--experimental-attention-variant", "--use-megatron-fsdp", "--context-parallel-size"],
+    "flag", ["--mtp-num-layers", "--experimental-attention-variant", "--use-megatron-fsdp", "--context-parallel-size"]
 )
 def test_a_composition_is_refused(flag):
     assert flag in REFUSED

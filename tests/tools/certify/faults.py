@@ -105,6 +105,7 @@ def neighbours_key_seen() -> None:
 
     def leaking(self: Any, query: Any, key: Any, value: Any, row: Any, *rest: Any, **keywords: Any) -> Any:
         starts = row.cu_seqlens_q[1:-1].long()
+        starts = starts[starts < len(key)]
         seen = torch.zeros_like(key).index_add(0, starts, key[starts - 1])
         return attend(self, query, key + seen, value, row, *rest, **keywords)
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.tools.certify import flags
 from tests.helpers.commands import ROOT
@@ -44,6 +43,11 @@ def test_a_model_that_cannot_be_narrowed_is_refused():
     assert caught.value.hint == "pass --full"
 
 
+def test_another_kind_of_model_is_refused():
+    with pytest.raises(ConfigError, match="expected a GPT or a T5 to certify, got --hybrid-layer-pattern"):
+        flags.words_of(["--hybrid-layer-pattern=*-*-", "--lr", "1"])
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -62,4 +66,5 @@ def test_one_process_has_no_layout_and_no_folders():
         ["--", "--save", "x", "--bf16", "--tensor-model-parallel-size=2", "--sequence-parallel", "--lr", "1"]
     )
     assert flags.alone(words) == ["--bf16", "--lr", "1", "--make-vocab-size-divisible-by", "256"]
-    assert config.without_flags(words, flags.PRECISION)[0] == "--tensor-model-parallel-size=2"
+    assert flags.exact(["--bf16", "--lr", "1"]) == ["--lr", "1", "--dynapipe-attention", "sdpa"]
+    assert flags.exact(["--dynapipe-attention=megatron", "--fp16"]) == ["--dynapipe-attention=megatron"]

@@ -4,7 +4,16 @@ import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, method_settings, predict, rows_of_longest
+from megatron_dynapipe.tools.rivals.methods import (
+    METHODS,
+    TRAINERS,
+    Longest,
+    method_settings,
+    predict,
+    predict_fastest,
+    rows_of_longest,
+)
+from megatron_dynapipe.tools.rivals.pipelines import by_hand
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.planner_cases import batch_of, cost_model, settings
 
@@ -55,5 +64,18 @@ def test_every_method_predicts_the_same_tokens(family: ModelFamily) -> None:
         assert 0 < each.padding_efficiency <= 1 and 1 <= each.shapes <= each.micro_batches
     assert found["padding"].padding_efficiency == pytest.approx(tokens / (len(samples) * sum(longest)))
     assert found["dynapipe"].ms <= min(each.ms for each in found.values()) * 1.001
+    for name in TRAINERS:
+        assert predict_fastest(name, batch_of(*samples), longest, run, costs).ms <= found[name].ms
     assert method_settings("padding", longest, run).micro_batch_layouts == (BatchLayout.PADDED,)
     assert method_settings("packed_rows", longest, run).schedule.method == "1f1b"
+
+
+def test_pipelines_by_hand() -> None:
+    """Equal layers, and whole layers by work, of which the head may leave the last stage none."""
+    run = settings(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=2)
+    heavy = cost_model(ModelFamily.GPT, vocabulary=2**15)
+    found = [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, batch_of((400, 0), (300, 0)))]
+    assert [chunks for chunks, _ in found] == [1, 1, 2, 2, 4, 4]
+    assert [split for _, split in found[::2]] == [(4, 4), (2,) * 4, (1,) * 8]
+    assert all(sum(split) == 8 and split[-1] < split[0] for _, split in found[1::2])
+    assert found[-1][1][-1] == 0

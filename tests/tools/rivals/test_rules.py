@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.scheduling import schedule_batch
-from megatron_dynapipe.tools.rivals.dynamic_cp import DynamicRun, dynamic_cp, fastest_run
+from megatron_dynapipe.tools.rivals.dynamic_cp import RowsRun, dynamic_cp, fastest_run
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
-from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, differencing, row_sizes
+from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
+from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, Room, differencing, row_sizes
 from megatron_dynapipe.units import ModelFamily
 from tests.planning.planner_cases import batch_of
 from tests.tools.rivals.test_methods import model
@@ -22,7 +23,7 @@ Rows = list[list[int]]
 
 
 def rows(name: str, lengths: list[int], replicas: int = 1, group: int = 1, positions: int = 10) -> Rows:
-    return RIVALS[name](lengths, Room(positions=positions, replicas=replicas, group=group, hidden_size=4))
+    return (RIVALS | PADDED)[name](lengths, Room(positions=positions, replicas=replicas, group=group, hidden_size=4))
 
 
 @pytest.mark.parametrize(
@@ -39,11 +40,31 @@ def rows(name: str, lengths: list[int], replicas: int = 1, group: int = 1, posit
         pytest.param("slime", [9, 8, 7, 3, 1], 1, 1, [[0], [1, 4], [2, 3]], id="slime"),
         # One of 10 positions becomes two for two replicas: 4 | 3, then 2 and 1 to the lesser: {4, 1}, {3, 2}.
         pytest.param("slime", [4, 3, 2, 1], 2, 1, [[0, 3], [1, 2]], id="slime, split in two"),
+        # 6 has a 4 put to it, 7 no other (two of 2 are too many), but the largest that fits, a 3; 2, 2 and 1 are left.
+        pytest.param("nemo_rl", [7, 2, 4, 6, 3, 2, 1], 1, 1, [[0, 4], [3, 2], [1, 5, 6]], id="nemo_rl"),
+        pytest.param("nemo_rl", [6, 2, 2, 3], 1, 1, [[0, 1, 2], [3]], id="nemo_rl, a pair of small ones"),
+        pytest.param("nemo_rl", [3, 3, 3, 4], 3, 1, [[2], [3, 0], [1]], id="nemo_rl, the last sample moves"),
     ],
 )
 def test_rows_by_hand(name: str, lengths: list[int], replicas: int, group: int, expected: Rows) -> None:
     found = rows(name, lengths, replicas, group)
     assert sorted(found) == sorted(expected) if name == "slime" else found == expected
+
+
+def test_rows_of_a_fixed_shape_cost_their_padding() -> None:
+    """Megatron-LM's of the most positions, NeMo-RL's of the longest row; neither is faster than rows that end."""
+    settings, costs = model(ModelFamily.GPT)
+    planner = Planner(method_settings("packed_rows", Longest(512, 0), settings), costs)
+    samples = planner.samples(batch_of(*((n + 1, 0) for n in (300, 300, 100, 40))))
+    shapes, times = {}, {}
+    for rival in PADDED:
+        run = fastest_padded(rival, planner, samples, [512])
+        shapes[rival], times[rival] = [tuple(shape) for shape in run.shapes], run.makespan_ns
+    assert shapes == {"nemo_rl": [(1, 440, 0)] * 2, "megatron_fixed_shape": [(1, 512, 0)] * 2}
+    alone = planner.plan(batch_of(*((n + 1, 0) for n in (300, 300, 100, 40))), 0).totals.predicted_ns
+    assert alone <= min(times.values())
+    with pytest.raises(InfeasibleError, match="no rows of nemo_rl fit"):
+        fastest_padded("nemo_rl", planner, samples, [])
 
 
 def test_what_a_rule_does_not_serve_is_refused() -> None:
@@ -162,7 +183,7 @@ def test_no_rank_is_idle_and_every_sample_has_one_row(lengths: list[int], ranks:
 def test_a_divided_sample_costs_each_rank_its_share() -> None:
     settings, costs = model(ModelFamily.GPT)
 
-    def run(data_parallel: int, *lengths: int) -> DynamicRun:
+    def run(data_parallel: int, *lengths: int) -> RowsRun:
         planner = Planner(msgspec.structs.replace(settings, data_parallel=data_parallel), costs)
         return fastest_run(planner, planner.samples(batch_of(*((n + 1, 0) for n in lengths))), [512])
 

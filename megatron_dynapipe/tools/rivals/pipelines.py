@@ -1,0 +1,36 @@
+"""Pipelines as teams set them up by hand: virtual stages by interleaved 1F1B, and splits of whole layers.
+
+equal      4 4 4 4               of four stages, or as equal as can be
+by work    4 5 5 2               the busiest virtual stage has the least work; the head may have the last one alone
+           2 2 2 2 | 2 3 3 0     with two virtual stages of each rank
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from megatron_dynapipe.cost import CostModel, even_split
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.tuning.bounds import evenest, layer_work, least_work
+
+CHUNKS = (1, 2, 4)
+"""Virtual stages of a rank."""
+
+
+def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> Iterator[PlannerSettings]:
+    """The settings with each number of virtual stages and each split.
+
+    Raises:
+        CostModelError: the cost model has no table that the settings ask for.
+    """
+    layers, work = settings.encoder_layers + settings.decoder_layers, least_work(settings, cost_model, batch)
+    for chunks in CHUNKS[:1] if settings.pipeline_parallel == 1 else CHUNKS:
+        stages = settings.pipeline_parallel * chunks
+        if stages > layers:
+            return
+        equal = even_split(layers, stages)
+        divided = msgspec.structs.replace(settings, chunks=chunks, layers_per_stage=equal)
+        *others, last = evenest(layer_work(divided, [work]), stages)
+        for split in dict.fromkeys((equal, (*others, last - 1))):
+            yield msgspec.structs.replace(divided, layers_per_stage=split)
