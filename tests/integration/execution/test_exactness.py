@@ -106,7 +106,6 @@ TARGETS = (
     "gpt 1x2x1, losses of targets, two chunks, slices of 16, recompute mixed, divided",
     "gpt 1x2x2, losses of targets, two chunks, overlapped, distributed optimizer, one replica without samples",
     "gpt 2x2x2, losses of targets, sequence parallel, overlapped, distributed optimizer",
-    "gpt 2x2x1, losses of targets, sequence parallel, every second divided, Transformer Engine's layers",
     "gpt 1x1x4, losses of targets, overlapped, divided",
 )
 PATTERNS = (
