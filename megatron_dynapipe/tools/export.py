@@ -45,8 +45,11 @@ def megatron_flags(
     whole: Split = layout.layers_per_stage
     note = ""
     if layout.has_halves:
-        even = msgspec.structs.replace(settings, layers_per_stage=even_split(settings.encoder_layers, len(whole)))
-        whole = choose_layer_split(even, cost_model, batches, halves=False)
+        layers, stages = settings.encoder_layers, settings.pipeline_parallel
+        chunks = settings.chunks if len(whole) <= layers else 1
+        even = even_split(layers, stages * chunks)
+        begun = msgspec.structs.replace(settings, layers_per_stage=even, chunks=chunks)
+        whole = choose_layer_split(begun, cost_model, batches, halves=False)
         planned, chosen = (",".join(map(str, split)) for split in (layout.layers_per_stage, whole))
         note = f"{LAYOUT} is the best split of whole layers, {chosen}; the planned one, {planned}, is the pattern's"
     return flags | {LAYOUT: megatron_layout(whole)} | pattern, note
