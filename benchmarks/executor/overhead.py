@@ -92,6 +92,7 @@ def make_batch(
         "attention_mask": torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None],
         "loss_mask": torch.ones(rows, device=device),
         "tasks": None,
+        "task_rows": None,
     }
 
 

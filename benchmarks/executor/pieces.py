@@ -59,6 +59,7 @@ def batch(length: int, cuts: Cuts, device: torch.device) -> dict[str, object]:
         "attention_mask": None,
         "loss_mask": torch.ones(1, length, device=device),
         "tasks": None,
+        "task_rows": None,
     }
 
 
