@@ -23,7 +23,7 @@ OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --rdzv-conf --max-restarts",
     "sbatch and srun": "--nodes --signal --partition --account --time --requeue",
-    "Megatron's dev branch": "--thd-max-packed-sequences",
+    "Megatron's dev branch and issues": "--thd-max-packed-sequences --variable-seq-lengths",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
     "pip": "--upgrade",
