@@ -22,11 +22,13 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS = {
-    "lines of the package": 47_740,  # to come down to 44,000; labels, limits, HybridModel brought 1,290, certify 1,100
-    "lines of its core": 31_965,  # to come down to 31,500; labels brought 550, HybridModel 450, losses by task 130
+    # To come down to 44,000; labels and limits brought 700, HybridModel and export 590, certify and losses by task
+    # 1,100, virtual stages and the choice of splits 250, rivals 350.
+    "lines of the package": 47_800,
+    "lines of its core": 32_000,  # to come down to 31,500; labels brought 550, HybridModel 450, losses by task 130
     "kinds of values": 213,
-    "lines of tests": 35_745,  # to come down to 30,000; the rehearsal of Transformer Engine brought 1,000
-    "lines of benchmarks": 8_150,  # to come down to 7,500; losses by task brought 56
+    "lines of tests": 35_800,  # to come down to 30,000; rehearsal of engines brought 1,000, HybridModel, certify 900
+    "lines of benchmarks": 8_150,  # to come down to 7,500; rivals, published figures and claims brought 600
     "flags": 30,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

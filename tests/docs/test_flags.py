@@ -32,7 +32,7 @@ OF_OTHERS = {
     "mypy": "--strict",
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
-        " --list --only --over --costs --size --iterations --methods"
+        " --list --only --over --costs --size --iterations --methods --against --profile-minutes --rounds"
     ),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")
