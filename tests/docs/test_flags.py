@@ -23,7 +23,7 @@ OF_OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --standalone --master-addr --master-port --rdzv-endpoint"
     " --rdzv-backend --rdzv-id --rdzv-conf --max-restarts",
     "sbatch and srun": "--nodes --signal --partition --account --time --requeue",
-    "Megatron's dev branch": "--thd-max-packed-sequences",
+    "Megatron's dev branch and issues": "--thd-max-packed-sequences --variable-seq-lengths",
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
     "pip": "--upgrade",
@@ -32,7 +32,7 @@ OF_OTHERS = {
     "mypy": "--strict",
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
-        " --list --only --over --costs --size --iterations --methods"
+        " --list --only --over --costs --size --iterations --methods --against --profile-minutes --rounds"
     ),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")
