@@ -21,7 +21,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
-MOST_ORDERS = 50_000
+MOST_ORDERS = 300_000
 """Partial orders that a case may take."""
 BIN = 0.005
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.global_vars import destroy_global_vars
 
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.cost import Split, parse_split
@@ -106,6 +108,8 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         if run.plans_layer_split:
             planned = _plan_layer_split(run)
             if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
+                destroy_global_vars()
+                unset_num_microbatches_calculator()
                 args, run = command_line.parse(family, flags, _with_chunks(fit, planned.planner.chunks))
                 if measured is not None:
                     args.dynapipe_cost_model = measured

@@ -36,17 +36,26 @@ def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch
     """Copies of a value of every parameter's shape, such as its gradient, for all parameters of this rank's chunks."""
     parts: list[Part] = []
     for model in models:
-        kept = [(parameter, parameter.data) for parameter in model.parameters()]
+        # What a checkpoint would save in their place, in parameters of their own: one whose data has had another type
+        # has lost its gradient's hooks.
+        others = {parameter: _like(parameter, values(parameter)) for parameter in model.parameters()}
+        kept = [(module, dict(module._parameters)) for module in model.modules()]
         try:
-            for parameter, _ in kept:  # what a checkpoint would save in its place
-                parameter.data = values(parameter)
+            for module, parameters in kept:
+                module._parameters.update({name: others[p] for name, p in parameters.items() if p is not None})
             for entry in entries(model):
                 copied = entry.data.detach().clone(memory_format=torch.contiguous_format).cpu()
                 parts.append((entry.key, list(entry.global_offset), list(entry.global_shape), copied))
         finally:
-            for parameter, data in kept:
-                parameter.data = data
+            for module, parameters in kept:
+                module._parameters.update(parameters)
     return parts
+
+
+def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    other = nn.Parameter(value, requires_grad=False)
+    other.__dict__.update(parameter.__dict__)
+    return other
 
 
 def gradients_of(models: Sequence[nn.Module]) -> list[Part]:

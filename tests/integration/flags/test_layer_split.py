@@ -16,9 +16,11 @@ OBSTACLE = "--pipeline-model-parallel-layout Et|tttL"
 RUNS = {
     # family, ends of the inputs' lengths, flags, what is true of the layers per stage that are printed
     "t5, short inputs: the decoder's stage gives the encoder's a layer": (
-        "t5", (1, 3), f"{AUTO} --dynapipe-layout padded", lambda layers: layers[0] >= 3),
-    "gpt, odd: the stage with the head has the fewer": (
-        "gpt", (1, 60), f"{AUTO} --num-layers 5", lambda layers: sum(layers) == 5 and layers[0] > layers[1]),
+        "t5", (1, 3), f"{AUTO} --dynapipe-layout padded --num-virtual-stages-per-pipeline-rank 1",
+        lambda layers: layers[0] >= 3),
+    "gpt, odd: the stage with the head has the fewer, in as many chunks as are faster": (
+        "gpt", (1, 60), f"{AUTO} --num-layers 5",
+        lambda layers: sum(layers) == 5 and sum(layers[::2]) > sum(layers[1::2])),
     "gpt, more virtual stages than layers: evened in halves over both chunks of both ranks": (
         "gpt", (1, 60), f"{AUTO} --num-layers 3 --num-virtual-stages-per-pipeline-rank 2",
         lambda layers: len(layers) == 4 and sum(layers) == 3 and layers[1] + layers[3] <= 1.5),
