@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.layouts.layout import Layout, on_ranks
 from tests.helpers.processes import run_ranks
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_steps.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_steps.py"
 
 
 def run_example(rank: int, world_size: int) -> list[float]:
