@@ -76,6 +76,7 @@ EXPERTS = (
     " --expert-model-parallel-size 2"
 )
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVALUATED = "--eval-interval 2 --eval-iters 1"
 COMBINED = table(
     ("", Row("gpt", f"{OVERLAPPED} --bf16 --dynapipe-layout packed {EVALUATED}")),
@@ -86,7 +87,7 @@ COMBINED = table(
     ("with", Row("gpt", f"{PIPELINE} --dynapipe-slices 16 {HALVES} --bf16")),
     ("", Row("gpt", EXPERTS)),
     ("", Row("gpt", f"{EXPERTS} {TENSOR} --sequence-parallel {PIPELINE} {HALVES}", ranks=8)),
-    ("", Row("gpt", f"{PIPELINE} --attention-dropout 0.1 --hidden-dropout 0.1 --recompute-granularity full --bf16")),
+    ("", Row("gpt", f"{PIPELINE} --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} --bf16")),
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 1024")),
