@@ -9,7 +9,7 @@ from megatron_dynapipe.extras import entry_imports
 
 with entry_imports():
     from megatron_dynapipe.integration.entry import bootstrap
-    from megatron_dynapipe.tools.elastic.entry import adapting, fit_layout
+    from megatron_dynapipe.tools.elastic import adapting, fit_layout
 
 
 def main() -> None:

@@ -11,35 +11,38 @@ std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
     return samples;
 }
 
-const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, size_t mode, bool packed) {
+const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, Modes modes, bool packed) {
     if (samples.empty()) return nullptr;
     std::sort(samples.begin(), samples.end());
     MicroBatch& batch = made_.emplace_back();
-    batch.mode = mode;
     batch.packed = packed;
     if (problem_.is_cut() && !take_pieces(samples, batch)) {
         made_.pop_back();
         return nullptr;
     }
-    if (packed) {
-        places_.clear();
-        for (int32_t place : samples) places_.push_back(order_[place]);
-        costs_.packed_row(mode, places_, batch.own);
-        if (batch.own.fits) batch.costs = &batch.own.costs;
-    } else {
-        Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
-        for (int32_t place : samples) {
-            shape.input = std::max(shape.input, problem_.inputs[order_[place]]);
-            shape.target = std::max(shape.target, problem_.targets[order_[place]]);
-            if (problem_.counts_labels()) shape.labels += problem_.labels[order_[place]];
-        }
-        const CostRow& row = costs_.row(mode, shape);
-        if (row.fits) batch.costs = &row.costs;
+    Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
+    places_.clear();
+    for (int32_t place : samples) {
+        const int32_t sample = order_[place];
+        places_.push_back(sample);
+        shape.input = std::max(shape.input, problem_.inputs[sample]);
+        shape.target = std::max(shape.target, problem_.targets[sample]);
+        if (problem_.counts_labels()) shape.labels += problem_.labels[sample];
     }
-    if (!batch.costs) {
+    const auto under = [&](size_t mode, CostRow& packed_row) -> const CostRow& {
+        if (!packed) return costs_.row(mode, shape);
+        costs_.packed_row(mode, places_, packed_row);
+        return packed_row;
+    };
+    const bool mixed = std::count(modes.begin(), modes.end(), modes[0]) < static_cast<int64_t>(modes.size());
+    if (mixed) costs_.mix(modes, [&](size_t mode) -> const CostRow& { return under(mode, row_); }, batch.own);
+    const CostRow& row = mixed ? batch.own : under(modes[0], batch.own);
+    if (!row.fits) {
         made_.pop_back();
         return nullptr;
     }
+    batch.costs = &row.costs;
+    batch.modes = std::move(modes);
     for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += batch.costs->forward[v] + batch.costs->backward[v];
     batch.samples = std::move(samples);
     return &batch;

@@ -15,11 +15,11 @@ namespace dynapipe {
 // Never changed once made; shared by all solutions that hold it.
 struct MicroBatch {
     std::vector<int32_t> samples;  // places in the order, ascending
-    size_t mode;
+    Modes modes;
     bool packed;
     int64_t work = 0;                  // time on all stages
     const PassCosts* costs = nullptr;  // null where the cost model does not cover it, or it does not fit
-    CostRow own;                       // what `costs` points to, of a packed one
+    CostRow own;                       // what `costs` points to, unless padded under one mode
     std::vector<int32_t> pieces;       // those of its samples that are pieces, as places in the problem, ascending
 };
 
@@ -34,7 +34,10 @@ public:
         : problem_(problem), costs_(costs), order_(order.begin(), order.end()) {}
 
     // Of samples given as places in the order; null where it cannot run.
-    const MicroBatch* make(std::vector<int32_t> samples, size_t mode, bool packed);
+    const MicroBatch* make(std::vector<int32_t> samples, Modes modes, bool packed);
+    const MicroBatch* make(std::vector<int32_t> samples, size_t mode, bool packed) {
+        return make(std::move(samples), Modes(problem_.modules.size(), mode), packed);
+    }
 
     // The samples [first, first + size).
     static std::vector<int32_t> run(int64_t first, int64_t size);
@@ -49,7 +52,8 @@ private:
     CostCache& costs_;
     std::vector<int32_t> order_;
     std::deque<MicroBatch> made_;
-    std::vector<int32_t> places_;  // buffer
+    std::vector<int32_t> places_;  // buffers
+    CostRow row_;
 };
 
 }  // namespace dynapipe

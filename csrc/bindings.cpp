@@ -80,7 +80,7 @@ public:
             for (const MicroBatch* batch : found.replicas[r].micro_batches) {
                 for (int32_t place : batch->samples) samples.push_back(begun_->maker.sample(place));
                 sizes.push_back(batch->samples.size());
-                modes.push_back(batch->mode);
+                modes.insert(modes.end(), batch->modes.begin(), batch->modes.end());
                 packed.push_back(batch->packed);
             }
             passes = std::move(found.orders[r]);

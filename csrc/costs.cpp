@@ -257,8 +257,28 @@ void CostCache::fill(int64_t inputs, int64_t targets, CostRow& row) const {
         out[7 * virtual_stages + v] = links.held_bytes(forward);
         out[8 * virtual_stages + v + 1] = links.held_bytes(backward);
     }
-    for (int64_t v = 0; v < virtual_stages; ++v)
-        row.fits &= bytes_alone(problem_.pipeline, row.costs, v) <= problem_.memory(v % problem_.stages());
+    row.fits = fits(row);
+}
+
+bool CostCache::fits(const CostRow& row) const {
+    for (size_t v = 0; v < problem_.modules.size(); ++v)
+        if (bytes_alone(problem_.pipeline, row.costs, v) > problem_.memory(v % problem_.stages())) return false;
+    return true;
+}
+
+void CostCache::mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const {
+    const size_t stages = modes.size();
+    row.values.assign(kCosts * stages, 0);
+    row.costs = costs_in(row.values.data(), stages);
+    row.covered = true;
+    for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
+        if (std::find(modes.begin(), modes.end(), mode) == modes.end()) continue;
+        const CostRow& its = under(mode);
+        row.covered &= its.covered;
+        for (size_t at = 0; at < row.values.size(); ++at)
+            if (modes[at % stages] == mode) row.values[at] = its.values[at];
+    }
+    row.fits = row.covered && fits(row);
 }
 
 }  // namespace dynapipe

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "tables.h"
 
 namespace dynapipe {
+
+using Modes = std::vector<uint8_t>;  // [virtual stages] recompute mode of a micro-batch on each
 
 // The padded shape of a micro-batch.
 struct Shape {
@@ -79,6 +82,9 @@ public:
     // Of samples packed into one row, as places in the problem; every set is computed anew.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
 
+    // Takes every virtual stage's costs from the row under its mode, which `under` gives.
+    void mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const;
+
     // Of one sample in a row of so many positions like it, on every type of stage.
     struct Share {
         int64_t forward, backward, stored;
@@ -99,6 +105,7 @@ private:
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
     void stage_costs();
     void fill(int64_t inputs, int64_t targets, CostRow& row) const;
+    bool fits(const CostRow& row) const;
     bool interpolate_type(const BySize& by_size, size_t type, const Axis::Cell& cell, StageCosts& at) const;
     void add_labelled(const BySize& by_size, size_t type, const Axis::Cell& cell, const Shape& shape, StageCosts& at);
     const std::vector<int64_t>& labelled_row(size_t mode, int64_t labels);

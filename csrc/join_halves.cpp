@@ -2,12 +2,19 @@
 
 #include <algorithm>
 
+#include "memory.h"
 #include "simulate.h"
 
 namespace dynapipe {
 namespace {
 
-constexpr int64_t kBudget = 1'000'000;  // micro-batches on chunks that are simulated, over all trials
+constexpr int64_t kBudget = 256'000;  // micro-batches on virtual stages that are simulated, over all trials
+
+// A stage that has joined halves takes other messages while others wait, so what stages hold may be more.
+bool fits(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order) {
+    const std::vector<int64_t> peaks = peak_memory(shape, costs, order);
+    return *std::max_element(peaks.begin(), peaks.end()) <= shape.memory_limit;
+}
 
 void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order) {
     if (batches.empty()) return;
@@ -17,7 +24,8 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
     const int64_t makespan = base.makespan, width = order.size() / shape.stages;
     std::vector<int64_t> most_idle(shape.stages, makespan);  // for no longer a time
     for (size_t i = 0; i < order.size(); ++i) most_idle[i / width] -= base.end[i] - base.start[i];
-    const int64_t trials = kBudget / (static_cast<int64_t>(batches.size()) * shape.chunks * shape.stages);
+    const int64_t simulated = static_cast<int64_t>(batches.size()) * shape.virtual_stages();
+    const int64_t trials = kBudget / simulated / shape.stages;  // of each stage
     for (int64_t s = 0; s < shape.stages; ++s) {
         const auto begin = order.begin() + s * width, end = begin + width;
         int64_t left = trials;
@@ -30,7 +38,7 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
             std::rotate(second, second + 1, end);
             end[-1] = kNoPass;
             const Simulation run = simulate(shape, costs, order, false, &most_idle);
-            if (!run.stalled && run.makespan <= makespan) continue;
+            if (!run.stalled && run.makespan <= makespan && fits(shape, costs, order)) continue;
             *first += kInputPass - kBackwardPass;
             end[-1] = half;
             std::rotate(second, end - 1, end);

@@ -72,7 +72,7 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
                     ++left_;
                 }
                 peak = std::max(peak, cost->peak[v]);
-                if (shape_.peak_covers_backward) above = std::max(above, cost->peak[v] - cost->stored[v]);
+                above = std::max(above, above_stored(*cost, v));
                 its.input = std::max(its.input, input_message(*cost, v));
                 its.gradient = std::max(its.gradient, gradient_message(shape_, *cost, v));
                 its.sent = std::max(its.sent, sent_message(shape_, *cost, v));
@@ -135,7 +135,16 @@ void ListScheduler::keep(Trace& trace, const Costs& costs, const Policy& policy)
     trace.gradients_.swap(gradients_);
 }
 
-// Goes to the last point of an earlier run at which only so many micro-batches mattered.
+// Places of the forward sequence that a run has in common with an earlier one. With several chunks the sequence goes
+// group by group, chunk by chunk, and groups depend on how many micro-batches there are.
+int64_t ListScheduler::shared_places(const Trace& before, const Costs& costs, const Policy& policy) const {
+    const int64_t common = before.common(costs, policy, turned_), count = costs.size();
+    if (shape_.chunks == 1) return common;
+    if (static_cast<int64_t>(before.costs_.size()) != count) return 0;
+    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) - forward_.begin();
+}
+
+// Goes to the last point of an earlier run at which only so many places mattered.
 template <bool kChunked>
 size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
     if (before.above_ != above_ || before.messages_ != messages_) return 0;
@@ -147,8 +156,19 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
     stages_ = point.stages;
     starts_ = point.starts;
     makespan_ = point.makespan;
+    for (int64_t s = 0; s <= last; ++s) left_ -= stages_[s].passes;
+    if (shape_.chunks > 1) {  // the same items: there are as many micro-batches
+        for (int64_t s = 0; s <= last; ++s)
+            for (const bool forward : {true, false})
+                for (int64_t i = 0; i < (forward ? stages_[s].forwards : stages_[s].backwards); ++i) {
+                    const Fed fed = feeds<kChunked>(s, forward, i);
+                    if (fed.stage < 0) continue;
+                    const int64_t place = fed.stage * items_ + fed.place;
+                    (fed.forward ? inputs_ : gradients_)[place] = (fed.forward ? before.inputs_ : before.gradients_)[place];
+                }
+        return at;
+    }
     for (int64_t s = 0; s <= last; ++s) {
-        left_ -= stages_[s].passes;
         if (s > 0) std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
         const auto gradients = before.gradients_.begin() + s * width;
         if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradients_.begin() + s * items_);
@@ -184,7 +204,7 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         if (item<kChunked>(true, i).chunk == 0) inputs_[i].ready = 0;
     if (kinds) kinds->assign(stages * passes, kPassKinds);
     makespan_ = 0;
-    const size_t shared = before ? begin_from<kChunked>(*before, before->common(costs, policy, turned_)) : 0;
+    const size_t shared = before ? begin_from<kChunked>(*before, shared_places(*before, costs, policy)) : 0;
     if (shared == 0) choose<kChunked>(0, costs, policy);
     if (trace) trace->begin(shared);
     const int64_t apart = items_ / kPoints + 1;
@@ -200,7 +220,9 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         const int64_t at = s * passes + stage.passes++;
         Fed fed{s, 0, false};
         if (stage.next == kWeightPass) {
-            if (stage.held + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
+            const Item item = this->item<kChunked>(false, stage.released);
+            const int64_t above = above_stored(*costs[item.row], item.chunk * stages + s);
+            if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
             step_weight<kChunked>(s, costs);
         } else {
             fed = step<kChunked>(s, costs);
@@ -243,17 +265,28 @@ void ListScheduler::release(int64_t s, const Costs& costs) {
     }
 }
 
+// What a pass makes ready: after the last forward its own backward; nothing, on stage -1, after the last backward.
+template <bool kChunked>
+ListScheduler::Fed ListScheduler::feeds(int64_t s, bool forward, int64_t i) const {
+    const Item item = this->item<kChunked>(forward, i);
+    const int64_t last = shape_.stages - 1;
+    if (s == (forward ? last : 0)) {
+        if (item.chunk == (forward ? shape_.chunks - 1 : 0)) return {forward ? s : -1, item.after, false};
+        return {last - s, item.after, forward};
+    }
+    return {forward ? s + 1 : s - 1, i, forward};
+}
+
 // Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing, on none where messages
 // overfill the stage.
 template <bool kChunked>
 ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
-    const int64_t stages = shape_.stages, last = stages - 1;
     const bool forward = stage.next == kForwardPass;
     const int64_t i = forward ? stage.forwards++ : stage.backwards++;
     const Item item = this->item<kChunked>(forward, i);
     const PassCosts& cost = *costs[item.row];
-    const int64_t v = item.chunk * stages + s;
+    const int64_t v = item.chunk * shape_.stages + s;
     const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
     if (!forward && divided_ && cost.weight[v] > 0) stage.next = kInputPass;
     if (forward) {
@@ -269,8 +302,7 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
             ++stage.gradients;
         }
         stage.kept -= input_message(cost, v);
-        const int64_t above = shape_.peak_covers_backward ? cost.peak[v] - cost.stored[v] : 0;
-        if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return {-1, 0, false};
+        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit) return {-1, 0, false};
         stage.freed += v > 0;
     }
     const int64_t time = cost.time(stage.next, v);
@@ -279,18 +311,16 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     if (forward && !shape_.forward_only) stage.held += cost.stored[v];
     if (stage.next == kBackwardPass) stage.held -= cost.stored[v];
     if (!forward) release<kChunked>(s, costs);
-    if (forward && v == shape_.virtual_stages() - 1) {
-        gradients_[s * items_ + item.after].ready = stage.free;
+    const Fed fed = feeds<kChunked>(s, forward, i);
+    if (fed.stage < 0) return {s, 0, false};
+    if (forward && !fed.forward) {
+        gradients_[s * items_ + fed.place].ready = stage.free;
         return {s, 0, false};
     }
-    if (!forward && v == 0) return {s, 0, false};
     const int64_t arrives = stage.free + (forward ? cost.forward_transfer : cost.backward_transfer)[v];
-    const bool wraps = s == (forward ? last : 0);
-    const int64_t fed = forward ? (wraps ? 0 : s + 1) : (wraps ? last : s - 1);
-    const int64_t place = wraps ? item.after : i;
-    (forward ? inputs_ : gradients_)[fed * items_ + place] = {arrives, forward ? stage.gradients : stage.inputs};
+    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives, forward ? stage.gradients : stage.inputs};
     send(stage, forward);
-    return {fed, place, forward};
+    return fed;
 }
 
 // The pass that stage s runs next, as far as it can know: of those that could start first, by the policy.
@@ -341,7 +371,6 @@ int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bou
                            const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
     number(costs.size(), turned);
     if (trace) trace->begin(0);
-    if (shape_.chunks > 1) before = trace = nullptr;  // passes of a chunk depend on all micro-batches
     return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)
                        : run_chunked<false>(costs, policy, bound, kinds, before, trace);
 }

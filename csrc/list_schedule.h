@@ -131,10 +131,13 @@ private:
     template <bool kChunked>
     int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                         const Trace* before, Trace* trace);
+    int64_t shared_places(const Trace& before, const Costs& costs, const Policy& policy) const;
     template <bool kChunked>
     size_t begin_from(const Trace& before, int64_t common);
     template <bool kChunked>
     void choose(int64_t s, const Costs& costs, const Policy& policy);
+    template <bool kChunked>
+    Fed feeds(int64_t s, bool forward, int64_t i) const;
     template <bool kChunked>
     Fed step(int64_t s, const Costs& costs);
     template <bool kChunked>
@@ -147,6 +150,10 @@ private:
         return {place, 0, place, place};
     }
 
+    // What a backward pass, or either of its halves, holds above what its forward stored.
+    int64_t above_stored(const PassCosts& cost, int64_t v) const {
+        return shape_.peak_covers_backward ? cost.peak[v] - cost.stored[v] : 0;
+    }
     // Bytes of messages that a stage holds beside what passes keep, with so many buffers for inputs.
     int64_t message_bytes(int64_t s, int64_t inputs) const {
         const Stage& stage = stages_[s];

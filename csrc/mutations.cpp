@@ -87,8 +87,8 @@ bool Mutations::apply(Move move, std::vector<ReplicaState>& replicas, std::vecto
     return false;
 }
 
-bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, size_t mode, bool packed) {
-    slot = maker_.make(std::move(samples), mode, packed);
+bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, Modes modes, bool packed) {
+    slot = maker_.make(std::move(samples), std::move(modes), packed);
     unfit_ = !slot;
     return slot;
 }
@@ -175,8 +175,8 @@ bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
         mine.erase(mine.end() - by, mine.end());
     }
     if (other_r != touched[0]) touched.push_back(other_r);
-    return put(replicas[touched[0]].micro_batches[index], std::move(mine), batch->mode, false) &&
-           put(replicas[other_r].micro_batches[other_i], std::move(theirs), other->mode, false);
+    return put(replicas[touched[0]].micro_batches[index], std::move(mine), batch->modes, false) &&
+           put(replicas[other_r].micro_batches[other_i], std::move(theirs), other->modes, false);
 }
 
 // Moves a sample to another micro-batch, or exchanges two.
@@ -196,8 +196,8 @@ bool Mutations::move_sample(std::vector<ReplicaState>& replicas, std::vector<siz
         less.erase(less.begin() + given);
     }
     if (to.replica != from.replica) touched.push_back(to.replica);
-    return put(replicas[from.replica].micro_batches[from.index], std::move(less), mine->mode, mine->packed) &&
-           put(replicas[to.replica].micro_batches[to.index], std::move(more), theirs->mode, theirs->packed);
+    return put(replicas[from.replica].micro_batches[from.index], std::move(less), mine->modes, mine->packed) &&
+           put(replicas[to.replica].micro_batches[to.index], std::move(more), theirs->modes, theirs->packed);
 }
 
 // A padded micro-batch is split at a place of the order, a packed one at random.
@@ -219,8 +219,8 @@ bool Mutations::split(ReplicaState& replica) {
         kept.resize(count);
     }
     const MicroBatch* added;
-    if (!put(batches[index], std::move(kept), batch->mode, batch->packed) ||
-        !put(added, std::move(rest), batch->mode, batch->packed))
+    if (!put(batches[index], std::move(kept), batch->modes, batch->packed) ||
+        !put(added, std::move(rest), batch->modes, batch->packed))
         return false;
     const int64_t place = random_.below(batches.size() + 1);
     batches.insert(batches.begin() + place, added);
@@ -245,7 +245,9 @@ bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
     const MicroBatch* const other = others[gone.index];
     std::vector<int32_t> samples = batch->samples;
     samples.insert(samples.end(), other->samples.begin(), other->samples.end());
-    if (!put(replicas[r].micro_batches[index], std::move(samples), std::max(batch->mode, other->mode), batch->packed))
+    Modes modes = batch->modes;
+    for (size_t v = 0; v < modes.size(); ++v) modes[v] = std::max(modes[v], other->modes[v]);
+    if (!put(replicas[r].micro_batches[index], std::move(samples), std::move(modes), batch->packed))
         return false;
     others.erase(others.begin() + gone.index);
     if (gone.replica != r) touched.push_back(gone.replica);
@@ -253,16 +255,19 @@ bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
 }
 
 bool Mutations::recompute(ReplicaState& replica) {
-    const int64_t modes = problem_.modes.size();
-    if (modes < 2) return false;
+    if (problem_.modes.size() < 2) return false;
     const MicroBatch*& slot = replica.micro_batches[any(replica)];
-    const size_t mode = (slot->mode + 1 + random_.below(modes - 1)) % modes;
-    return put(slot, slot->samples, mode, slot->packed);
+    Modes modes = slot->modes;
+    const uint64_t mode = random_.below(problem_.modes.size()), stages = modes.size();
+    const bool some = stages > 1 && random_.below(2);
+    const size_t from = some ? random_.below(stages) : 0, to = some && random_.below(2) ? from + 1 : stages;
+    std::fill(modes.begin() + from, modes.begin() + to, mode);
+    return modes != slot->modes && put(slot, slot->samples, std::move(modes), slot->packed);
 }
 
 bool Mutations::change_layout(ReplicaState& replica) {
     const MicroBatch*& slot = replica.micro_batches[any(replica)];
-    return put(slot, slot->samples, slot->mode, !slot->packed);
+    return put(slot, slot->samples, slot->modes, !slot->packed);
 }
 
 // Assigns a micro-batch to another replica, or exchanges two.

@@ -44,7 +44,7 @@ private:
         {Move::kChangePolicy, 1}, {Move::kReassign, 2}}};
     static constexpr std::array<Weighted, 8> kPackedMoves{{
         {Move::kReorder, 4}, {Move::kMoveSample, 6}, {Move::kExchangeSamples, 5}, {Move::kSplit, 1}, {Move::kMerge, 1},
-        {Move::kRecompute, 2}, {Move::kChangeLayoutOrPolicy, 1}, {Move::kReassign, 4}}};
+        {Move::kRecompute, 4}, {Move::kChangeLayoutOrPolicy, 2}, {Move::kReassign, 4}}};
     static constexpr std::array<Weighted, 3> kLinkMoves{{
         {Move::kReorderLink, 2}, {Move::kSingle, 9}, {Move::kReassignLink, 1}}};
 
@@ -67,7 +67,7 @@ private:
 
     size_t any(const ReplicaState& replica) { return random_.below(replica.micro_batches.size()); }
     Place another(const std::vector<ReplicaState>& replicas, Place one);
-    bool put(const MicroBatch*& slot, std::vector<int32_t> samples, size_t mode, bool packed);
+    bool put(const MicroBatch*& slot, std::vector<int32_t> samples, Modes modes, bool packed);
 
     const Problem& problem_;
     BatchMaker& maker_;

@@ -12,6 +12,8 @@
 #include "evaluate.h"
 #include "jitter.h"
 #include "join_halves.h"
+#include "budget.h"
+#include "lighten.h"
 #include "mutations.h"
 #include "packed_starts.h"
 #include "tight_starts.h"
@@ -19,18 +21,11 @@
 namespace dynapipe {
 namespace {
 
-struct Share { int64_t parts, of; };
-
-// Packed rows of a replica, on chunks, that a default search schedules on all stages, and evaluations at most.
-constexpr struct Budget {
-    int64_t rows, most;
-} kBudget{245'000, 9500}, kBudgetOfTwo{200'000, 7900};  // the latter, and half more, where stages must be even in two kinds of layers
-constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
-constexpr int64_t kLeast = 2500;
-constexpr Share kMoreOfTwo{3, 2};  // evaluations where stages must be even in two kinds of layers
 constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
-constexpr int64_t kStartMargin = 32;  // starts that are longer than the best so far by more than its 32nd are dropped
+constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
+constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
+constexpr int64_t kKept = 400;    // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
@@ -59,13 +54,13 @@ private:
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
                                  const std::vector<MicroBatches>& packed);
     Solution assigned(const MicroBatches& batches);
+    void lighten(Solution& solution);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
     void begin_tight(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
                       std::initializer_list<Rule> rules, ReplicaState& best);
     void compete(std::vector<Solution>& solutions);
-    int64_t default_evaluations(const Solution& start) const;
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
     int64_t jittered_total(ReplicaState& replica);
@@ -110,18 +105,9 @@ void Search::try_policies(const MicroBatches& order, std::initializer_list<int64
     }
 }
 
-// Padded micro-batches, small to large: orders from small to large, large to small, small – large – small, and as
-// partitioned, under a few policies, of which one is plain 1F1B; the best is kept.
+// Padded micro-batches, small to large, in a few orders under a few policies, of which one is plain 1F1B.
 void Search::begin_padded(ReplicaState& replica) {
-    std::vector<MicroBatches> orders(4);
-    orders[0] = replica.micro_batches;
-    orders[1].assign(orders[0].rbegin(), orders[0].rend());
-    for (size_t i = 0; i < orders[0].size(); i += 2) orders[2].push_back(orders[0][i]);
-    for (size_t i = orders[0].size() / 2 * 2; i > 0; i -= 2) orders[2].push_back(orders[0][i - 1]);
-    orders[3] = orders[0];
-    std::sort(orders[3].begin(), orders[3].end(),
-              [](const MicroBatch* a, const MicroBatch* b) { return a->samples[0] < b->samples[0]; });
-    for (const MicroBatches& order : orders)
+    for (const MicroBatches& order : orders_of_padded(replica.micro_batches))
         try_policies(order, kExtras, kEveryRule, replica);
 }
 
@@ -135,7 +121,7 @@ void Search::begin_packed(ReplicaState& replica) {
     }
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
-                     [](const MicroBatches& a, const MicroBatches& b) { return a[0]->mode > b[0]->mode; });
+                     [](const MicroBatches& a, const MicroBatches& b) { return a[0]->modes > b[0]->modes; });
     for (const Blocks& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
         try_policies(joined(order), kFewExtras, kFewRules, replica);
 }
@@ -150,26 +136,11 @@ void Search::begin_tight(ReplicaState& replica) {
     most_depth_ = kUnreachable;
 }
 
-// Blocks assigned to the replicas, the longest first, each to the replica with the least work; in each small to large.
 Solution Search::assigned(const MicroBatches& batches) {
     Solution solution;
-    solution.replicas.resize(problem_.replicas);
-    Blocks blocks = chains_.blocks(batches);
-    std::stable_sort(blocks.begin(), blocks.end(),
-                     [](const MicroBatches& a, const MicroBatches& b) { return work_of(a) < work_of(b); });
-    std::vector<int64_t> load(problem_.replicas, 0);
-    std::vector<Blocks> its(problem_.replicas);
-    for (size_t i = blocks.size(); i-- > 0;) {
-        const size_t r = std::min_element(load.begin(), load.end()) - load.begin();
-        load[r] += work_of(blocks[i]);
-        its[r].push_back(std::move(blocks[i]));
-    }
-    for (size_t r = 0; r < its.size(); ++r) {
-        ReplicaState& replica = solution.replicas[r];
-        std::reverse(its[r].begin(), its[r].end());
-        replica.micro_batches = joined(its[r]);
-        replica.policy = policy(0, Rule::kStrict);
-        replica.makespan = replica.micro_batches.empty() ? 0 : kUnreachable;
+    for (MicroBatches& its : spread(chains_.blocks(batches), problem_.replicas)) {
+        const int64_t makespan = its.empty() ? 0 : kUnreachable;
+        solution.replicas.push_back({std::move(its), policy(0, Rule::kStrict), makespan});
     }
     return solution;
 }
@@ -180,7 +151,9 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     int64_t least = kUnreachable;
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
-        const int64_t limit = least < kUnreachable ? least + least / kStartMargin : kUnreachable;
+        const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
+        const int64_t margin = few ? kStartMarginOfFew : kStartMargin;
+        const int64_t limit = least < kUnreachable ? least + least / margin : kUnreachable;
         for (ReplicaState& replica : solution.replicas) {
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
@@ -204,30 +177,38 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight);
     }
     if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
+    std::stable_sort(solutions.begin(), solutions.end(),
+                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i) lighten(solutions[i]);
     if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     return solutions;
 }
 
-// Fewer where each has more rows to schedule; more where stages must be even in two kinds of layers.
-int64_t Search::default_evaluations(const Solution& start) const {
-    size_t most = 1;
-    for (const ReplicaState& replica : start.replicas) most = std::max(most, replica.micro_batches.size());
-    const int64_t rows = most * problem_.chunks();
-    const Budget& budget = problem_.even_two ? kBudgetOfTwo : kBudget;
-    const int64_t evaluations = std::min(std::clamp(budget.rows / rows, kLeast, budget.most), kLargeBudget / rows);
-    return problem_.even_two ? evaluations * kMoreOfTwo.parts / kMoreOfTwo.of : evaluations;
+// Takes modes by stage where a replica is faster with them.
+void Search::lighten(Solution& solution) {
+    for (ReplicaState& replica : solution.replicas) {
+        ReplicaState lighter = replica;
+        lighter.micro_batches = lightened(problem_, maker_, replica.micro_batches);
+        if (lighter.micro_batches == replica.micro_batches) continue;
+        lighter.makespan = evaluate(lighter, replica.makespan);
+        try_policies(lighter.micro_batches, kFewExtras, kFewRules, lighter);
+        if (lighter.makespan < replica.makespan) replica = std::move(lighter);
+    }
 }
 
 // Improves the best starts in rounds, each with a part of the evaluations, until one is left.
 void Search::compete(std::vector<Solution>& solutions) {
     struct Round { size_t solutions; Share evaluations; };
-    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}};
+    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}},
+                           kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
-    const auto rounds = problem_.may_pack ? std::pair(std::begin(kPackedRounds), std::end(kPackedRounds))
-                                          : std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds));
+    const bool few = solutions[0].rows() <= kFewRows;
+    const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
+                        : few ? std::pair(std::begin(kFewRounds), std::end(kFewRounds))
+                              : std::pair(std::begin(kPackedRounds), std::end(kPackedRounds));
     for (auto round = rounds.first; round != rounds.second; ++round) {
         solutions.resize(std::min(solutions.size(), round->solutions));
         const int64_t share = evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
@@ -244,7 +225,7 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::ve
                   int64_t most) {
     std::vector<Solution> solutions = starts(partitions, packed);
     if (solutions.empty() || solutions[0].slowest() > most) return {};
-    if (by_default_) left_ = default_evaluations(solutions[0]);
+    if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
     return improved(std::move(solutions));
 }
 
@@ -255,8 +236,16 @@ Found Search::improved(std::vector<Solution> solutions) {
     const int64_t part = problem_.may_pack ? kJitterPartPacked : kJitterPartPadded;
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
     left_ -= robustifying;
+    const bool searches = left_ > 0;
     compete(solutions);
     Solution& best = solutions[0];
+    for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
+        if (searches)
+            keep_more(maker_, replica.micro_batches, kKept, [&](const MicroBatches& batches) {
+                const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
+                replica.makespan = std::min(replica.makespan, makespan);
+                return makespan < kUnreachable;
+            });
     if (robustifying > 0) robustify(best, robustifying);
     found.makespan = best.slowest();
     if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;

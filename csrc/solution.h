@@ -29,6 +29,12 @@ struct Solution {
         for (const ReplicaState& replica : replicas) most = std::max(most, replica.makespan);
         return most;
     }
+    // Micro-batches of the replica that has most.
+    int64_t rows() const {
+        size_t most = 1;
+        for (const ReplicaState& replica : replicas) most = std::max(most, replica.micro_batches.size());
+        return most;
+    }
     // The slowest replica's makespan first; a faster other replica is room for later mutations.
     int64_t objective() const {
         int64_t sum = 0;

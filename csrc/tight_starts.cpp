@@ -31,7 +31,7 @@ MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches bat
     };
     for (const MicroBatch*& batch : batches) {
         const MicroBatch* const given = batch;
-        for (size_t mode = given->mode + 1; mode < problem.modes.size() && !fit(batch); ++mode)
+        for (size_t mode = given->modes[0] + 1; mode < problem.modes.size() && !fit(batch); ++mode)
             if (const MicroBatch* next = maker.make(given->samples, mode, given->packed)) batch = next;
     }
     return batches;

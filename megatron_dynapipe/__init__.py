@@ -25,16 +25,12 @@ if TYPE_CHECKING:
     )
     from megatron_dynapipe.runtime import PipelineExecutor
     from megatron_dynapipe.tools.batch import PlannedBatch, plan_batch
-    from megatron_dynapipe.tools.elastic.layout import layout_for
-    from megatron_dynapipe.tools.elastic.run import ElasticRun
     from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
     from megatron_dynapipe.tools.tuning import orchestrate, tune
 
 _LAZY = {
     name: f"megatron_dynapipe.{module}"
     for module, names in {
-        "tools.elastic.layout": "layout_for",
-        "tools.elastic.run": "ElasticRun",
         "tools.megatron_pipeline": "MegatronPipeline",
         "modules": "CutPoint DynaPipeDataLoader ModulePlanner Pipeline SharedModule Stage profile_module split_model",
         "tools.batch": "PlannedBatch plan_batch",
@@ -49,7 +45,6 @@ _HOOKS = "checkout_hooks"
 __all__ = [
     "CutPoint",
     "DynaPipeDataLoader",
-    "ElasticRun",
     "MegatronPipeline",
     "ModulePlanner",
     "Pipeline",
@@ -58,7 +53,6 @@ __all__ = [
     "SharedModule",
     "Stage",
     "__version__",
-    "layout_for",
     "orchestrate",
     "plan_batch",
     "profile_module",

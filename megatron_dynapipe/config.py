@@ -195,7 +195,6 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
 def _mapping(
     path: Path, kind: str, of: str, hint: str = "pass the path of a YAML file, such as those in configs/"
 ) -> dict[Any, Any]:
-    """The mapping of a YAML file; raises ConfigError."""
     try:
         loaded = load_yaml(path)
     except FileNotFoundError:

@@ -61,10 +61,6 @@ class PlanError(DynaPipeError):
     """A plan that is not valid: it would lose samples, stall, or leave memory behind."""
 
 
-class PlanMemoryError(PlanError):
-    """A plan whose passes and messages do not fit the device's memory."""
-
-
 class PlanDecodeError(PlanError):
     """Bytes or text that are not a plan of the known version."""
 

@@ -32,8 +32,13 @@ def missing(error: ModuleNotFoundError) -> InstallationError | None:
         return None
     return InstallationError(
         f"expected the package {package}, which the extra [{extra}] brings, found none",
-        hint=f"pip install '{DISTRIBUTION}[{extra}]'",
+        hint=from_clone(extra),
     )
+
+
+def from_clone(extras: str, options: str = "") -> str:
+    """How extras are installed of a package that no index has."""
+    return f"pip install{options} -e '.{f'[{extras}]' if extras else ''}' in the clone of {DISTRIBUTION}"
 
 
 @contextlib.contextmanager

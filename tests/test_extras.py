@@ -67,4 +67,4 @@ def test_an_entry_script_says_what_it_lacks(
 
 def test_submodules_are_told_by_their_package() -> None:
     told = missing(ModuleNotFoundError("no module", name="matplotlib.figure"))
-    assert told is not None and told.hint == "pip install 'megatron-dynapipe[plots]'"
+    assert told is not None and told.hint == "pip install -e '.[plots]' in the clone of megatron-dynapipe"

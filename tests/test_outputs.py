@@ -1,6 +1,9 @@
 """Writing without losing; files of commands are held by tests/cli/test_outputs.py, datasets by tests/tools/prepare."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError
+from megatron_dynapipe.outputs import LOCK, lock_folder
 
 OURS = '{"format": "dynapipe-plan/1"}'
 
@@ -54,3 +58,43 @@ def test_a_folder_is_filled_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found files in it"), outputs.fresh_folder(path):
         pass
     assert names(path) == ["whole"]
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_dynapipe.outputs import lock_folder
+lock_folder(Path(sys.argv[1]), wait_s=0)
+if os.fork():
+    print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_run_at_a_time_saves_to_a_folder(tmp_path, capsys, monkeypatch):
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert holder.stdout is not None
+    with holder, holder.stdout:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"the only run that saves to .*, process {holder.pid} on "):
+            lock_folder(tmp_path, wait_s=0.5)
+        assert "waiting for process" in capsys.readouterr().out
+        holder.kill()
+        lock_folder(tmp_path, wait_s=10)  # a process that it forked still runs
+        os.killpg(holder.pid, signal.SIGKILL)
+    lock_folder(tmp_path, wait_s=0)
+    monkeypatch.chdir(tmp_path)
+    lock_folder(Path("msc://bucket/saved"), wait_s=0)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "nothing is made for a folder of no file system"
+    with pytest.raises(ConfigError, match=rf"cannot write checkpoints to .*{LOCK}: "):
+        lock_folder(tmp_path / LOCK, wait_s=0)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(outputs.fcntl, "flock", refuse)
+    lock_folder(tmp_path, wait_s=0)
+    assert "cannot be locked (Operation not supported)" in capsys.readouterr().out

@@ -71,9 +71,9 @@ class Bench:
         from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         inputs = _plan_inputs(setup)
-        model, optimizer = build(setup)
+        models, optimizer = build(setup)
         self._base = Planner(inputs.planner, inputs.costs.load())
-        self._pipeline = MegatronPipeline([model], optimizer, self._base, seed=setup.args.seed)
+        self._pipeline = MegatronPipeline(models, optimizer, self._base, seed=setup.args.seed)
         self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train"), inputs.splits[0].sampler)
         self._control = ControlGroup(timeout_s=300)
         self.rank, self._stage = self._control.rank, parallel_state.get_pipeline_model_parallel_rank()

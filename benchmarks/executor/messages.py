@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     with overhead.processes() as device:
         shapes = draw_shapes(options)
-        theirs, ours = overhead.runners(overhead.build(options, device, varying=True), options, shapes, device)
+        theirs, ours = overhead.runners([overhead.build(options, device, varying=True)], options, shapes, device)
         counts = {"megatron": count(theirs), "executor": count(ours)}
         result = pairs.measure(options, "megatron", theirs, ours)
         pairs.report(options, {"shapes": [tuple(s)[:2] for s in shapes], "counts": counts, **result})

@@ -97,7 +97,7 @@ def iterations(options: argparse.Namespace, device: torch.device, *, recompute: 
         backward = (BackwardInput, BackwardWeight) if divided else (Backward,)
         passes = [each(k) for k in reversed(range(len(rows))) for each in backward]
         order = (*(Forward(k) for k in range(len(rows))), *passes)
-        plan = overhead.lowered([order], [Shape(1, each) for each, _ in rows], options.hidden, 0)
+        plan = overhead.lowered((order,), [Shape(1, each) for each, _ in rows], options.hidden, 0)
         model.zero_grad_buffer()
         run_iteration(runner, plan, [model], gpt_step, lambda k: batch(*rows[k], device))
 

@@ -33,7 +33,7 @@ PAUSE_S = (2.0, 7.0)
 LAST_PROBABILITY = 0.4
 OTHER_PROBABILITY = 0.3
 CALM_ITERATIONS = 20
-"""At the end of a run nothing is disturbed, so that the last faults can still do harm."""
+"""At the end of a run nothing is disturbed, so that the last faults can still do harm; no run ends before it."""
 END_S, LEFT_S = 900.0, 60.0
 WHAT = {name: " ".join((fault.act.__doc__ or "").split()) for name, fault in FAULTS.items()}
 """What is done, by the fault's name."""
@@ -55,8 +55,10 @@ def main() -> int:
     parser.add_argument("--data", type=lambda path: Path(path).absolute(), default=DEMO_DATA)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of faults and pauses; the moments are the machine's")
-    parser.add_argument("--iterations", type=int, default=100, help="of each run")
+    parser.add_argument("--iterations", type=int, default=100, help=f"of each run, at least {2 * CALM_ITERATIONS}")
     options = parser.parse_args()
+    if options.iterations < 2 * CALM_ITERATIONS:
+        parser.error(f"expected --iterations of at least {2 * CALM_ITERATIONS}, got {options.iterations}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         data = options.data

@@ -15,6 +15,7 @@ Parts are replaced in planned, padded micro-batches with a chosen layer split:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
 import numpy as np
@@ -35,7 +36,6 @@ from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, Recompute
 

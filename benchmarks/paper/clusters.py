@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
@@ -22,7 +23,6 @@ from benchmarks.planning.cases import COSTS, MEMORY_BYTES, published_results, re
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.methods import Longest
 from megatron_dynapipe.tools.tuning.space import divisions
 from megatron_dynapipe.units import BatchLayout, ModelFamily

@@ -8,6 +8,7 @@ same layout" is the paper's second baseline: packing on the layout that is best 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 import msgspec
 
@@ -18,7 +19,6 @@ from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.report.comparison import geometric_mean
 from megatron_dynapipe.tools.rivals.methods import Prediction, predict
 
 METHODS = ("dynapipe", "packed_rows", "token_based", "packing", "padding")

@@ -1,4 +1,4 @@
-"""What planning benchmarks plan with: costs of two models on each device, batches, what the published planner found."""
+"""What planning benchmarks plan with: costs of models on each device, batches, what the published planner found."""
 
 import gzip
 import json
@@ -11,6 +11,8 @@ COSTS = {
     "h100": {"gpt": DATA / "h100/gpt_7b.json.gz", "t5": DATA / "h100/t5_xxl.json.gz"},
 }
 """Measured in 2023, and computed for 2026."""
+COMPUTED = {"gpt-llama-8b": "configs/llama_like_8b.yaml", "gpt-qwen-7b": "configs/qwen_like_7b.yaml"}
+"""GPTs whose costs on H100s the package computes each time, from run files."""
 MEMORY_MB = {"a100": 36_000, "h100": 72_000}
 PUBLISHED = DATA / "published/planner.json"
 MEMORY_BYTES = MEMORY_MB["a100"] * 10**6

@@ -15,7 +15,7 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
                 over stages, for the micro-batches of the plan
 
 With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length, and
-every maximum length has a row of its own, too; with `--split whole` the same, of whole layers.
+every maximum length has a row of its own, too.
 """
 
 import argparse
@@ -28,10 +28,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, markdown
-from benchmarks.paper.clusters import Case, recorded_batch
-from benchmarks.planning.cases import COSTS, MEMORY_MB, published_results, recorded_batches
-from megatron_dynapipe.cost import even_split
-from megatron_dynapipe.planning.layer_split import choose_layer_split
+from benchmarks.planning.cases import COMPUTED, COSTS, MEMORY_MB, published_results, recorded_batches
 
 MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
 """Flags of the layers, and the hidden size."""
@@ -47,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65_536, help="size of the batches to plan")
     parser.add_argument("--settings", nargs="*", default=SETTINGS, help="model:data,tensor,pipeline parallel")
-    parser.add_argument("--split", choices=("equal", "auto", "whole"), default="equal", help="layers per stage")
+    parser.add_argument("--split", choices=("equal", "auto"), default="equal", help="layers per stage")
     parser.add_argument("--layout", choices=("auto", "padded", "packed"), default="auto", help="of micro-batches")
     parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
     parser.add_argument("--split-backward", default="off", help="auto, on or off: backward passes in halves")
@@ -96,9 +93,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         command += ["--split-backward", args.split_backward]
         if args.evaluations is not None:
             command += ["--search-evaluations", str(args.evaluations)]
-        if args.split == "whole":
-            command += whole_layers(args, model, layout, batches, every)
-        elif args.split == "auto":
+        if args.split == "auto":
             command += split_from(files["split"], model, batches[0]["max_seq_len"], every)
         planned = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
         if planned.returncode == 2:
@@ -119,26 +114,27 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
 
 def arguments(command: str, model: str, layout: str, batches: Path, device: str = "a100") -> list[str]:
     """The command line of `plan` or `compare` for one setting."""
-    (layers, hidden), (data, tensor, pipeline) = MODELS[model], layout.split(",")
-    hidden = "4096" if device == "h100" else hidden
-    return [
-        *(sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)),
-        *("--cost-model", str(COSTS[device][model]), "--model", model, *layers.split()),
-        *("--hidden-size", hidden, "--device-memory-mb", str(MEMORY_MB[device]), "--distributed-optimizer"),
-        *("--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline),
-    ]
+    data, tensor, pipeline = layout.split(",")
+    words = [sys.executable, "-m", "megatron_dynapipe", command, "--json", "--batches", str(batches)]
+    words += ["--data-parallel", data, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
+    words += ["--distributed-optimizer", "--cost-model", str(COSTS[device].get(model, "analytic"))]
+    if model in COMPUTED:
+        return [*words, "--cluster", "h100_80gb", "--model-config", str(ROOT / COMPUTED[model])]
+    layers, hidden = MODELS[model]
+    words += ["--model", model, *layers.split(), "--hidden-size", "4096" if device == "h100" else hidden]
+    return [*words, "--device-memory-mb", str(MEMORY_MB[device])]
 
 
 def answer(
     command: str, setting: str, batches: list[dict], longest: int, every: list[dict], device: str = "a100"
 ) -> dict:
-    """What `plan` or `compare` prints of batches of a setting whose layer split is chosen by `split_from`."""
+    """What `plan` or `compare` prints; the layer split is chosen by `split_from`, or from the first batches planned."""
     model, _, layout = setting.partition(":")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder / "batches.json", batches)
         words = arguments(command, model, layout, folder / "batches.json", device)
-        words += split_from(folder / "split.json", model, longest, every)
+        words += split_from(folder / "split.json", model, longest, every) if every else ["--layer-split", "auto"]
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
     if done.returncode == 2:
         sys.exit(done.stderr)
@@ -147,29 +143,9 @@ def answer(
 
 def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:
     """Arguments for a layer split chosen from the larger batches of a mixture and maximum length."""
-    own = [b for b in every if b["model"] == model and b["max_seq_len"] == longest]
+    own = [b for b in every if b["model"] == model.partition("-")[0] and b["max_seq_len"] == longest]
     write(path, [b for b in own if b["tokens"] == SPLIT_FROM_TOKENS])
     return ["--layer-split", "auto", "--split-from", str(path)]
-
-
-def whole_layers(
-    args: argparse.Namespace, model: str, layout: str, batches: list[dict], every: list[dict]
-) -> list[str]:
-    """Arguments for the split that `--split auto` would choose without half layers."""
-    data, tensor, pipeline = map(int, layout.split(","))
-    case = Case(model, 8)
-    settings = case.settings(
-        (data, tensor, pipeline),
-        layers_per_stage=even_split(sum(case.layers), pipeline),
-        slices=args.slices if model == "gpt" else "off",
-        split_backward=args.split_backward,
-    )
-    own = [b for b in every if b["model"] == model and b["max_seq_len"] == batches[0]["max_seq_len"]]
-    larger = [recorded_batch(b) for b in own if b["tokens"] == SPLIT_FROM_TOKENS]
-    chosen_from = [part for batch in larger for part in batch.divided(args.tokens)]
-    to_fit = [recorded_batch(b) for b in batches]
-    split = choose_layer_split(settings, case.costs, chosen_from, to_fit=to_fit, halves=False)
-    return ["--layer-split", ",".join(map(str, split))]
 
 
 def write(path: Path, batches: list[dict]) -> None:
@@ -183,13 +159,13 @@ def _row(name: str, rows: list[dict]) -> None:
     cells = [name, f"{len(planned)}/{len(rows)}"]
     if planned:
         ratios = [row["ratio"] for row in compared]
-        faster = _geometric([row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared])
+        faster = [row["published"]["planning_seconds"] / row["seconds"]["total"] for row in compared] or [math.nan]
         cells += [
             f"{statistics.median(row['seconds']['total'] for row in planned) * 1e3:.1f}",
             f"{statistics.median(row['processor_seconds'] for row in planned) * 1e3:.1f}",
             f"{statistics.median(row['seconds']['verify'] / row['seconds']['total'] for row in planned):.1%}",
-            f"{faster:.0f}",
-            f"{_geometric(ratios):.3f}",
+            f"{statistics.geometric_mean(faster):.0f}",
+            f"{statistics.geometric_mean(ratios or [math.nan]):.3f}",
             f"{min(ratios, default=math.nan):.3f}",
             f"{statistics.mean(1 - row['busy'] for row in planned):.1%}",
             f"{statistics.mean(row['of_bound'] for row in planned):.1%}",
@@ -198,10 +174,6 @@ def _row(name: str, rows: list[dict]) -> None:
     for row in rows:
         if "error" in row:
             print(f"    {row['id']}: {row['error']}", file=sys.stderr)
-
-
-def _geometric(values: list[float]) -> float:
-    return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
 
 
 if __name__ == "__main__":

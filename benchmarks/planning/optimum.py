@@ -8,6 +8,7 @@ their mean, and cases that are left out since too many orders would have to be t
 """
 
 import argparse
+import operator
 import statistics
 from collections import Counter
 
@@ -24,6 +25,12 @@ from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 MOST_ORDERS = 300_000
 """Partial orders that a case may take."""
 BIN = 0.005
+
+
+Stages = tuple[int, ...]
+"""A number for every stage."""
+Ready = dict[tuple[bool, int, int], int]
+"""When the input of the next pass of every micro-batch is there, by (is forward, micro-batch, stage)."""
 
 
 class TooManyOrdersError(Exception):
@@ -90,32 +97,25 @@ def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_ord
     In an active order no pass could run earlier without another running later. Messages take no memory. Begins from
     what a known order takes; raises TooManyOrdersError where more than `most_orders` parts of orders would be tried.
     """
-    stages, count = problem.stages, problem.micro_batches
+    stages, rows = problem.stages, range(problem.micro_batches)
+    bound = _Bound(problem)
     times = {True: problem.forward_ns.tolist(), False: problem.backward_ns.tolist()}
     stored, peak = problem.stored_bytes.tolist(), problem.peak_bytes.tolist()
     room = (problem.memory_limit_bytes - problem.model_state_bytes).tolist()
     sent = {True: problem.forward_transfer_ns.tolist(), False: problem.backward_transfer_ns.tolist()}
     best, tried = known_ns, 0
 
-    def search(
-        free: tuple[int, ...],
-        ready: dict[tuple[bool, int, int], int],  # (is forward, micro-batch, stage) → arrival
-        left: tuple[int, ...],  # work of every stage
-        held: tuple[int, ...],
-    ) -> None:
+    def search(free: Stages, ready: Ready, left: Stages, held: Stages) -> None:
         nonlocal best, tried
         tried += 1
         if most_orders is not None and tried > most_orders:
             raise TooManyOrdersError
         if not ready:
             best = min(best, max(free))
+        if not ready or bound.reaches(best, free, ready, left):
             return
-        if max(end + work for end, work in zip(free, left, strict=True)) >= best:
-            return
-        fits = {
-            key: at for key, at in ready.items() if not key[0] or held[key[2]] + peak[key[1]][key[2]] <= room[key[2]]
-        }
-        starts = {key: max(free[key[2]], at) for key, at in fits.items()}
+        fits = (key for key in ready if not key[0] or held[key[2]] + peak[key[1]][key[2]] <= room[key[2]])
+        starts = {key: max(free[key[2]], ready[key]) for key in fits}
         least = min((start + times[key[0]][key[1]][key[2]] for key, start in starts.items()), default=0)
         for key in sorted(starts, key=starts.__getitem__):
             forward, row, stage = key
@@ -130,20 +130,41 @@ def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_ord
             elif following >= 0:
                 after[forward, row, following] = end + sent[forward][row][stage]
             change = stored[row][stage] if forward else -stored[row][stage]
-            search(
-                _with(free, stage, end),
-                after,
-                _with(left, stage, left[stage] - time),
-                _with(held, stage, held[stage] + change),
-            )
+            search(_with(free, stage, end - free[stage]), after, _with(left, stage, -time), _with(held, stage, change))
 
     work = tuple((problem.forward_ns + problem.backward_ns).sum(axis=0).tolist())
-    search((0,) * stages, {(True, row, 0): 0 for row in range(count)}, work, (0,) * stages)
+    search((0,) * stages, {(True, row, 0): 0 for row in rows}, work, (0,) * stages)
     return best
 
 
-def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+class _Bound:
+    """Which parts of orders cannot be faster than the best one so far, or than another part of the same passes."""
+
+    def __init__(self, problem: ScheduleProblem) -> None:
+        back = np.cumsum(problem.backward_ns + problem.backward_transfer_ns, axis=1)
+        onward = np.flip(np.cumsum(np.flip(problem.forward_ns + problem.forward_transfer_ns, 1), axis=1), 1)
+        self._to_end = {
+            True: (onward + back[:, -1:]).tolist(),
+            False: back.tolist(),
+        }  # of a micro-batch, from a pass on
+        self._drain = [0, *(back[:, :-1] + problem.backward_transfer_ns[:, 1:]).min(axis=0).tolist()]
+        self._seen: dict[frozenset[tuple[bool, int, int]], list[Stages]] = {}
+
+    def reaches(self, best: int, free: Stages, ready: Ready, left: Stages) -> bool:
+        stages = zip(free, left, self._drain, strict=True)
+        if max(end + (work and work + drain) for end, work, drain in stages) >= best:
+            return True
+        if any(max(free[v], at) + self._to_end[kind][row][v] >= best for (kind, row, v), at in ready.items()):
+            return True
+        now, others = (*free, *(ready[key] for key in sorted(ready))), self._seen.setdefault(frozenset(ready), [])
+        if any(all(map(operator.le, earlier, now)) for earlier in others):
+            return True
+        others.append(now)
+        return False
+
+
+def _with(values: Stages, at: int, change: int) -> Stages:
+    return (*values[:at], values[at] + change, *values[at + 1 :])
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m benchmarks.planning.rivals [--devices a100 h100] [--settings gpt:1,1,8 …] [--lengths 2048 8192] [--labels]
 
-All batches of 65,536 tokens of a maximum length; the plan's layer split is chosen from the larger batches of the same
-mixture and length. The others run the fastest of 1, 2 and 4 virtual stages (1F1B, interleaved), equal layers and a
-split of whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A line per
-setting and length has the geometric mean of real tokens per second over each, and over the fastest of each batch the
-mean and the worst. With --labels the batches of sft_like alone, whose plans leave out what does not count; the others
-run all of it.
+All batches of 65,536 tokens of a maximum length. The plan's layers and virtual stages are chosen once, from the first
+batches, as in training. The others run the fastest for each batch of 1, 2 and 4 virtual stages (1F1B, interleaved),
+equal layers and whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A
+line per setting and length has the geometric mean of real tokens per second over each, and over the fastest of each
+batch the mean and the worst. With --labels the batches of sft_like alone, whose plans leave out what does not count;
+the others run all of it.
 """
 
 import argparse
@@ -29,30 +29,29 @@ def main() -> None:
     parser.add_argument("--labels", action="store_true", help="batches of which some positions do not count")
     args = parser.parse_args()
     names = ("sft_like",) if args.labels else ("flan_like", "flan_more", "sft_like")
-    every = [batch for name in names for batch in recorded_batches(name)]
-    if not args.labels:
-        every = [{key: value for key, value in batch.items() if key != "labels"} for batch in every]
+    unasked = () if args.labels else ("labels",)
+    every = [{key: b[key] for key in b if key not in unasked} for name in names for b in recorded_batches(name)]
     columns = ["costs", "setting", "maximum", "batches", *(f"`{name}`" for name in TRAINERS), "**fastest**", "worst"]
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for device in args.devices:
         for setting in args.settings:
             for length in args.lengths:
-                of_model = [b for b in every if b["model"] == setting.partition(":")[0] and b["max_seq_len"] == length]
-                chosen = [b for b in of_model if b["tokens"] == 65_536]
+                asked = {"model": setting.partition(":")[0].partition("-")[0], "max_seq_len": length, "tokens": 65_536}
+                chosen = [batch for batch in every if batch.items() >= asked.items()]
                 print(f"| {device} | {setting} | {length:,} | {_row(device, setting, length, chosen)} |", flush=True)
 
 
 def _row(device: str, setting: str, length: int, batches: list[dict]) -> str:
     """Cells: batches, the plan's tokens per second over those of each other method, and over the fastest."""
-    compared = answer("compare", setting, batches, length, recorded_batches(), device)
+    compared = answer("compare", setting, batches, length, [], device)
     times = [{name: of["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)} for of in compared["batches"]]
     ratios = [
         min(ms[name] for name in TRAINERS if ms[name]) / ms["dynapipe"]
         for ms in times
         if ms["dynapipe"] and any(ms[name] for name in TRAINERS)
     ]
-    mean = math.exp(statistics.mean(map(math.log, ratios))) if ratios else math.nan
+    mean = statistics.geometric_mean(ratios or [math.nan])
     over = compared["methods"]["dynapipe"]["geomean_over"]
     cells = [f"{over[name]:.3f}" if over.get(name) else "–" for name in TRAINERS]
     return " | ".join([f"{len(ratios)}", *cells, f"**{mean:.3f}**", f"{min(ratios, default=math.nan):.3f}"])

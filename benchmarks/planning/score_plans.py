@@ -36,7 +36,8 @@ Divided backward passes: BI3 and BW3 in place of B3, BI first; the gradient leav
 forward time by their linears' share of FLOPs, BI the rest, the head included. Stored activations stay until BW.
 
 Virtual stages: `layers_per_stage` has a number for each, in the order of the model; virtual stage v lies on device v
-modulo the devices, and its passes are F3.1 where it is the second of its device.
+modulo the devices, and its passes are F3.1 where it is the second of its device. Where a micro-batch's `recompute` is a
+list, it has a mode for each virtual stage.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def transfer_ms(mb, a, i, j):
     return mb * 8 / 4800 if node(i) == node(j) else 4.0 + mb * 8 / 100
 
 
-def replay(a, costs, weights, stages, state):
+def replay(a, costs, stages, state):
     """Makespan (ms) and peak memory (MB) per stage of one replica, or None where it cannot progress."""
     pp, last = len(stages), len(costs[0]) - 1
     stages = [[split_op(op, s, pp) for op in ops] for s, ops in enumerate(stages)]
@@ -90,7 +91,7 @@ def replay(a, costs, weights, stages, state):
                 elif op == "BW":
                     if ("B", k, v) not in done:
                         break
-                    end = free[s] + weights[k][v]
+                    end = free[s] + costs[k][v][6]
                     mem[s] -= costs[k][v][2]
                 else:
                     if ("F", k, v) not in done:
@@ -101,7 +102,7 @@ def replay(a, costs, weights, stages, state):
                         ready = done["B", k, v + 1] + transfer_ms(costs[k][v + 1][5], a, s, (v + 1) % pp)
                     else:
                         break
-                    end = max(free[s], ready) + costs[k][v][1] - (weights[k][v] if op == "BI" else 0)
+                    end = max(free[s], ready) + costs[k][v][1] - (costs[k][v][6] if op == "BI" else 0)
                     peak[s] = max(peak[s], mem[s])
                     mem[s] -= costs[k][v][2] if op == "B" else 0
                 done["B" if op == "BI" else op, k, v] = free[s] = end
@@ -189,6 +190,23 @@ def is_split(a, split):
     return all(n > 0 and n % 0.5 == 0 for n in split) and not (a.split == "equal" and len(set(split)) != 1)
 
 
+def modes_of(mb, split):
+    """The recompute mode of each virtual stage."""
+    modes = mb["recompute"]
+    return [modes] * len(split) if isinstance(modes, str) else modes
+
+
+def by_mode(cost, a, split, mb):
+    """Costs of each virtual stage under its own recompute mode, what its second half takes at the end."""
+    modes = modes_of(mb, split)
+    under = {}
+    for mode in set(modes):
+        one = {**mb, "recompute": mode}
+        costs = stage_costs(layer_costs(cost, a, one), split, one, a.hidden, attention_shares(cost, one))
+        under[mode] = [(*c, half) for c, half in zip(costs, second_halves(cost, a, split, one), strict=True)]
+    return [under[mode][v] for v, mode in enumerate(modes)]
+
+
 def check_and_score(a, cost, batch, plan):
     used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
     if plan.get("error"):
@@ -207,7 +225,7 @@ def check_and_score(a, cost, batch, plan):
         for s, ops in enumerate(r["stages"]):
             listed = [split_op(op, s, a.pp) for op in ops]
             divided = {(k, v) for op, k, v in listed if op == "BI"}
-            if any(mbs[k]["recompute"] == "full" for k, _ in divided):
+            if any(modes_of(mbs[k], split)[v] == "full" for k, v in divided):
                 return {"error": f"stage {s} divides a backward pass under full recomputation"}
             on_device = itertools.product(range(len(mbs)), range(s, len(split), a.pp))
             passes = [(o, *at) for at in on_device for o in (("F", "BI", "BW") if at in divided else ("F", "B"))]
@@ -215,15 +233,13 @@ def check_and_score(a, cost, batch, plan):
                 return {"error": f"stage {s} runs the wrong passes"}
         if out_of_order(held, r["stages"]):
             return {"error": "pieces of a sample out of order"}
-        costs = [stage_costs(layer_costs(cost, a, mb), split, mb, a.hidden, attention_shares(cost, mb)) for mb in mbs]
+        costs = [by_mode(cost, a, split, mb) for mb in mbs]
         if any(math.isinf(v) for c in costs for st in c for v in st):
             return {"error": "a micro-batch outside the measured, feasible grid"}
-        state = [
-            max(x)
-            for x in zip(*(model_state(cost, a, split, rc) for rc in {mb["recompute"] for mb in mbs}), strict=True)
-        ]
+        modes = {mode for mb in mbs for mode in modes_of(mb, split)}
+        state = [max(x) for x in zip(*(model_state(cost, a, split, rc) for rc in modes), strict=True)]
         state = [sum(state[s :: a.pp]) for s in range(a.pp)]
-        out = replay(a, costs, [second_halves(cost, a, split, mb) for mb in mbs], r["stages"], state)
+        out = replay(a, costs, r["stages"], state)
         if out is None:
             return {"error": "passes cannot progress"}
         worst, peak_all = max(worst, out[0]), max(peak_all, max(out[1]))

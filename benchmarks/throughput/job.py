@@ -60,9 +60,9 @@ class Job:
         """Build what trains."""
         from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
-        model, optimizer = build(self._setup)
+        models, optimizer = build(self._setup)
         planner, seed = Planner(settings, costs.load()), self._setup.args.seed
-        self._pipeline = MegatronPipeline([model], optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
+        self._pipeline = MegatronPipeline(models, optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
 
     def hear(self, driver: Any) -> dict[str, Any] | None:
         """The driver's next command, on all ranks; None once it has hung up."""

@@ -27,7 +27,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ranks: all of them; those that tensor and pipeline parallelism leave are replicas.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages.
-        layers_per_stage: of each stage; None splits layers equally.
+        chunks: virtual stages of a rank.
+        layers_per_stage: of each (virtual) stage; None splits layers equally.
         jobs_per_device: jobs that are up at a time and divide each GPU's memory.
         port: of the driver, on this machine.
     """
@@ -38,6 +39,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ranks: int
     tensor_parallel: int
     pipeline_parallel: int
+    chunks: int = 1
     layers_per_stage: list[int | float] | None = None
     jobs_per_device: int = 1
     port: int = 0
@@ -53,6 +55,7 @@ class Method:
         halves: whether a planned split may divide layers between attention and MLP.
         joins: whether samples are joined to rows in which they attend to one another: another function is trained.
         labels: whether plans know which positions count, and leave others out of the last MLP and the head.
+        chunks: virtual stages of a rank; more than one where there are stages.
     """
 
     planner: Settings
@@ -60,6 +63,7 @@ class Method:
     halves: bool = True
     joins: bool = False
     labels: bool = True
+    chunks: int = 1
 
 
 def _planned(*layouts: BatchLayout, **changes: object) -> Settings:
@@ -86,15 +90,17 @@ def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Set
     return settings
 
 
-def _rows(algorithm: PartitionAlgorithm, *, joins: bool = False) -> Method:
-    return Method(planner=_baseline(algorithm, to_maximum=True), joins=joins)
+def _rows(algorithm: PartitionAlgorithm, *, joins: bool = False, chunks: int = 1) -> Method:
+    return Method(planner=_baseline(algorithm, to_maximum=True), joins=joins, chunks=chunks)
 
 
 STOCK = "stock"
 METHODS: dict[str, Method] = {
     "planned": Method(planner=_planned(*BatchLayout), plans_split=True),
     "planned_padded": Method(planner=_planned(*PADDED), plans_split=True),
+    "planned_interleaved": Method(planner=_planned(*BatchLayout), plans_split=True, chunks=2),
     "packed_rows": _rows(PartitionAlgorithm.PACKED_ROWS),
+    "packed_rows_interleaved": _rows(PartitionAlgorithm.PACKED_ROWS, chunks=2),
     "dp_balanced": _rows(PartitionAlgorithm.DP_BALANCED),
     "verl": _rows(PartitionAlgorithm.VERL),
     "slime": _rows(PartitionAlgorithm.SLIME),

@@ -1,11 +1,11 @@
-"""The stage of a rank, built and wrapped by Megatron, with weights that do not depend on how layers are split."""
+"""The stages of a rank, built and wrapped by Megatron, with weights that do not depend on how layers are split."""
 
 import zlib
 from typing import Any
 
 
-def build(setup: Any) -> tuple[Any, Any]:
-    """The stage of this rank, wrapped by Megatron, and its optimizer."""
+def build(setup: Any) -> tuple[list[Any], Any]:
+    """The (virtual) stages of this rank, wrapped by Megatron, and their optimizer."""
     from megatron.core import parallel_state
 
     from megatron_dynapipe.integration.flags.from_megatron import run_config
@@ -15,28 +15,34 @@ def build(setup: Any) -> tuple[Any, Any]:
         provide = gpt_provider(setup.model, run_config(setup.args, setup.family).divided_layout)
     else:
         provide = t5_provider(setup.model, setup.layout)
-    module = provide(
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    ).to(device=setup.device, dtype=setup.model.dtype)
-    return wrapped(setup, module)
+    chunks = setup.args.virtual_pipeline_model_parallel_size or 1
+    modules = [
+        provide(
+            pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
+            post_process=parallel_state.is_pipeline_last_stage() and chunk == chunks - 1,
+            vp_stage=chunk if chunks > 1 else None,
+        ).to(device=setup.device, dtype=setup.model.dtype)
+        for chunk in range(chunks)
+    ]
+    return wrapped(setup, modules)
 
 
-def wrapped(setup: Any, module: Any) -> tuple[Any, Any]:
-    """A stage with drawn weights under Megatron's data parallelism, and its optimizer."""
+def wrapped(setup: Any, modules: list[Any]) -> tuple[list[Any], Any]:
+    """Stages with drawn weights under Megatron's data parallelism, and their optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
     run = setup.args
-    draw_weights(module)
-    config = get_model_config(module)
-    if run.bf16:
-        module = Float16Module(config, module)
+    config, models = get_model_config(modules[0]), []
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
-    model = DistributedDataParallel(config, ddp, module)
+    for chunk, module in enumerate(modules):
+        draw_weights(module)
+        whole = Float16Module(config, module) if run.bf16 else module
+        models.append(DistributedDataParallel(config, ddp, whole, disable_bucketing=chunk > 0))
     options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=run.bf16, params_dtype=run.params_dtype)
-    return model, get_megatron_optimizer(options, [model])
+    return models, get_megatron_optimizer(options, models)
 
 
 def draw_weights(module: Any) -> None:

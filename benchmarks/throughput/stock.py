@@ -53,7 +53,7 @@ class StockJob(Job):
             config=config,
             layer=fastest_layer(self._setup.device),
         ).to(device=self._setup.device, dtype=run.params_dtype)
-        self._model, self._optimizer = wrapped(self._setup, module)
+        (self._model,), self._optimizer = wrapped(self._setup, [module])
         config.no_sync_func = self._model.no_sync
         config.grad_scale_func = self._optimizer.scale_loss
         self._size: int | None = None

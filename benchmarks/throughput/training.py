@@ -66,19 +66,14 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
         pipeline_parallel=case.layout.pipeline,
         jobs_per_device=together if on_gpus else 1,
     )
-    splits: dict[tuple[bool, bool], list[int | float] | None] = {}
-    for method in (method for method in methods if EVERY[method].plans_split):
-        alike = EVERY[method].halves, EVERY[method].labels
-        if alike not in splits:
-            splits[alike] = chosen_split(case, msgspec.structs.replace(spec, method=method))
-    specs = {
-        method: msgspec.structs.replace(
-            spec,
-            method=method,
-            layers_per_stage=splits[EVERY[method].halves, EVERY[method].labels] if EVERY[method].plans_split else None,
-        )
-        for method in methods
-    }
+    specs, splits = {}, dict[tuple[bool, bool, int], list[int | float] | None]()
+    for method in methods:
+        specs[method] = msgspec.structs.replace(spec, method=method, chunks=EVERY[method].chunks)
+        if EVERY[method].plans_split:
+            alike = EVERY[method].halves, EVERY[method].labels, EVERY[method].chunks
+            if alike not in splits:
+                splits[alike] = chosen_split(case, specs[method])
+            specs[method] = msgspec.structs.replace(specs[method], layers_per_stage=splits[alike])
     base = args.against or ("planned" if "planned" in methods else methods[0])
     rounds = 1 if args.demo else args.rounds
     found = train(case, specs, base, groups(methods, base, together), batches=batches, rounds=rounds)

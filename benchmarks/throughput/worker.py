@@ -36,6 +36,7 @@ def main() -> None:
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
         layers_per_stage=spec.layers_per_stage,
+        chunks=spec.chunks,
     ) as setup:
         if spec.method == STOCK:
             from benchmarks.throughput.stock import StockJob

@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 _DELAY_S = 2.0
-"""What takes longer has a bar."""
+"""Seconds above which work has a bar."""
 
 
 def with_progress[Item](items: Sequence[Item], *, unit: str) -> Iterable[Item]:

@@ -30,12 +30,19 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_batches(args: argparse.Namespace) -> list[NamedBatch]:
-    """The batches that the arguments name: all of a file's, of a dataset's as many as --limit says.
+    """The batches that the arguments name, read once: all of a file's, of a dataset's as many as --limit says.
 
     Raises:
         ConfigError: an argument that does not go with another.
         DataError: as `read_batches` and `dataset_batches`.
     """
+    if not hasattr(args, "batches_read"):
+        args.batches_read = _read(args)
+    batches: list[NamedBatch] = args.batches_read
+    return batches
+
+
+def _read(args: argparse.Namespace) -> list[NamedBatch]:
     if args.data is not None:
         max_seq_len, max_target_len = _maximum_lengths(args)
         return dataset_batches(

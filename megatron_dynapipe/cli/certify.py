@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """Compare and print the table; 1 if anything differs by more than rounding."""
     from megatron_dynapipe.tools.certify.command import certify
 
-    given = {name: getattr(args, name) for name in ("ranks", "iterations", "full", "deadline_s")}
-    checks, gradients = certify(args.flags, **given, said=lambda line: print(line, file=sys.stderr, flush=True))
+    settings = {name: getattr(args, name) for name in ("ranks", "iterations", "full", "deadline_s")}
+    checks, gradients = certify(args.flags, **settings, said=lambda line: print(line, file=sys.stderr, flush=True))
     missed = [check.name for check in checks if not check.holds]
     if args.json:
         report = {"exact": not missed, "checks": checks, "gradients": gradients}

@@ -1,6 +1,8 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
+from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
@@ -17,7 +19,6 @@ from megatron_dynapipe.cli.planning_arguments import (
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.errors import DataError, PlanningError
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.tools.report.comparison import geometric_means
 from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict_fastest
 from megatron_dynapipe.units import ModelFamily
 
@@ -109,6 +110,23 @@ def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
         return f"{name}: no plan under any method: {next(iter(reasons))}"
     lines += [f"  {method}: {row['of_limits']}" for method, row in methods.items() if row.get("of_limits")]
     return "\n".join([*lines, *(f"  no plan under {', '.join(who)}: {why}" for why, who in reasons.items())])
+
+
+def geometric_means(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """For every method, its tokens/s over every other's: the geometric mean over the batches that both can run."""
+    methods = list(entries[0]["methods"]) if entries else []
+    over: dict[str, dict[str, dict[str, float]]] = {method: {"geomean_over": {}} for method in methods}
+    for method in methods:
+        for other in methods:
+            pairs = [(entry["methods"][method], entry["methods"][other]) for entry in entries]
+            ratios = [
+                ours["tokens_per_second"] / its["tokens_per_second"]
+                for ours, its in pairs
+                if not (ours["error"] or its["error"])
+            ]
+            if other != method and ratios:
+                over[method]["geomean_over"][other] = geometric_mean(ratios)
+    return over
 
 
 def _means(ratios: dict[str, float], planned: int, batches: int) -> str:

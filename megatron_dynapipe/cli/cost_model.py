@@ -1,7 +1,6 @@
 """`cost-model`: show, compare and check cost model files."""
 
 import argparse
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(contents) if args.json else _print_contents(contents)
     elif args.action == "diff":
         first, second = (TableCostModel.load(path).file for path in (args.first, args.second))
-        rows = [dataclasses.asdict(difference) for difference in differences(first, second)]
+        rows = differences(first, second)
         print_json(rows) if args.json else _print_differences(rows)
     else:
         held_out = held_out_errors(TableCostModel.load(args.file).file, keep=args.keep, seed=args.seed)

@@ -38,7 +38,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"plan {_COMPUTED} --pipeline-parallel 4 --limit 4 --json > planned.json",
     ),
     "compare": (
-        f"compare {_MEASURED} --pipeline-parallel 2 --limit 4",
+        f"compare {_MEASURED} --pipeline-parallel 2 --limit 1",
         f"compare {_COMPUTED} --pipeline-parallel 4 --limit 1 --json > compared.json",
     ),
     "tune": (
@@ -114,7 +114,7 @@ COMMANDS = {
     "convert": "HuggingFace's files of GPT-2, LLaMA, Mistral, Mixtral, Qwen, T5 v1.1, mT5 to Megatron's, and back",
     "patch": "apply, check, merge or reverse the patches on a Megatron-LM checkout",
 }
-"""What each command does, in the order of `--help`; its module in `megatron_dynapipe.cli` has its name."""
+"""The purpose of each command, in the order of `--help`; its module in `megatron_dynapipe.cli` has its name."""
 
 GONE = {
     "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"

@@ -14,6 +14,7 @@ import yaml
 from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.cost import Experts, ModelShape
 from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
+from megatron_dynapipe.cost.pattern import kinds_of_pattern
 from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
@@ -23,8 +24,8 @@ GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 
 _NOT_MODELLED = (
     *("multi-latent-attention", "mtp-num-layers", "window-size", "experimental-attention-variant", "is-hybrid-model"),
-    *("heterogeneous-layers-config-path", "hybrid-layer-pattern", "moe-latent-size", "moe-shared-expert-gate"),
-    *("fp8-format", "fp4-format", "context-parallel-size", "expert-tensor-parallel-size", "fp32-residual-connection"),
+    *("heterogeneous-layers-config-path", "moe-latent-size", "moe-shared-expert-gate", "fp8-format", "fp4-format"),
+    *("context-parallel-size", "expert-tensor-parallel-size", "fp32-residual-connection"),
 )
 """Flags of layers that computed costs do not know."""
 
@@ -52,6 +53,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
         shape: fields of `ModelShape` besides family and hidden size; some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
+        pattern: of a HybridModel, whose modules are its layers; empty for other models.
     """
 
     model: ModelFamily
@@ -64,6 +66,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     shape: dict[str, Any] = {}
     obstacle: str = ""
     data: Path | None = None
+    pattern: str = ""
 
 
 def take_model_config(args: argparse.Namespace) -> None:
@@ -85,7 +88,7 @@ def take_model_config(args: argparse.Namespace) -> None:
                 f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
             )
-    args.model_file, args.run_lengths = model, (model.max_seq_len, model.max_target_len)
+    args.pattern, args.model_file, args.run_lengths = model.pattern, model, (model.max_seq_len, model.max_target_len)
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +166,9 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
         name for name in _NOT_MODELLED if flags.get(name) not in (None, False, 0, "") and str(flags[name]) != "1"
     ]
     is_t5 = "encoder-num-layers" in flags or "decoder-num-layers" in flags
-    layers: dict[str, Any] = {"layers": None if is_t5 else required_size(flags, "num-layers")}
+    pattern = str(flags.get("hybrid-layer-pattern") or "")
+    modules = len(kinds_of_pattern(pattern)) if pattern else 0
+    layers: dict[str, Any] = {"layers": None if is_t5 else modules or required_size(flags, "num-layers")}
     if is_t5:
         layers |= {"encoder_layers": required_size(flags, "encoder-num-layers", "num-layers")}
         layers |= {"decoder_layers": required_size(flags, "decoder-num-layers", "num-layers")}
@@ -176,6 +181,7 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
         shape=shape,
         obstacle=", ".join(unknown),
         data=Path(folder) if folder and Path(folder).is_dir() else None,
+        pattern=pattern,
         max_seq_len=_length(flags, "seq-length", 0 if is_t5 else 1),  # n tokens of a GPT train n - 1 positions
         **layers,
     )

@@ -74,7 +74,6 @@ def _result(now: Survey, action: str, *, was: str) -> dict[str, object]:
 
 
 def _as_text(checkout: Survey, action: str) -> str:
-    """The state of a checkout, and what was done."""
     lines = [f"{checkout.folder}: Megatron {checkout.says}, patches of {checkout.series.version}"]
     lines += [
         f"  {name}: {state}{f' ({", ".join(releases)})' if releases else ''}"

@@ -148,7 +148,7 @@ def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
 
     A piece is [sample, start, end], in positions.
     """
-    entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.recompute}
+    entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.modes}
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry
     row: list[Any] = list(micro_batch.sample_ids)
@@ -158,7 +158,6 @@ def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    """One batch for people."""
     seconds = entry["planning_seconds"]["total"]
     if entry["error"] is not None:
         return f"{entry['id']}: no plan ({seconds * 1e3:.1f} ms): {entry['error']}"

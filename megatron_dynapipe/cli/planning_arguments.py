@@ -28,6 +28,7 @@ from megatron_dynapipe.cost import (
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.pattern import check_stages, kinds_of_pattern, split_of_pattern
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
@@ -114,11 +115,11 @@ def exported(
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model: a file that says all of it, or flags."""
     add = parser.add_argument
     add("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
     file = "take all of the model from a run file (.yaml) or from a config.json of HuggingFace"
     add("--model-config", type=Path, metavar="FILE", help=file)
+    parser.set_defaults(pattern="")  # of a HybridModel, which a file alone has
     add("--layers", type=positive, metavar="N", help="layers of a gpt model")
     add("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
@@ -127,7 +128,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Links between devices, and when messages over them start."""
     add_link_arguments(parser)
     starts = (
         "when transfers start: as early as they can, or as in training on GPUs, where receives start right before "
@@ -195,12 +195,15 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
     """
     encoder_layers, decoder_layers = _layers(args)
     split, experts, chunks = args.layers_per_stage, experts_of(args), 1
+    if split != AUTO and (stages := split_of_pattern(args.pattern)) is not None:
+        check_stages(args.pattern, stages=args.pipeline_parallel, split=None if split == EQUAL else split)
+        split = stages
     if args.virtual_stages != AUTO:
         chunks = args.virtual_stages
     elif not isinstance(split, str):
         chunks = max(len(split) // args.pipeline_parallel, 1)
     if split == AUTO:  # begins even
-        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel * chunks, halves=True)
+        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel * chunks, halves=not args.pattern)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -220,6 +223,7 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         slices=args.slices,
         split_backward="off" if experts else args.split_backward,
         expert_layers=experts.layers if experts else (),
+        pattern=kinds_of_pattern(args.pattern) if args.pattern else (),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
         lockstep=args.expert_parallel > 1 and args.expert_parallel,

@@ -56,7 +56,7 @@ def _text(plan: IterationPlan, replica: int) -> str:
             names[at] += f"[{piece.start}:{piece.end}]"
         samples = ",".join(names)
         shape = f"{micro_batch.layout} shape {micro_batch.shape}"
-        lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.recompute}: samples {samples}")
+        lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.modes}: samples {samples}")
         tokens = ",".join(
             f"{inputs}+{targets}"
             for inputs, targets in zip(micro_batch.input_lengths, micro_batch.target_lengths, strict=True)

@@ -27,8 +27,9 @@ from megatron_dynapipe.cli.planning_arguments import (
 )
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.cost.devices import PRODUCTS, rates_of
+from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.cost.format import read_file
+from megatron_dynapipe.cost.pattern import split_of_pattern
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
@@ -41,7 +42,7 @@ from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_fil
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
 _CLUSTER = "h100_80gb"
-"""What is tuned for where neither --cluster nor a device's name says it."""
+"""The cluster that is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>6}{:>12}{:>6}{:>15}  {:15}{:24}{}"
 _COLUMNS = (
@@ -107,7 +108,6 @@ def _choose_cluster(args: argparse.Namespace) -> None:
 
 
 def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of training the best layouts."""
     add = parser.add_argument_group("training the best layouts for a few iterations, here").add_argument
     best = "train the K best and rank them by measured time; needs -- SCRIPT"
     add("--validate", type=positive, metavar="K", help=best)
@@ -185,8 +185,7 @@ def _tuned(args: argparse.Namespace) -> Tuning:
 def _peak_flops(args: argparse.Namespace) -> float | None:
     """The peak of the device that costs are of, or of the cluster's."""
     file = _cost_file(args)
-    rates = rates_of(read_file(file)[0].device if file else args.device or args.cluster.stem)
-    return None if rates is None else rates.flops_per_second / PRODUCTS
+    return peak_flops(read_file(file)[0].device if file else args.device or args.cluster.stem)
 
 
 def _space(args: argparse.Namespace) -> Space:
@@ -208,6 +207,8 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     """The planner's settings of the model on one device."""
+    if split_of_pattern(args.pattern) is not None:
+        raise ConfigError(f"expected a pattern without stages, got {args.pattern}", hint="leave | out: they are tuned")
     one = argparse.Namespace(
         **vars(args)
         | {"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
@@ -281,7 +282,6 @@ def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
-    """How the best layout is trained."""
     nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
     flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(

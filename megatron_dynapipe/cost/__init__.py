@@ -1,4 +1,4 @@
-"""What a micro-batch costs in time and memory: measured tables, an analytic model, layouts, links. No torch."""
+"""The costs of a micro-batch in time and memory: measured tables, an analytic model, layouts, links. No torch."""
 
 from megatron_dynapipe.cost.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.cost.file import TableCostModel

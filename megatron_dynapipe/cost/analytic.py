@@ -1,10 +1,11 @@
 """Costs computed from a model's shape and a device's rates, for machines on which nothing has been measured.
 
-Rates of known devices: products and memory traffic are the data sheet's dense half-precision peak and bandwidth
-(NVIDIA), times the shares of them that `A100_RATES` is of an A100's: 0.7 of 312 TFLOP/s and 0.52 of 1,555 GB/s.
-Links carry two thirds of the data sheet's figure: all-reduces between A100s reach 200 of 300 GB/s (nccl-tests #149).
-Overheads are those of launching a layer's kernels, which depends on the host more than on the device: no figures of
-newer hosts are published, and a run measures its own (`--dynapipe-calibrate`).
+Rates of known devices are an A100's (`A100_RATES`, fitted to published profiles), in proportion to what devices reach:
+products as the best of any shape that was measured (stas00/ml-engineering, compute/accelerator, 744d01e of 2026-08-22),
+else as on the data sheet; memory traffic is 0.52 of the data sheet's bandwidth. Links carry what collectives were
+measured at: 200 of 300 GB/s between A100s (nccl-tests #149), 370 of 450 between H100s (nccl-tests #212), else two
+thirds of the data sheet's figure. Overheads are those of launching a layer's kernels, which depends on the host more
+than on the device; a run measures its own (`--dynapipe-calibrate`).
 """
 
 import hashlib
@@ -44,7 +45,7 @@ what they divide: as in published profiles of Megatron's layers."""
 
 
 _GRADIENT_BYTES = 4
-"""Of a parameter, as Megatron adds gradients up."""
+"""Bytes of a parameter's gradient, as Megatron adds gradients up."""
 
 _FITS_NOWHERE = 2**36
 """A layer's time (ns) or memory (bytes) from which a micro-batch counts as infeasible: over a minute, or more than
@@ -65,7 +66,7 @@ class PeakRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device sustains.
+    """The rates that a device sustains.
 
     A pass takes its products, its memory traffic and its messages one after another, but never less than its kernels
     take to launch; `sharpness` says how suddenly the one takes over from the other.
@@ -200,12 +201,12 @@ class AnalyticCostModel:
             works["decoder"] = layer.decoder(b, t, s)
         elif self.shape.kinds > 1:
             works["expert"] = layer.encoder(b, s)
-        found: dict[Part, Floats] = {kind: costs(work) for kind, work in works.items()}
+        by_part: dict[Part, Floats] = {kind: costs(work) for kind, work in works.items()}
         q = t if t5 else s
         head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
-        found["postprocess"] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q))) * ends
+        by_part["postprocess"] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q))) * ends
         grids: dict[tuple[Part, Quantity], Floats] = {
-            (part, quantity): values[quantity] for part, values in found.items() for quantity in PREFIX_QUANTITIES
+            (part, quantity): values[quantity] for part, values in by_part.items() for quantity in PREFIX_QUANTITIES
         }
         if t5:
             grids["encoder_output", Quantity.STORED] = np.asarray(layer.encoder(b, s).input_bytes) * ends
@@ -249,7 +250,7 @@ class AnalyticCostModel:
 
     def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         def of(shape: ModelShape) -> dict[LayerKind, Division]:
-            found = division_by_flops(
+            divisions = division_by_flops(
                 shape.hidden,
                 shape.query_channels,
                 shape.mlp_width,
@@ -258,12 +259,12 @@ class AnalyticCostModel:
                 ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
             )
             if shape.experts is None or recompute is Recompute.FULL:
-                return dict(found)
+                return dict(divisions)
             work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
             halves = (work.self_attention(one, one), work.feed_forward(one, one))
             attention, mlp = (int(half.kept_bytes) for half in halves)
             kept = Rates(attention, 0, mlp)
-            return {"encoder": msgspec.structs.replace(found["encoder"], stored=(kept, kept))}
+            return {"encoder": msgspec.structs.replace(divisions["encoder"], stored=(kept, kept))}
 
         if self.shape.kinds == 1:
             known = of(self.shape)

@@ -21,22 +21,8 @@ class Errors:
 
     @classmethod
     def of(cls, relative: Floats) -> "Errors":
-        """Of at least one error."""
+        """The errors of predictions, at least one."""
         return cls(float(np.median(relative)), float(np.quantile(relative, 0.9)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One table in two files: relative differences where both have a point, and points that only one has."""
-
-    key: str
-    quantity: str
-    part: str
-    median: float
-    largest: float
-    shared: int
-    only_first: int
-    only_second: int
 
 
 def tables_of(file: CostFile) -> dict[tuple[str, str, str], Points]:
@@ -67,10 +53,10 @@ def held_out_errors(file: CostFile, *, keep: float, seed: int) -> dict[str, Erro
     for (_, quantity, _), points in tables_of(file).items():
         shapes, values = as_arrays(points)
         order = random.permutation(len(values))
-        kept, held = np.split(order, [max(FEWEST_KEPT, round(keep * len(values)))])
-        if len(held):
-            predicted = fit_surface(shapes[kept], values[kept], kind_of(quantity)).at(shapes[held])
-            errors.setdefault(quantity, []).append(np.abs(predicted / values[held] - 1))
+        kept, left = np.split(order, [max(FEWEST_KEPT, round(keep * len(values)))])
+        if len(left):
+            predicted = fit_surface(shapes[kept], values[kept], kind_of(quantity)).at(shapes[left])
+            errors.setdefault(quantity, []).append(np.abs(predicted / values[left] - 1))
     if not errors:
         raise CostModelError(f"cost model {file.name}: no table has more than {FEWEST_KEPT} points to hold some back")
     return {quantity: Errors.of(np.concatenate(parts)) for quantity, parts in errors.items()}
@@ -86,28 +72,28 @@ def validated_errors(file: CostFile) -> dict[str, Errors]:
     return {quantity: Errors.of(relative) for quantity, relative in joined.items() if len(relative)}
 
 
-def differences(first: CostFile, second: CostFile) -> list[Difference]:
-    """How the measurements of two files differ, for every table that either has."""
+def differences(first: CostFile, second: CostFile) -> list[dict[str, str | int | float]]:
+    """How the measurements of two files differ, for every table that either has.
+
+    Relative differences are of points that both have; where there are none, they are NaN.
+    """
     a, b = tables_of(first), tables_of(second)
-    found = []
+    rows: list[dict[str, str | int | float]] = []
     for place in sorted(a.keys() | b.keys()):
-        mine, other = a.get(place, {}), b.get(place, {})
-        shared = sorted(mine.keys() & other.keys())
-        relative = np.array([abs(other[point] / mine[point] - 1) for point in shared if mine[point] > 0])
-        key, quantity, part = place
-        found.append(
-            Difference(
-                key=key,
-                quantity=quantity,
-                part=part,
-                median=float(np.median(relative)) if len(relative) else float("nan"),
-                largest=float(relative.max()) if len(relative) else float("nan"),
-                shared=len(shared),
-                only_first=len(mine) - len(shared),
-                only_second=len(other) - len(shared),
-            )
+        one, other = a.get(place, {}), b.get(place, {})
+        shared = sorted(one.keys() & other.keys())
+        relative = np.array([abs(other[point] / one[point] - 1) for point in shared if one[point] > 0])
+        rows.append(
+            dict(zip(("key", "quantity", "part"), place, strict=True))
+            | {
+                "median": float(np.median(relative)) if len(relative) else float("nan"),
+                "largest": float(relative.max()) if len(relative) else float("nan"),
+                "shared": len(shared),
+                "only_first": len(one) - len(shared),
+                "only_second": len(other) - len(shared),
+            }
         )
-    return found
+    return rows
 
 
 def kind_of(quantity: str) -> Quantity:

@@ -28,7 +28,7 @@ PEAK_UNIT = 64
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 LayerKind = Literal["encoder", "decoder", "expert"]
-"""Of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
+"""The kind of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 
 _STORED = (13, 21)
 """Activations that attention keeps and that the MLP does, without attention's inside: of Megatron's layer, 11 s b h and
@@ -60,7 +60,7 @@ AS_THE_LAYER = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one kind of layer under one recompute mode.
+    """The division of one kind of layer under one recompute mode.
 
     Attributes:
         forward, backward: of times.

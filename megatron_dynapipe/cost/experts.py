@@ -1,4 +1,4 @@
-"""What experts that ranks share cost besides: the exchange of tokens, and experts that have more tokens than others.
+"""The further costs of experts that ranks share: the exchange of tokens, and experts that have more tokens than others.
 
     every expert layer   tokens ──all-to-all──► experts ──all-to-all──► tokens         and backwards the same
 

@@ -110,16 +110,16 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
     ranks = max(entry.tp for entry in file.keys.values())
     differ = []
     for name, value in measured.items():
-        wanted = model.get(name)
-        if name == "vocabulary" and isinstance(value, int) and isinstance(wanted, int):
+        number = model.get(name)
+        if name == "vocabulary" and isinstance(value, int) and isinstance(number, int):
             # Padded numbers are alike if the same number of tokens may be padded to both.
             low, high = (
-                max(value - _VOCABULARY_MULTIPLE * ranks, wanted - _padding(tensor_parallel)),
-                min(value, wanted),
+                max(value - _VOCABULARY_MULTIPLE * ranks, number - _padding(tensor_parallel)),
+                min(value, number),
             )
-            wanted = value if low < high else wanted
-        if wanted and value and value != wanted:
-            differ.append(f"{name} {wanted} in place of the file's {value}")
+            number = value if low < high else number
+        if number and value and value != number:
+            differ.append(f"{name} {number} in place of the file's {value}")
     experts = model.get("experts")
     recorded = file.model.get("experts")
     if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
@@ -226,25 +226,25 @@ def _on_one_grid(
     whole = sizes, inputs, targets if len(targets) else np.zeros(1, np.int64)
     values = {place: np.zeros(tuple(map(len, whole)), np.int64) for place in (*points, *like)}
     for place, table in points.items():
-        own = _resample(table, tuple(whole[d] for d in axes[place]), unit_of(place[1]))
-        values[place][:] = np.expand_dims(own, tuple(d for d in range(3) if d not in axes[place]))
+        sampled = _resample(table, tuple(whole[d] for d in axes[place]), unit_of(place[1]))
+        values[place][:] = np.expand_dims(sampled, tuple(d for d in range(3) if d not in axes[place]))
     return *whole, values
 
 
 def _prefix(entry: PackedEntry, where: str) -> IntArray | None:
-    """What attending to a prefix adds to each of `PREFIX_QUANTITIES`."""
-    found = {
+    """The costs that attending to a prefix adds to each of `PREFIX_QUANTITIES`."""
+    prefixes = {
         PARTS[quantity][part]: table.prefix
         for quantity in PARTS
         for part, table in getattr(entry, quantity).items()
         if table.prefix is not None
     }
-    if not found:
+    if not prefixes:
         return None
-    if found.keys() != {("encoder", quantity) for quantity in PREFIX_QUANTITIES}:
+    if prefixes.keys() != {("encoder", quantity) for quantity in PREFIX_QUANTITIES}:
         raise CostModelError(f"{where}: expected a prefix under packed times and memory of encoder alone, under each")
     return np.array(
-        [[round(x * unit_of(q) * PREFIX_UNIT) for x in found["encoder", q]] for q in PREFIX_QUANTITIES], np.int64
+        [[round(x * unit_of(q) * PREFIX_UNIT) for x in prefixes["encoder", q]] for q in PREFIX_QUANTITIES], np.int64
     )
 
 
@@ -254,22 +254,22 @@ def _resample(points: Points, axes: tuple[IntArray, ...], scale: int) -> IntArra
     `axes` hold the table's own grid and more. Along each dimension in turn a new grid point takes the weighted mean of
     the two around it (of multilinear interpolation nothing else is left there), or `ABSENT` with either of them.
     """
-    own = [increasing([point[d] for point in points]) for d in range(len(axes))]
-    dense = np.full([len(axis) for axis in own], np.nan)
+    measured = [increasing([point[d] for point in points]) for d in range(len(axes))]
+    dense = np.full([len(axis) for axis in measured], np.nan)
     for point, value in points.items():
-        dense[tuple(int(np.searchsorted(axis, x)) for axis, x in zip(own, point, strict=True))] = value
-    for d, (axis, wanted) in enumerate(zip(own, axes, strict=True)):
-        dense = np.moveaxis(_along_first(np.moveaxis(dense, d, 0), axis, wanted), 0, d)
+        dense[tuple(int(np.searchsorted(axis, x)) for axis, x in zip(measured, point, strict=True))] = value
+    for d, (axis, targets) in enumerate(zip(measured, axes, strict=True)):
+        dense = np.moveaxis(_along_first(np.moveaxis(dense, d, 0), axis, targets), 0, d)
     scaled = np.where(np.isnan(dense), ABSENT, np.rint(dense * scale))
     return np.asarray(scaled, np.int64)
 
 
-def _along_first(dense: npt.NDArray[np.float64], axis: IntArray, wanted: IntArray) -> npt.NDArray[np.float64]:
-    clamped = np.maximum(wanted, axis[0])
+def _along_first(dense: npt.NDArray[np.float64], axis: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:
+    clamped = np.maximum(targets, axis[0])
     low = np.minimum(np.searchsorted(axis, clamped, side="right") - 1, len(axis) - 1)
     high = np.minimum(low + 1, len(axis) - 1)
     part = (clamped - axis[low]) / np.maximum(axis[high] - axis[low], 1)
     part = part.reshape((-1,) + (1,) * (dense.ndim - 1))
     mixed = np.where(part == 0, dense[low], (1 - part) * dense[low] + part * dense[high])
-    mixed[wanted > axis[-1]] = np.nan
+    mixed[targets > axis[-1]] = np.nan
     return np.asarray(mixed, np.float64)

@@ -24,7 +24,7 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recomp
 
 FORMAT = "dynapipe-cost-model/1"
 PACKED_FORMAT = "dynapipe-cost-model/2"
-"""Of files with costs of packed rows; without them a file is of the first format."""
+"""The format of files with costs of packed rows; without them a file is of the first format."""
 
 INTRA_NODE, INTER_NODE = "intra-node", "inter-node"
 """Kinds of links between ranks, as files name them."""
@@ -37,7 +37,7 @@ UNITS = {
 }
 
 _MOST = 2**31 - 1
-"""Of a size, a length, a parallel size, megabytes of parameters, microseconds: more would not fit sums in 64 bits."""
+"""The most of sizes, lengths, parallel sizes, megabytes of parameters, microseconds: more overflows sums in 64 bits."""
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Table = dict[str, list[tuple[_Size, float]]]
@@ -133,7 +133,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Of layers."""
+        """The kinds of layers."""
         kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
         return tuple(kind for kind in kinds if kind in self.model_state_mb)
 
@@ -179,7 +179,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def exchange_bytes(self) -> int:
-        """Of a position's states on their way to its experts; 0 where the model has none."""
+        """Bytes of a position's states on their way to its experts; 0 where the model has none."""
         if "experts" not in self.model:
             return 0
         element = 4 if self.provenance.get("dtype") == "float32" else 2
@@ -274,10 +274,10 @@ def read_points(entry: CostEntry | Tables, kinds: Collection[LayerKind], where: 
     absent = _absent_parts(entry, kinds)
     for quantity, parts in PARTS.items():
         tables: dict[str, Table] = getattr(entry, quantity)
-        wanted = sorted(parts.keys() - absent)
-        if sorted(tables) != wanted:
-            raise CostModelError(f"{where}: expected {quantity} of {wanted}, got {sorted(tables)}")
-        for part in wanted:
+        expected = sorted(parts.keys() - absent)
+        if sorted(tables) != expected:
+            raise CostModelError(f"{where}: expected {quantity} of {expected}, got {sorted(tables)}")
+        for part in expected:
             lengths = 2 if part.startswith("decoder") else 1
             points[quantity, part] = _read_table(tables[part], lengths, f"{where}, {quantity}.{part}")
     return points
@@ -312,9 +312,9 @@ def read_packed(
     points = {}
     for quantity in PARTS:
         tables: dict[str, PackedPart] = getattr(entry, quantity)
-        wanted = sorted(part for other, part in parts if other == quantity)
-        if sorted(tables) != wanted:
-            raise CostModelError(f"{where}: expected packed {quantity} of {wanted}, got {sorted(tables)}")
+        expected = sorted(part for other, part in parts if other == quantity)
+        if sorted(tables) != expected:
+            raise CostModelError(f"{where}: expected packed {quantity} of {expected}, got {sorted(tables)}")
         for part, table in tables.items():
             lengths = 2 if part.startswith("decoder") else 1
             name = f"{where}, packed {quantity}.{part}"
@@ -329,7 +329,7 @@ def read_packed(
 
 
 def axes_of(part: Part, t5: bool) -> tuple[int, ...]:
-    """What a part's costs depend on, by its place among sizes, inputs and targets."""
+    """The axes of a part's costs, by their place among sizes, inputs and targets."""
     if t5 and part == "decoder":
         return 0, 1, 2
     return (0, 2) if t5 and part == "postprocess" else (0, 1)

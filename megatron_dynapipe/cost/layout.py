@@ -53,7 +53,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What one virtual stage holds.
+    """The layers of one virtual stage.
 
     Attributes:
         encoder, decoder: the stage's layers, by their index in the encoder and in the decoder; either may be empty.
@@ -213,7 +213,7 @@ class PipelineLayout:
 
     @property
     def virtual_stage_layers(self) -> tuple[StageLayers, ...]:
-        """What each virtual stage holds."""
+        """The layers of each virtual stage."""
         encoder_layers, halves = self.encoder_layers, in_halves(self.layers_per_stage)
         stages = []
         for end, count in zip(accumulate(halves), halves, strict=True):
@@ -266,7 +266,7 @@ class PipelineLayout:
         return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
 
     def expert_bytes(self, state: ModelState) -> IntArray:
-        """Of one rank's experts, 2 bytes a parameter, per pipeline stage: int64[stages]."""
+        """Bytes of one rank's experts, 2 a parameter, per pipeline stage: int64[stages]."""
         return self._bytes({} if state.expert_kind is None else {state.expert_kind: state.expert_bytes})
 
     def _bytes(self, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:
@@ -277,7 +277,7 @@ class PipelineLayout:
         return np.asarray(per_stage.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
 
     def parameter_bytes(self, state: ModelState) -> IntArray:
-        """Of parameters, 2 bytes each, per pipeline stage: int64[stages].
+        """Bytes of parameters, 2 each, per pipeline stage: int64[stages].
 
         Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
         first decoder stage.
@@ -296,12 +296,12 @@ def _outside_layers(layers: StageLayers, state: ModelState, ends: EndState) -> i
     """Parameter bytes of a virtual stage besides its layers'."""
     is_t5 = layers.decoder_layers > 0
     head = layers.ends_decoder if is_t5 else layers.ends_encoder
-    own = layers.encoder_parts.attends * ends.encoder_tables + layers.decoder_parts.attends * ends.decoder_tables
+    total = layers.encoder_parts.attends * ends.encoder_tables + layers.decoder_parts.attends * ends.decoder_tables
     if layers.embeds:
-        own += state.embedding_bytes + ends.positions
+        total += state.embedding_bytes + ends.positions
     if head and not (ends.tied and layers.embeds):
-        own += state.embedding_bytes
-    return own + (layers.ends_encoder + layers.ends_decoder) * ends.norm + head * ends.head_biases
+        total += state.embedding_bytes
+    return total + (layers.ends_encoder + layers.ends_decoder) * ends.norm + head * ends.head_biases
 
 
 def _parts(layers: range, mlp: bool, attention: bool) -> Parts:

@@ -1,4 +1,4 @@
-"""What planning asks of a cost model, whatever it was made from."""
+"""The questions that planning asks of a cost model, whatever it was made from."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -11,7 +11,7 @@ from megatron_dynapipe.units import ModelFamily, Recompute
 
 
 class CostModel(Protocol):
-    """What modules of one model cost on one kind of device."""
+    """The costs of one model's modules on one kind of device."""
 
     @property
     def name(self) -> str:
@@ -23,7 +23,7 @@ class CostModel(Protocol):
 
     @property
     def hidden_size(self) -> int | None:
-        """Of the model it describes; None where that was not recorded."""
+        """The described model's hidden size; None where that was not recorded."""
 
     @property
     def model(self) -> Mapping[str, msgspec.Raw]:

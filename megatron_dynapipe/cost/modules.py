@@ -1,4 +1,4 @@
-"""What modules cost, from what was measured of whole layers.
+"""The costs of modules, from what was measured of whole layers.
 
 Profiles measure layers, files hold them. A layer's attention takes its share of the layer's costs by the proportions of
 `cost.division`, its MLP the rest; a share depends on lengths, so it is taken at every point of a grid. In packed rows'
@@ -46,7 +46,7 @@ _KINDS: Mapping[LayerKind, tuple[Kind, Kind]] = {
 """The modules of a layer. Layers with experts have the attention of the others."""
 
 Part = LayerKind | Literal["postprocess", "encoder_output"]
-"""What files have tables of."""
+"""The parts that files have tables of."""
 
 Layers = Mapping[tuple[Part, Quantity], IntArray]
 """Grids of whole layers, of the head and of the encoder's output; what is left out is 0."""
@@ -148,7 +148,7 @@ class Dividing:
         return np.minimum(peak, np.floor(known)).astype(np.int64)
 
     def _experts(self, layers: Layers, attention: IntArray, mlp: IntArray) -> None:
-        """What a layer with experts takes beside its attention, which is that of layers without."""
+        """The costs of a layer with experts beside its attention, which is that of layers without."""
         for quantity in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED, Quantity.PEAK):
             before = attention[Quantity.STORED if quantity is Quantity.PEAK else quantity]
             mlp[quantity] = _difference(layers["expert", quantity], before)
@@ -163,27 +163,27 @@ class Dividing:
         mlp[Quantity.ENTRY_STORED] = _difference(attention[Quantity.STORED], besides)
 
     def _attention(self, layer: LayerKind, rates: Rates | Peak, *, inside: bool = True) -> Floats:
-        """What the rates of attention, or of a peak, make at every point: `[inputs, targets]`."""
-        own, keys, memory = self._positions(layer)
+        """The rates of attention, or of a peak, at every point: `[inputs, targets]`."""
+        positions, keys, memory = self._positions(layer)
         inside = inside and self.inside
-        return np.asarray(rates.linear * own + rates.memory * memory + inside * rates.inner * own * keys)
+        return np.asarray(rates.linear * positions + rates.memory * memory + inside * rates.inner * positions * keys)
 
     def _attention_share(self, layer: LayerKind, rates: Rates, *, weights: bool = False) -> IntArray:
         """Attention's share at every point, in parts: `[inputs, targets]`; of weights, which its inside has none of."""
-        own, _, _ = self._positions(layer)
+        positions, _, _ = self._positions(layer)
         if not self.linear and rates.inner and not weights:
-            return np.full(own.shape, _PARTS, np.int64)
+            return np.full(positions.shape, _PARTS, np.int64)
         attention = self._attention(layer, rates, inside=not weights)
-        return np.asarray(np.rint(attention / np.maximum(attention + rates.mlp * own, 1) * _PARTS), np.int64)
+        return np.asarray(np.rint(attention / np.maximum(attention + rates.mlp * positions, 1) * _PARTS), np.int64)
 
     def _weight_share(self, layer: LayerKind, division: Division) -> IntArray:
         """Weight gradients' share of a layer's forward, in parts: `[inputs, targets]`."""
-        own, keys, memory = self._positions(layer)
+        positions, keys, memory = self._positions(layer)
         if not self.inside:
-            return np.full(own.shape, _PARTS * division.weight_per_mille // 1000, np.int64)
+            return np.full(positions.shape, _PARTS * division.weight_per_mille // 1000, np.int64)
         rates = division.forward
-        linears = own * (rates.linear + rates.mlp) + rates.memory * memory
-        share = linears / np.maximum(linears + rates.inner * own * keys, 1) * division.weight_per_mille / 1000
+        linears = positions * (rates.linear + rates.mlp) + rates.memory * memory
+        share = linears / np.maximum(linears + rates.inner * positions * keys, 1) * division.weight_per_mille / 1000
         return np.asarray(np.rint(share * _PARTS), np.int64)
 
     def _positions(self, layer: LayerKind) -> tuple[Floats, Floats, Floats]:
@@ -199,7 +199,6 @@ def _part(values: IntArray, share: IntArray) -> IntArray:
 
 
 def _difference(values: IntArray, less: IntArray) -> IntArray:
-    """values - less, at least 0."""
     absent = (values == ABSENT) | (less == ABSENT)
     return np.asarray(np.where(absent, ABSENT, np.maximum(values - less, 0)))
 

@@ -1,4 +1,4 @@
-"""What it takes to hand a micro-batch from one pipeline stage to the next."""
+"""The time that it takes to hand a micro-batch from one pipeline stage to the next."""
 
 import enum
 import math
@@ -79,13 +79,13 @@ class Network:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @classmethod
-    def over(cls, measured: Mapping[str, Link], *, devices_per_node: int, **given: float | None) -> "Network":
+    def over(cls, measured: Mapping[str, Link], *, devices_per_node: int, **chosen: float | None) -> "Network":
         """Every rate and latency that is given; else the one that a cost model file has measured; else the default."""
         numbers: dict[str, float] = {}
         for name, kind in (("intra_node", INTRA_NODE), ("inter_node", INTER_NODE)):
             if (link := measured.get(kind)) is not None:
                 numbers |= {f"{name}_gbps": link.gbps, f"{name}_latency_us": link.latency_us}
-        numbers |= {name: value for name, value in given.items() if value is not None}
+        numbers |= {name: value for name, value in chosen.items() if value is not None}
         return cls(devices_per_node=devices_per_node, **numbers)
 
     def links(
@@ -114,11 +114,11 @@ class Network:
             False: (latency_ns, gbps),
             True: (latency_ns + steps * ring_latency_ns, tensor_parallel / (1 / gbps + steps / ring_gbps)),
         }
-        wanted = {ScatterGather.OFF: (False,), ScatterGather.ON: (True,), ScatterGather.AUTO: (False, True)}
-        sharded = wanted[scatter_gather]
+        choices = {ScatterGather.OFF: (False,), ScatterGather.ON: (True,), ScatterGather.AUTO: (False, True)}
+        sharded = choices[scatter_gather]
         return Links(
-            latency_ns=np.stack([routes[each][0] for each in sharded]),
-            gbps=np.stack([routes[each][1] for each in sharded]),
+            latency_ns=np.stack([routes[route][0] for route in sharded]),
+            gbps=np.stack([routes[route][1] for route in sharded]),
             sharded=sharded,
         )
 

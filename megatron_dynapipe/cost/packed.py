@@ -1,4 +1,4 @@
-"""What a packed row costs: samples one after another in a single row, attention kept apart.
+"""The costs of a packed row: samples one after another in a single row, attention kept apart.
 
 Tables that were measured on packed rows give it as a part that is linear in the row's positions and attention of each
 sample. From tables of padded micro-batches it is derived: sample i is charged 1/b of a padded micro-batch of b samples
@@ -39,29 +39,29 @@ def packed_costs(tables: CostTables, inputs: IntArray, targets: IntArray) -> Int
     positions = row_inputs + row_targets
     rows, shape = len(tables.kinds) * len(Quantity), by_size.shape[1:3]
     falling, constant = [0] * rows, [0] * rows
-    for costs, own in zip(
+    for costs, sample_positions in zip(
         by_size.reshape(len(inputs), rows, -1).tolist(), np.maximum(inputs + targets, 1).tolist(), strict=True
     ):
         if any(row[0] == ABSENT or max(row) > _LARGEST_SHARE for row in costs):
             return None
         for row, values in enumerate(costs):
-            a, b = _share(values, tables.sizes.tolist(), own, positions)
+            a, b = _share(values, tables.sizes.tolist(), sample_positions, positions)
             falling[row] += a
             constant[row] += b
     costs_of_row = [max(0, _nearest(a, positions) + b) for a, b in zip(falling, constant, strict=True)]
     return np.array(costs_of_row, np.int64).reshape(shape)
 
 
-def _share(values: list[int], sizes: list[int], own: int, positions: int) -> tuple[int, int]:
+def _share(values: list[int], sizes: list[int], sample_positions: int, positions: int) -> tuple[int, int]:
     """A and B of one sample's share, given its padded costs at every size of the grid."""
-    if own * sizes[0] > positions:  # below the smallest size its cost is taken
-        return own * values[0], 0
-    cell = max(k for k, size in enumerate(sizes) if own * size <= positions)
+    if sample_positions * sizes[0] > positions:  # below the smallest size its cost is taken
+        return sample_positions * values[0], 0
+    cell = max(k for k, size in enumerate(sizes) if sample_positions * size <= positions)
     last = max(k for k in range(cell + 1) if values[k] != ABSENT)
     if last == cell and cell + 1 < len(sizes) and values[cell + 1] != ABSENT:
         width, rise = sizes[cell + 1] - sizes[cell], values[cell + 1] - values[cell]
-        a = own * values[cell] - _half_up(rise * sizes[cell] * own, width)
-        if abs(a) <= own * _LARGEST_SHARE:
+        a = sample_positions * values[cell] - _half_up(rise * sizes[cell] * sample_positions, width)
+        if abs(a) <= sample_positions * _LARGEST_SHARE:
             return a, _half_up(rise, width)
     return 0, _half_up(values[last], sizes[last])
 

@@ -28,11 +28,11 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recomp
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 _STATE_BYTES = 16
-"""Of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
+"""Bytes of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one segment costs, with tables keyed "<length>" of rows `[micro-batch size, value]`.
+    """The costs of one segment, with tables keyed "<length>" of rows `[micro-batch size, value]`.
 
     Attributes:
         name: of the cut before it; "" for the first segment.
@@ -79,7 +79,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     links: dict[str, Link] = {}
 
     def __post_init__(self) -> None:
-        shapes = {_shapes(table) for each in self.segments for table in _tables(each)}
+        shapes = {_shapes(table) for segment in self.segments for table in _tables(segment)}
         if len(shapes) != 1 or not next(iter(shapes)):
             raise CostModelError(
                 f"expected all tables of cost model {self.name} to hold the same shapes, got "
@@ -89,7 +89,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def points(self) -> tuple[str, ...]:
         """Names of the cuts between the segments."""
-        return tuple(each.name for each in self.segments[1:])
+        return tuple(segment.name for segment in self.segments[1:])
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -145,7 +145,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(1, round(max(crossing, default=1.0)))
 
     def of_stages(self, stage_of: Sequence[int]) -> "StageCostModel":
-        """What planning asks of these costs, each virtual stage being one module.
+        """These costs as planning asks for them, each virtual stage being one module.
 
         Args:
             stage_of: the virtual stage of each segment.
@@ -275,12 +275,12 @@ def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> CostTable
     stages, none = max(stage_of) + 1, np.zeros(1, np.int64)
     values = np.zeros((stages + 1, len(Quantity), len(sizes), len(lengths), 1), np.int64)  # the last is no head
     for stage in range(stages):
-        mine = [segment for segment, of in zip(costs.segments, stage_of, strict=True) if of == stage]
+        segments = [segment for segment, of in zip(costs.segments, stage_of, strict=True) if of == stage]
         times = [
-            [_on_grid(segment.time_ms[way], sizes, lengths) for segment in mine] for way in ("forward", "backward")
+            [_on_grid(segment.time_ms[way], sizes, lengths) for segment in segments] for way in ("forward", "backward")
         ]
-        stored = np.array([_on_grid(segment.stored_activation_mb, sizes, lengths) for segment in mine])
-        peaks = np.array([_on_grid(segment.peak_activation_mb, sizes, lengths) for segment in mine])
+        stored = np.array([_on_grid(segment.stored_activation_mb, sizes, lengths) for segment in segments])
+        peaks = np.array([_on_grid(segment.peak_activation_mb, sizes, lengths) for segment in segments])
         before = stored.cumsum(axis=0) - stored
         rows = {
             Quantity.FORWARD: np.sum(times[0], axis=0) * NS_PER_MS,

@@ -39,7 +39,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any]) -> "Experts | None":
-        """Those of a model in Megatron's arguments, as `megatron_fields` takes them; None where it has none."""
+        """The experts in Megatron's arguments, as `megatron_fields` takes them; None where there are none."""
         pattern = args.get("hybrid_layer_pattern")
         if not args.get("num_experts") or (pattern and EXPERTS not in pattern):
             return None
@@ -73,7 +73,7 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[in
 
 
 def _evaluated(text: str) -> Any:
-    """What lists of numbers, added and multiplied, come to; None where it is something else."""
+    """The value of lists of numbers, added and multiplied; None where it is something else."""
 
     def value(node: ast.expr) -> Any:
         match node:
@@ -238,7 +238,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def kinds(self) -> int:
-        """Of layers in a decoder-only model: 2 where only some have experts."""
+        """The kinds of layers in a decoder-only model: 2 where only some have experts."""
         return 2 if self.experts and self.experts.layers else 1
 
     @property
@@ -280,18 +280,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return round_up(self.vocabulary, self.vocabulary_multiple * tensor_parallel)
 
     def norm_parameters(self, width: int) -> int:
-        """Of one norm."""
+        """The parameters of one norm."""
         return width if self.rms_norm else 2 * width
 
     def attention_parameters(self, tensor_parallel: int) -> int:
-        """Of one attention with the norm before it."""
+        """The parameters of one attention with the norm before it."""
         h, a, g = self.hidden, self.query_channels, self.key_value_channels
         divided = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
         whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
         return divided // tensor_parallel + whole
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
-        """Of a layer's feed-forward network, or router and experts, with the norm before them."""
+        """The parameters of a layer's feed-forward network, or router and experts, with the norm before them."""
         norm = self.norm_parameters(self.hidden)
         if self.experts is None:
             return norm + self._network_parameters(self.ffn, tensor_parallel)
@@ -299,7 +299,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return norm + self.expert_parameters(tensor_parallel) + shared + self.experts.count * self.hidden
 
     def expert_parameters(self, tensor_parallel: int) -> int:
-        """Of all experts of a layer together; 0 where there are none."""
+        """The parameters of a layer's experts together; 0 where there are none."""
         if self.experts is None:
             return 0
         return self.experts.count * self._network_parameters(self.experts.ffn, tensor_parallel)

@@ -37,11 +37,11 @@ _TIME_NOISE = 0.01
 _MEMORY_NOISE = 0.003
 
 _TOLERANCE = 1e-10
-"""Of least squares: gradients below it count as 0."""
+"""The bound of least squares: gradients below it count as 0."""
 
 
 class Quantity(Enum):
-    """What is measured: a time has a floor and noise, memory neither."""
+    """The kind of a measured quantity: a time has a floor and noise, memory neither."""
 
     TIME = "time"
     MEMORY = "memory"
@@ -75,7 +75,7 @@ class Surface:
 
 
 def work_terms(shapes: Floats) -> Floats:
-    """What a layer does for each shape: `[n, terms]`.
+    """The work of a layer for each shape: `[n, terms]`.
 
     One length q: b·q, b·q², 1. Two lengths s and t, of a decoder layer attending to s positions: b·t, b·s, b·t²,
     b·s·t, 1.
@@ -119,8 +119,8 @@ def cross_validate(shapes: Floats, values: Floats, quantity: Quantity, *, folds:
     """Relative error at every point, predicted by a fit to the folds that it is not in; NaN where all is one fold."""
     fold = np.arange(len(values)) % min(folds, len(values))
     errors = np.full(len(values), np.nan)
-    for held in range(int(fold.max()) + 1):
-        out = fold == held
+    for part in range(int(fold.max()) + 1):
+        out = fold == part
         if not out.all():
             predicted = fit_surface(shapes[~out], values[~out], quantity).at(shapes[out])
             errors[out] = np.abs(predicted / values[out] - 1)

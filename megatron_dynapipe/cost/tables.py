@@ -33,7 +33,7 @@ LARGEST_COORDINATE = 2**20
 """The limit on the grid's axes: samples of a micro-batch, and its padded lengths."""
 
 Kind = str
-"""Of a module. Cost models may have others than these."""
+"""The kind of a module. Cost models may have others than these."""
 
 ATTENTION: Kind = "attention"
 MLP: Kind = "mlp"
@@ -47,7 +47,7 @@ HEAD: Kind = "head"
 
 
 class Quantity(IntEnum):
-    """What a grid says of a module; times in nanoseconds, activations in bytes.
+    """The quantities that a grid holds of a module; times in nanoseconds, activations in bytes.
 
     A stage's times and what it stores are the sums of its modules'; its peak is the highest of theirs, each above what
     the modules before it store.
@@ -60,14 +60,14 @@ class Quantity(IntEnum):
     WEIGHT = 4
     """The part of the backward that a divided pass runs as its second half; 0 where passes cannot be divided."""
     ENTRY_STORED = 5
-    """What a stage that begins with the module stores besides: the encoder's output under a decoder's module, and under
-    full recomputation an MLP's own input, which is the attention's output elsewhere."""
+    """Further activations of a stage that begins with the module: the encoder's output under a decoder's module, and
+    under full recomputation an MLP's own input, which is the attention's output elsewhere."""
     ENTRY_PEAK = 6
     """The peak of a stage that begins with the module, while that runs."""
 
 
 PREFIX_QUANTITIES = (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED, Quantity.PEAK)
-"""Of attention: what a piece of a sample adds to."""
+"""The quantities of attention that a piece of a sample adds to."""
 PREFIX_UNIT = 2**24
 """Integers of `PackedTables.prefix` in a ns or a byte."""
 

@@ -39,7 +39,7 @@ def grid_axes(part: str, within: Shape) -> list[Sequence[int]]:
     """Sizes and lengths at which a part's tables have a value.
 
     Args:
-        part: "encoder", "decoder", "postprocess", "embedding".
+        part: "encoder", "decoder", "expert", "postprocess".
         within: the largest size and lengths of a micro-batch that a run may ask for.
     """
     inputs = lengths_up_to(within.input_length)
@@ -142,9 +142,9 @@ def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) 
     if not attends:
         terms = terms[:, :fixed]
     values = np.array([row.value for row in rows])
-    found = np.zeros(6 if decoder else 4)
-    found[: terms.shape[1]] = _solve(terms, values)
-    linear, attention = found[:fixed], found[fixed:]
+    coefficients = np.zeros(6 if decoder else 4)
+    coefficients[: terms.shape[1]] = _solve(terms, values)
+    linear, attention = coefficients[:fixed], coefficients[fixed:]
 
     def at(rates: npt.NDArray[np.float64], *factors: int) -> float:
         return float(f"{float(rates @ np.array(factors, float)):.{_PACKED_DIGITS}g}")
@@ -166,17 +166,24 @@ def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) 
 
 
 def row_terms(inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, ...]:
-    """What the coefficients of a row are multiplied by: those of the linear part first.
+    """The terms that a row's coefficients are multiplied by: those of the linear part first.
 
     Args:
         inputs: positions of the samples' inputs.
         targets: of their targets; empty but for a decoder.
     """
-    given, wanted = np.array(inputs, float), np.array(targets, float)
+    input_lengths, target_lengths = np.array(inputs, float), np.array(targets, float)
     count, length, target_length = len(inputs), round_up(sum(inputs)), round_up(sum(targets))
     if not targets:
-        return 1.0, length, count, float((given**2).sum())
-    return 1.0, length, target_length, count, float((wanted**2).sum()), float((given * wanted).sum())
+        return 1.0, length, count, float((input_lengths**2).sum())
+    return (
+        1.0,
+        length,
+        target_length,
+        count,
+        float((target_lengths**2).sum()),
+        float((input_lengths * target_lengths).sum()),
+    )
 
 
 def _solve(terms: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""What one layer of a transformer does and keeps: floating-point operations, memory traffic, messages, activations.
+"""The work of one layer of a transformer: floating-point operations, memory traffic, messages, and activations kept.
 
 Everything is per micro-batch of b samples on one tensor-parallel rank, after "Reducing Activation Recomputation in
 Large Transformer Models" (Korthikanti et al., 2022, section 4), generalised to any width of attention and feed-forward,
@@ -49,12 +49,12 @@ class Workload:
 
     @property
     def kept_bytes(self) -> Floats:
-        """What selective recomputation keeps."""
+        """The activations that selective recomputation keeps."""
         return self.shared_bytes + self.split_bytes
 
     def then(self, other: "Workload") -> "Workload":
         """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
-        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Workload(**sums | {"input_bytes": self.input_bytes})
 
 
@@ -99,7 +99,7 @@ class LayerWork:
     def _attention(
         self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False
     ) -> Workload:
-        """Of q positions to k, with `more` elements kept; `biased`: additive biases that no kernel takes."""
+        """Attention of q positions to k, with `more` elements kept; `biased`: additive biases that no kernel takes."""
         shape = self.shape
         h, a, g = shape.hidden, shape.query_channels, shape.key_value_channels
         queries, keys, pairs = b * q, b * k, b * q * k

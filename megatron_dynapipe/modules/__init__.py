@@ -5,7 +5,7 @@
 `docs/your-own-model.md` shows how to use it.
 """
 
-from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pad
 from megatron_dynapipe.modules.part import ModelPart
 from megatron_dynapipe.modules.pipeline import Pipeline, StepResult
 from megatron_dynapipe.modules.profile import profile_module
@@ -19,7 +19,6 @@ __all__ = [
     "DynaPipeDataLoader",
     "ModelPart",
     "ModulePlanner",
-    "Pack",
     "Pad",
     "Pipeline",
     "SharedModule",

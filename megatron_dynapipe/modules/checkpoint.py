@@ -80,7 +80,6 @@ def load_checkpoint(
 
 
 def _saved_weights(path: Path) -> set[str]:
-    """Names of the weights of a checkpoint that has been read."""
     names = FileSystemReader(path).read_metadata().state_dict_metadata
     return {name for name in names if not name.startswith((_OPTIMIZER, _EXTRA))}
 

@@ -129,7 +129,6 @@ class LossScale:
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients of one dtype that are reduced together."""
     buckets: list[list[torch.Tensor]] = []
     open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     for gradient in gradients:

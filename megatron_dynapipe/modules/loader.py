@@ -8,7 +8,7 @@ for micro_batches, plan in loader:
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, override
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,15 +33,11 @@ PAD_VALUES: Mapping[str, int] = {"labels": -100, "label": -100, "targets": -100,
 """Values that fill up tensors of these names; others are filled with 0."""
 
 
-class Collate(Protocol):
-    """Makes a micro-batch's tensors."""
-
-    def __call__(self, samples: Sequence[Any], length: int) -> Any:
-        """The batch of samples, planned to be `length` positions long; raises DataError where one is longer."""
-        ...
+type Collate = Callable[[Sequence[Any], int], Any]
+"""From samples and the planned length, in positions, to the batch; raises DataError where a sample is longer."""
 
 
-class Pad(Collate):
+class Pad:
     """Samples as rows, each tensor's first dimension filled up to the planned length where it is one of positions.
 
     Args:
@@ -52,8 +48,8 @@ class Pad(Collate):
     def __init__(self, values: Mapping[Any, float] = PAD_VALUES, *, mask: str | None = None) -> None:
         self._values, self._mask = values, mask
 
-    @override
     def __call__(self, samples: Sequence[Any], length: int) -> Any:
+        """Rows of samples; raises DataError where one is longer."""
         entries = [_entries(sample) for sample in samples]
         batch = {key: self._rows([entry[key] for entry in entries], key, length) for key in entries[0]}
         if self._mask is not None:
@@ -72,37 +68,6 @@ class Pad(Collate):
         for row, value in zip(rows, values, strict=True):
             row[: len(value)] = value
         return rows
-
-
-class Pack(Collate):
-    """Samples one after another in a single row, with positions that begin again at each.
-
-    A model has to keep them apart by `position_ids`, as those of `transformers` do where they are given no mask. The
-    first label of each sample but the first is left out, since it would be predicted from the sample before.
-
-    Args:
-        values: what fills up the row to the planned length.
-        labels: names of tensors of labels.
-    """
-
-    def __init__(self, values: Mapping[Any, float] = PAD_VALUES, *, labels: Sequence[str] = ("labels",)) -> None:
-        self._values, self._labels = values, labels
-
-    @override
-    def __call__(self, samples: Sequence[Any], length: int) -> Any:
-        batch = {
-            key: torch.cat([self._apart(sample[key], key, first=not row) for row, sample in enumerate(samples)])[None]
-            for key in samples[0]
-        }
-        lengths = [_positions(sample) for sample in samples]
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-        return batch
-
-    def _apart(self, tensor: torch.Tensor, key: str, *, first: bool) -> torch.Tensor:
-        if key in self._labels and not first:
-            tensor = tensor.clone()
-            tensor[0] = int(self._values.get(key, -100))
-        return tensor
 
 
 def _entries(sample: Any) -> dict[Any, Any]:
@@ -308,7 +273,6 @@ class DynaPipeDataLoader:
         return micro_batches, encode(entry)
 
     def _batches(self) -> list[list[int]]:
-        """Samples of every global batch of the epoch."""
         order = list(range(len(self._lengths)))
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)

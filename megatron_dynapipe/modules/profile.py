@@ -113,7 +113,6 @@ def _forward(
 
 
 def _backward(passed: _Passed) -> None:
-    """Run the backward pass from gradients of ones."""
     graph, sent = passed
     graph.backward([torch.ones_like(tensor) for tensor in sent])
 
@@ -136,7 +135,6 @@ def _costs(
 
 
 def _time_once(forward: Callable[[], _Passed], device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a forward and its backward."""
     marks = [_now(device)]
     passed = forward()
     marks.append(_now(device))

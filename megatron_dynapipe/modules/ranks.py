@@ -154,7 +154,6 @@ class Failures:
                 work.wait(datetime.timedelta(milliseconds=1))
 
     def _reason(self) -> str:
-        """The reason of a lost connection."""
         store, keys = get_default_store(), [f"{self._key}/{rank}" for rank in range(self._size)]
         end = time.monotonic() + _PATIENCE_S
         try:

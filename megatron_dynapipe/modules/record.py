@@ -324,7 +324,6 @@ class ForwardRecorder(TorchFunctionMode):
         )
 
     def _leaf(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """The node of a weight or a size."""
         if key not in self._leaves:
             self._leaves[key] = make()
         return self._leaves[key]

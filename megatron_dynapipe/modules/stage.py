@@ -140,14 +140,12 @@ class Stage(Part):
         )
 
     def _crossing(self, batch: Batch, autocast: torch.dtype | None) -> tuple[Structure | None, Structure | None]:
-        """The structures that are received and sent for a micro-batch."""
         if self._shapes is None:
             return self.tracker.known(self._key(batch, autocast))
         shapes = self._shapes(batch) if callable(self._shapes) else self._shapes
         return (_structure(shapes, autocast),) * 2
 
     def _entries(self, batch: Batch) -> dict[str, Any]:
-        """The module's arguments that the batch holds."""
         return {name: batch[key] for name, key in self._arguments.items() if key in batch}
 
     def _run(

@@ -184,7 +184,6 @@ class _SlicedStage(Stage):
 
 
 def _with_rows(structure: Structure, rows: slice) -> Structure:
-    """One tensor, of a slice."""
     (meta,) = structure.tensors
     return Structure(structure.spec, (meta._replace(shape=(rows.stop - rows.start, *meta.shape[1:])),))
 

@@ -19,7 +19,7 @@ from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
 
 MAGIC = b"DYNAPL"
-VERSION = 5
+VERSION = 6
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f">{len(MAGIC)}sH{DIGEST_BYTES}s")
 

@@ -4,8 +4,8 @@
     replica 0      A    B    C    D
     replica 1      A'   B'   C'   -         - a filler: no samples, as many passes
 
-All replicas of a group have as many micro-batches, those of one position under one recompute mode and layout, and on
-every stage one order of passes: then each collective of one meets the same of the others.
+All replicas of a group have as many micro-batches, those of one position under the same recompute modes and layout, and
+on every stage one order of passes: then each collective of one meets the same of the others.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _check_like(replica: ReplicaPlan, first: ReplicaPlan, who: str) -> None:
 
 
 def _kind(micro_batch: MicroBatch | None) -> str:
-    return "none" if micro_batch is None else f"{micro_batch.layout}, recompute {micro_batch.recompute}"
+    return "none" if micro_batch is None else f"{micro_batch.layout}, recompute {micro_batch.modes}"
 
 
 def _passes(instructions: Sequence[Instruction]) -> list[str]:

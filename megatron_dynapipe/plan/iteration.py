@@ -28,10 +28,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     """Samples that run together: a row each, padded to the longest, or packed one after another in a single row.
 
     Lengths are in tokens after truncation, so that every stage can build its masks without reading the data:
-    decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Bytes are per virtual
-    stage in model order: what its forward keeps until its backward, and the high-water mark of its forward (of its
-    backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of a packed row begin
-    follows from their lengths, see `plan.packing`.
+    decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Recompute modes and
+    bytes are per virtual stage in model order: what its forward keeps until its backward, and the high-water mark of
+    its forward (of its backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of
+    a packed row begin follows from their lengths, see `plan.packing`.
 
     One without samples fills a position of replicas that run in step (`plan.in_step`): it has one row, and trains on
     nothing.
@@ -48,7 +48,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     target_lengths: tuple[int, ...]
     shape: Shape
     layout: BatchLayout = BatchLayout.PADDED
-    recompute: Recompute
+    recompute: tuple[Recompute, ...]
     stored_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()
@@ -74,10 +74,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
             )
         if self.labels and len(self.labels) != samples:
             raise PlanError(f"expected labels of each of {samples} samples or of none, got {len(self.labels)}")
-        if len(self.stored_bytes) != len(self.peak_bytes):
+        if len({len(self.recompute), len(self.stored_bytes), len(self.peak_bytes)}) > 1:
             raise PlanError(
-                f"expected stored and peak bytes for the same virtual stages, got {len(self.stored_bytes)} and "
-                f"{len(self.peak_bytes)}"
+                "expected recompute modes, stored and peak bytes for the same virtual stages, got "
+                f"{len(self.recompute)}, {len(self.stored_bytes)} and {len(self.peak_bytes)}"
             )
 
     def positions(self, family: ModelFamily) -> tuple[int, ...]:
@@ -85,6 +85,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
         if self.pieces:
             return tuple(end - start for start, end in self.pieces)
         return tuple(input_positions(family, tokens) for tokens in self.input_lengths)
+
+    @property
+    def modes(self) -> Recompute | list[Recompute]:
+        """The recompute mode of all virtual stages, or where they differ a list of theirs."""
+        return self.recompute[0] if len(set(self.recompute)) == 1 else list(self.recompute)
 
     @property
     def is_filler(self) -> bool:

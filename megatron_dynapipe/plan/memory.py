@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from megatron_dynapipe.errors import PlanMemoryError
+from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
@@ -136,7 +136,7 @@ def check_memory(
     passes: Sequence[Sequence[int]],
     messages: Sequence[Sequence[int]],
 ) -> None:
-    """Raise a PlanMemoryError where a pass's high-water mark passes the limit.
+    """Raise a PlanError where a pass's high-water mark passes the limit.
 
     Args:
         plan: of the iteration.
@@ -150,4 +150,4 @@ def check_memory(
             if high > limit:
                 most, needed = in_mb(limit, high)
                 where = point_at(replica.stages[stage].instructions, step)
-                raise PlanMemoryError(f"stage {stage}: expected at most {most}, got {needed} at {where}")
+                raise PlanError(f"stage {stage}: expected at most {most}, got {needed} at {where}")

@@ -44,7 +44,6 @@ def verify(
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
-        PlanMemoryError: the memory is exceeded, and nothing else was found wrong up to there.
     """
     _check_form(plan)
     check_in_step(plan)
@@ -117,15 +116,18 @@ def _verify_replica(
     check_shapes(plan, replica, steps.sends)
     for stage, passes in enumerate(steps.passes):
         _check_prediction(replica, stage, [lists[stage][step] for step in passes])
-        _check_divided(replica, stage, [lists[stage][step] for step in passes])
+        _check_divided(plan, replica, stage, [lists[stage][step] for step in passes])
         check_chain_order(stage, replica.micro_batches, [lists[stage][step] for step in passes])
     return steps
 
 
-def _check_divided(replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:
+def _check_divided(plan: IterationPlan, replica: ReplicaPlan, stage: int, passes: list[Instruction]) -> None:
     """No backward pass is divided that computes its layers again: these keep no inputs of linears."""
     for step in passes:
-        if isinstance(step, BackwardInput) and replica.micro_batches[step.micro_batch].recompute is Recompute.FULL:
+        if not isinstance(step, BackwardInput):
+            continue
+        modes = replica.micro_batches[step.micro_batch].recompute
+        if modes[step.chunk * plan.pipeline_stages + stage] is Recompute.FULL:
             raise PlanError(
                 f"stage {stage}: expected the whole backward pass of a micro-batch that is recomputed in full, got "
                 f"{format_instruction(step)}"

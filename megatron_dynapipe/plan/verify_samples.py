@@ -57,13 +57,12 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
         _check_padding(family, where, micro_batch)
     if len(micro_batch.stored_bytes) != virtual_stages:
         raise PlanError(
-            f"{where}: expected stored and peak bytes for {virtual_stages} virtual stages, got "
+            f"{where}: expected recompute modes, stored and peak bytes for {virtual_stages} virtual stages, got "
             f"{len(micro_batch.stored_bytes)}"
         )
 
 
 def _check_padding(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
-    """Every sample fits into its row."""
     shape = micro_batch.shape
     need_input = input_positions(family, max(micro_batch.input_lengths))
     need_target = target_positions(family, max(micro_batch.target_lengths))

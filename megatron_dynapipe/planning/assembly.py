@@ -53,7 +53,7 @@ def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: Schedul
         target_lengths=tuple(samples.target_tokens[members].tolist()),
         shape=scheduled.shapes[row],
         layout=scheduled.layouts[row],
-        recompute=settings.recompute[int(scheduled.modes[row])],
+        recompute=tuple(settings.recompute[mode] for mode in scheduled.modes[row].tolist()),
         stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
         peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
         pieces=samples.pieces_of(members),

@@ -10,7 +10,7 @@ be divided between its attention and its MLP where the costs of both are known.
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice, permutations
+from itertools import accumulate, islice, permutations
 
 import msgspec
 import numpy as np
@@ -29,7 +29,10 @@ from megatron_dynapipe.units import BatchLayout
 _logger = logging.getLogger(__name__)
 
 BATCHES = 3
-"""Batches planned for every split that is tried."""
+"""Batches planned for every split that is tried, at most."""
+
+SAMPLES = 1_000
+"""Samples after which no further batch is planned: large batches differ less, and take longer."""
 
 EVALUATIONS = 100
 """Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
@@ -71,7 +74,7 @@ def choose_layer_split(
     Args:
         settings: the run's; its own layer split is where the search begins.
         cost_model: what layers cost.
-        batches: global batches of the lengths to come; the first few that can be planned are used.
+        batches: global batches of the lengths to come; the first few that can be planned are used, of large ones fewer.
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
         halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
         chunks: more numbers of virtual stages per rank to choose among; the split's length says which was chosen.
@@ -168,7 +171,8 @@ class _Trials:
                 continue
             kept = list(islice((batch for batch in batches if _plan(planner, batch) is not None), BATCHES))
             if kept:
-                self._batches = kept
+                before = accumulate((len(batch) for batch in kept), initial=0)
+                self._batches = [batch for batch, samples in zip(kept, before, strict=False) if samples < SAMPLES]
                 return
         raise PlanningError(
             f"none of {len(self._batches)} batches can be planned with layers per stage of "
@@ -195,7 +199,7 @@ class _Trials:
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
                 self._plans, self._scheduled = plans, {}
-                self._known = [self._rescheduler.module_costs(plan) for plan in plans]
+                self._known = [self._rescheduler.module_costs(plan, best) for plan in plans]
             nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
             promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
             here = self.predicted_ns(best)

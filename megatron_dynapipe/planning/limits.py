@@ -11,9 +11,9 @@ pieces, where these are allowed. Costs count as if they never fell with length (
 are as long or longer), so that a share is below what any micro-batch takes for the sample.
 
 Memory: at the end of its forward pass a micro-batch is held by all stages, so that it has no more positions than all
-memory beside model states holds of its recompute mode, which bounds how well its samples run. And a stage holds what a
-sample stores from its forward to its backward, at least while the sample goes on to the last stage and back. Over T
-this is at most memory · T. For every price p of memory, with x the choice of modes,
+memory beside model states holds under the recompute modes that store the least, which bounds how well its samples run.
+And a stage holds what a sample stores from its forward to its backward, at least while the sample goes on to the last
+stage and back. Over T this is at most memory · T. For every price p of memory, with x the choice of modes,
 
     T ≥ before + Σ x · time  and  Σ x · stored · held ≤ memory · T   give   T ≥ (before + min Σ x · (time + p / memory ·
     stored · held)) / (1 + p),
@@ -117,8 +117,9 @@ class _LeastWork:
         if s.model_state_bytes is None:
             self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
         room = self.stages * self.limit - float(self.state[-1])
-        most = [mode.most_positions(room, self.modules) for mode in modes]
-        fitting = [mode.times(inputs, targets, cut=cut, most=at) for mode, at in zip(modes, most, strict=True)]
+        least = float(np.min([mode.stored_by_position() for mode in modes], axis=0)[self.modules].sum())
+        most = room / least if least > 0 else np.inf
+        fitting = [mode.times(inputs, targets, cut=cut, most=most) for mode in modes]
         self.fitting_time: Floats = np.stack(fitting)
         if samples.labels is not None:  # the last MLP and the head, which run over labels alone, are left out
             self.modules[-2:] = len(kinds)
@@ -211,17 +212,13 @@ class _LeastCosts:
             )
         return np.asarray(least)
 
-    def most_positions(self, room: float, modules: IntArray) -> float:
-        """How many positions a micro-batch has at most that stores no more than `room` bytes in all modules."""
-        kinds = np.bincount(modules, minlength=len(self.tables.kinds))
-        positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1)
-        stored = np.where(kinds[:, None, None, None] > 0, self.values[:, Quantity.STORED], 0.0)
-        rows = np.tensordot(kinds, stored, 1) / (positions * self.tables.sizes[:, None, None])
-        least = float(rows.min())
+    def stored_by_position(self) -> Floats:
+        """The least that a module stores of a position, in any micro-batch: `[kinds]`."""
+        positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1) * self.tables.sizes[:, None, None]
+        least = (self.values[:, Quantity.STORED] / positions).min(axis=(1, 2, 3))
         if self.packed is not None:
-            linear = np.where(kinds[:, None, None] > 0, self.by_position[:, Quantity.STORED], 0.0)
-            least = min(least, float(np.tensordot(kinds, linear, 1).min()))
-        return room / least if least > 0 else np.inf
+            least = np.minimum(least, self.by_position[:, Quantity.STORED].min(axis=(1, 2)))
+        return np.asarray(least)
 
     def share(self, quantity: Quantity, inputs: IntArray, targets: IntArray, most: float = np.inf) -> Floats:
         """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`."""

@@ -108,7 +108,7 @@ class Lockstep:
             for replica in range(group)
             for members in planned.members
         ]
-        layouts, modes = planned.layouts * group, np.tile(planned.modes, group)
+        layouts, modes = planned.layouts * group, np.tile(planned.modes, (group, 1))
         costs, _ = problem.costs_of(every, layouts, modes)
         copies = np.arange(count * group).reshape(group, count)
         replicas, schedules = [], []

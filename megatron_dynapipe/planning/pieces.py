@@ -194,7 +194,7 @@ def of_pieces(
         piece_costs(
             tables,
             mode,
-            own=positions * pieces.is_piece,
+            positions=positions * pieces.is_piece,
             before=pieces.start,
             later=pieces.later,
             element_bytes=element_bytes,

@@ -26,6 +26,7 @@ from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
+from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
@@ -180,6 +181,8 @@ class Planner:
             return None, None
         if (cut := self._schedule(begun.problem, begun.partitioned, searchable=True)) is not None:
             return begun, cut
+        if isinstance(self.settings.slices, int):
+            notice(f"no order of pieces of at most {self.settings.slices} positions was found: samples stay whole")
         return None, self._schedule_whole(problem, orders, partitioned)
 
     def _schedule_whole(

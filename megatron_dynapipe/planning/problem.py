@@ -198,7 +198,29 @@ class BatchProblem:
     def costs_of(
         self, members: Sequence[IntArray], layouts: Sequence[BatchLayout], modes: IntArray
     ) -> tuple["ScheduleProblem", BoolArray]:
-        """`costs` of micro-batches of either layout, given their samples; fillers count as padded ones."""
+        """`costs` of micro-batches of either layout, given their samples; fillers count as padded ones.
+
+        Args:
+            members: samples of each micro-batch.
+            layouts: of each.
+            modes: as of `costs`, or of every virtual stage: int64[micro-batches, virtual stages].
+        """
+        modes = np.broadcast_to(modes.reshape(len(members), -1), (len(members), self.layout.virtual_stages))
+        rows, covered = np.zeros((_COSTS, *modes.shape), np.int64), np.ones(len(members), np.bool_)
+        for mode in np.unique(modes).tolist():
+            is_mode = modes == mode
+            under = np.flatnonzero(is_mode.any(axis=1))
+            rows_of = [(members[row], layouts[row]) for row in under.tolist()]
+            costs, known = self._costs_under(mode, *zip(*rows_of, strict=True))
+            rows[:, under] = np.where(is_mode[under], costs, rows[:, under])
+            covered[under] &= known
+        return self._schedule_problem(rows), covered
+
+    def _costs_under(
+        self, mode: int, members: Sequence[IntArray], layouts: Sequence[BatchLayout]
+    ) -> tuple[IntArray, BoolArray]:
+        """`costs_of` under one mode, `[_COSTS, micro-batches, virtual stages]`."""
+        modes = np.full(len(members), mode, np.int64)
         rows_of = zip(members, layouts, strict=True)
         packed = np.array([layout is BatchLayout.PACKED and len(samples) > 0 for samples, layout in rows_of], np.bool_)
         rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
@@ -217,7 +239,7 @@ class BatchProblem:
                 samples=np.concatenate(chosen), sizes=sizes, modes=modes[packed]
             )
             rows[:, packed] = costs.reshape(_COSTS, len(chosen), -1)
-        return self._schedule_problem(rows), covered
+        return rows, covered
 
     def costs(
         self, shapes: Sequence[Shape] | IntArray, modes: IntArray, labels: IntArray | None = None

@@ -57,24 +57,29 @@ class Rescheduler:
             mode: settings.tables(cost_model, mode) for mode in settings.recompute
         }
         tables = next(iter(self._tables.values()))
-        self._state, self._kinds = tables.state, tables.kinds
+        self._state = tables.state
+        self._modules = [tables.kinds.index(kind) for kind in settings.layout.modules]
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables.values())
 
-    def module_costs(self, plan: IterationPlan) -> list[ModuleCosts]:
-        """The micro-batches of a plan's replicas."""
-        replicas = []
+    def module_costs(self, plan: IterationPlan, split: Split) -> list[ModuleCosts]:
+        """The micro-batches of the replicas of a plan under a split, every module with its stage's recompute mode."""
+        replicas, layout = [], self._layout(split)
+        stage_of = np.searchsorted(layout.cuts, np.arange(len(layout.modules)), side="right")
         for replica in plan.replicas:
             batches = [batch for batch in replica.micro_batches if not batch.is_filler]
             if batches:
-                values = np.stack([self._module_costs(batch) for batch in batches])
+                values = np.stack([self._module_costs(batch, stage_of) for batch in batches])
                 positions = [(size * inputs, size * targets) for size, inputs, targets in (b.shape for b in batches)]
-                replicas.append(self.of_kinds(values, np.array(positions, np.int64).T))
+                replicas.append(self.of_modules(values, np.array(positions, np.int64).T))
         return replicas
 
     def of_kinds(self, values: IntArray, positions: IntArray) -> ModuleCosts:
         """Micro-batches whose costs are given by kind of module: int64[micro-batches, kinds, len(Quantity)]."""
-        modules = [self._kinds.index(kind) for kind in self.settings.layout.modules]
-        by_module = np.where(values == ABSENT, 0, values)[:, modules]
+        return self.of_modules(values[:, self._modules], positions)
+
+    def of_modules(self, values: IntArray, positions: IntArray) -> ModuleCosts:
+        """Micro-batches whose costs are given by module: int64[micro-batches, modules, len(Quantity)]."""
+        by_module = np.where(values == ABSENT, 0, values)
         times = [Quantity.FORWARD, Quantity.BACKWARD, Quantity.WEIGHT]
         last = by_module[:, -2:, times] * self._counting
         by_module[:, -2:, times] = np.rint(last).astype(np.int64)
@@ -161,9 +166,15 @@ class Rescheduler:
         ]
         return [np.ascontiguousarray(array) for array in costs]
 
-    def _module_costs(self, micro_batch: MicroBatch) -> IntArray:
-        """Modules' costs of a planned micro-batch: int64[kinds, len(Quantity)]."""
-        tables, family = self._tables[micro_batch.recompute], self.settings.family
+    def _module_costs(self, micro_batch: MicroBatch, stage_of: IntArray) -> IntArray:
+        """Costs of a planned micro-batch's modules, given their virtual stages: int64[modules, len(Quantity)]."""
+        under = {mode: self._costs_under(mode, micro_batch) for mode in set(micro_batch.recompute)}
+        stages = zip(self._modules, stage_of.tolist(), strict=True)
+        return np.stack([under[micro_batch.recompute[stage]][kind] for kind, stage in stages])
+
+    def _costs_under(self, mode: Recompute, micro_batch: MicroBatch) -> IntArray:
+        """Costs of a planned micro-batch by kind of module, under one mode: int64[kinds, len(Quantity)]."""
+        tables, family = self._tables[mode], self.settings.family
         if micro_batch.layout is BatchLayout.PACKED:
             inputs = np.array([input_positions(family, n) for n in micro_batch.input_lengths], np.int64)
             targets = np.array([target_positions(family, n) for n in micro_batch.target_lengths], np.int64)

@@ -26,7 +26,7 @@ class ScheduledBatch:
         members: samples of each micro-batch.
         layouts: of each.
         shapes: of each.
-        modes: int64[micro-batches], index of its recompute mode.
+        modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         costs: its costs on every virtual stage.
         replicas: micro-batches of each replica, in the order in which they enter its pipeline.
         schedules: of each replica.
@@ -68,11 +68,10 @@ def schedule_batch(
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
         if searched is not None:
-            plain_is_in_search = problem.layout.chunks == 1 and not problem.peak_covers_backward
-            if plain_is_in_search or problem.division == "on":
+            if problem.division == "on":
                 return searched
             candidates.append(searched)
-            # Here list scheduling may refuse a forward that 1F1B has memory for; else 1F1B is in the search.
+            # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
             chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:
@@ -158,7 +157,7 @@ def _scheduled(
         members=members,
         layouts=layouts,
         shapes=shapes,
-        modes=modes,
+        modes=np.repeat(modes[:, None], problem.layout.virtual_stages, axis=1),
         costs=costs,
         replicas=replicas,
         schedules=schedules,

@@ -10,7 +10,7 @@ the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A m
     move           moves a sample of a packed row to another micro-batch, or exchanges two
     split          one micro-batch into two
     merge          two into one, padded ones where they are neighbours
-    recompute      gives a micro-batch another mode
+    recompute      gives a micro-batch another mode, on all virtual stages, from one on, or on one
     layout         packs a padded micro-batch into a row, or the other way round
     change policy  changes how many micro-batches a stage may hold in flight, or the policy's rule
     reassign       gives a micro-batch to another replica, or exchanges two
@@ -52,7 +52,7 @@ micro-batches are searched with fewer than `LEAST` evaluations."""
 
 
 @cache
-def _notice(message: str) -> None:
+def notice(message: str) -> None:
     """Say it once per process."""
     _logger.warning("notice: %s", message)
 
@@ -64,7 +64,7 @@ class ReplicaSolution:
     Attributes:
         members: samples of each micro-batch.
         layouts: of each.
-        modes: int64[micro-batches], index of its recompute mode.
+        modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         order: passes per stage; micro-batches are numbered as they enter.
     """
 
@@ -103,7 +103,7 @@ def search(
     elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
         if evaluations < LEAST:
-            _notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
+            notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
     begin = [(partition.sizes, partition.modes) for partition in enough]
     try:
         replicas = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)
@@ -113,7 +113,7 @@ def search(
         ReplicaSolution(
             members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
             layouts=[BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed],
-            modes=np.array(modes, np.int64),
+            modes=np.array(modes, np.int64).reshape(-1, layout.virtual_stages),
             order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
         )
         for samples, sizes, modes, packed, passes in replicas

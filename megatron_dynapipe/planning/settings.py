@@ -35,7 +35,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         layers_per_stage: layers per virtual stage in model order, in halves; None splits them equally.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
         distributed_optimizer: whether optimizer state is sharded over the replicas.
-        recompute: modes that a micro-batch may be given.
+        recompute: modes that a micro-batch may be given on a virtual stage.
         network: links between devices.
         scatter_gather: whether messages between stages are sharded over the tensor-parallel ranks.
         micro_batch_layouts: layouts that a micro-batch may be given.

@@ -1,4 +1,4 @@
-"""What a run leaves behind for its report: JSON lines, one file per rank, decoded strictly.
+"""The records that a run leaves behind for its report: JSON lines, one file per rank, decoded strictly.
 
 rank-0.jsonl   {"type": "run", "stages": 2, …}
                {"type": "iteration", "iteration": 0, "measured_ns": …}

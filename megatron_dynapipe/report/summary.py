@@ -1,4 +1,4 @@
-"""What a run prints at its end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
+"""The summary at a run's end: padding, micro-batches, speed, how good the predictions were, waits for plans."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,12 +57,10 @@ class Summary:
     predicted_ms: float
     """Median per iteration."""
     prediction_scale: float | None
-    """Of computed costs: what predictions were multiplied by here, measured over predicted time in the first measured
-    iterations; None of measured costs, whose predictions are as the plans had them."""
+    """The factor of predictions by computed costs, measured over predicted time in the first measured iterations; None
+    of measured costs, whose predictions are as the plans had them."""
     prediction_error: float | None
     """Median of |prediction - measured| / measured; None without iterations to judge."""
-    late_prediction_error: float | None
-    """The same of the run's last half: costs may have been corrected as training went."""
     plan_wait_share: float
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
@@ -123,7 +121,6 @@ def summarise(
         predicted_ms=median(predicted.values()) / NS_PER_MS,
         prediction_scale=scale,
         prediction_error=_error(judged, predicted),
-        late_prediction_error=_error(judged[len(judged) // 2 :], predicted),
         plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
         of_limits=runs[-1].of_limits,
@@ -139,7 +136,8 @@ def format_summary(summary: Summary) -> str:
         f"({summary.maximum_padding_efficiency:.1%} with every sample padded to the maximum)",
         f"micro-batches per iteration {summary.micro_batches} (min / median / max)"
         + (f", {summary.packed_share:.0%} of them packed rows" if summary.packed_share else ""),
-        f"shapes: {_span(summary.sizes)} rows, {_span(summary.input_lengths)} input positions"
+        f"shapes: {_span(summary.sizes)} row{'s' * (summary.sizes.maximum > 1)},"
+        f" {_span(summary.input_lengths)} input positions"
         + (f", {_span(summary.target_lengths)} target positions" if summary.target_lengths.maximum else ""),
         f"time per iteration, over all stages, {summary.measured_ms:,.1f} ms measured,"
         f" {summary.predicted_ms:,.1f} ms predicted" + _prediction_text(summary),
@@ -156,11 +154,9 @@ def format_summary(summary: Summary) -> str:
 
 
 def _prediction_text(summary: Summary) -> str:
-    scale, error, late = summary.prediction_scale, summary.prediction_error, summary.late_prediction_error
+    scale, error = summary.prediction_scale, summary.prediction_error
     scaled = "" if scale is None else f" by computed costs, scaled by {scale:.3g} from the first iterations"
-    if error is None or late is None:
-        return scaled
-    return f"{scaled} (error {error:.1%}, of the last half {late:.1%}; medians)"
+    return scaled if error is None else f"{scaled} (median error {error:.1%})"
 
 
 def _memory_line(memory: MemoryRecord) -> str:

@@ -1,4 +1,4 @@
-"""What PyTorch compiles kernels with at run time: Triton, whose launchers a C compiler builds against Python.h."""
+"""The compilers of PyTorch's kernels at run time: Triton, whose launchers a C compiler builds against Python.h."""
 
 import functools
 import importlib.util

@@ -99,7 +99,6 @@ def _hosted(port: int, timeout_s: float, rank: int) -> TCPStore:
 
 
 def _asked(agents: Store, rank: int) -> int:
-    """The port of rank 0's store."""
     question = uuid.uuid4().hex
     agents.set(f"dynapipe/asks/{rank}", question)
     return int(agents.get(f"dynapipe/port/{question}"))

@@ -40,7 +40,7 @@ _AT_ONCE = 2**16
 
 
 class LastBatch(enum.StrEnum):
-    """What becomes of an epoch's end that does not fill a batch."""
+    """The treatment of an epoch's end that does not fill a batch."""
 
     CONTINUE = "continue"
     KEEP = "keep"

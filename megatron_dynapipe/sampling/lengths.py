@@ -46,7 +46,7 @@ _MADE_BY = "make the dataset again with `megatron-dynapipe data prepare` (or `da
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexFile:
-    """What the index of one split says, checked.
+    """The index of one split, checked.
 
     Attributes:
         prefix: path of the pair of files without `.bin` and `.idx`.

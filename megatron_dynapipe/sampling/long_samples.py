@@ -1,4 +1,4 @@
-"""What happens to samples longer than the run's maximum lengths."""
+"""Samples that are longer than the run's maximum lengths: refused, truncated or left out."""
 
 import enum
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _AT_ONCE = 2**16
 
 
 class LongSamples(enum.StrEnum):
-    """What to do with samples longer than a maximum length: stop, truncate them, or leave them out."""
+    """The treatment of samples longer than a maximum length: stop, truncate them, or leave them out."""
 
     FAIL = "fail"
     TRUNCATE = "truncate"

@@ -25,7 +25,7 @@ MOST_SHUFFLED = 2**22
 
 
 class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides the order of samples; two ranks with equal settings see equal batches.
+    """The settings that decide the order of samples; two ranks with equal settings see equal batches.
 
     Attributes:
         family: "gpt" joins input and target into one sequence; "t5" keeps them apart.
@@ -94,7 +94,7 @@ class GlobalBatch:
 
     @property
     def tokens(self) -> int:
-        """Of all samples, inputs and targets."""
+        """Tokens of all samples, inputs and targets."""
         return int(self.input_lengths.sum() + self.target_lengths.sum())
 
     def divided(self, tokens: int) -> list["GlobalBatch"]:

@@ -31,7 +31,7 @@ class SpanTable:
 
     @classmethod
     def read(cls, prefix: Path) -> Self:
-        """Those of a split; none where it has none.
+        """The spans of a split; none where it has none.
 
         Raises:
             DataError: the file cannot be read, or is not of this form.

@@ -204,7 +204,6 @@ class PlannerLoop:
             )
 
     def _keys_of(self, split: SplitWindow, iteration: int) -> list[str]:
-        """Keys of the plans of one iteration."""
         layout = self._settings.inputs.planner
         return [
             self._keys.plan(split=split.name, iteration=iteration, replica=replica, stage=stage)

@@ -134,7 +134,6 @@ def _function_samples(node: Function, lines: list[str]) -> Iterator[TextSample]:
 
 
 def _sample(task: str, text: str, target: str) -> Iterator[TextSample]:
-    """The sample, unless its target is too short to say anything."""
     if len(target) >= _LEAST_TEXT:
         yield TextSample(task=task, input=text, target=target)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.extras import DISTRIBUTION, missing
+from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
 from megatron_dynapipe.units import BYTES_PER_MB
 
 
@@ -36,7 +36,7 @@ KNOWN_PYTHONS = ((3, 12), (3, 13))
 OPTIONAL = ("data", "plots")
 """Extras without which training works."""
 
-TO_TRAIN = f"pip install '{DISTRIBUTION}[train]'"
+TO_TRAIN = from_clone("train")
 NOT_INSTALLED = "not installed (for training)"
 NEEDED_TO_PLAN = frozenset({"python", "plan store", "planner core"})
 """Checks that also count on a host that only plans, without torch."""
@@ -186,7 +186,7 @@ def check_requirements() -> Finding:
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return Finding("note", f"{DISTRIBUTION} is not installed", "pip install .")
+        return Finding("note", f"{DISTRIBUTION} is not installed", from_clone(""))
     to_train = () if _version("torch") is None else ("train",)  # else said by the check of torch
     unmet = {extra: lines for extra in ("", *to_train, *OPTIONAL) if (lines := _unmet(requirements, extra))}
     if not unmet:
@@ -195,7 +195,7 @@ def check_requirements() -> Finding:
     return Finding(
         "note" if set(unmet) <= set(OPTIONAL) else "fail",
         "; ".join(dict.fromkeys(line for lines in unmet.values() for line in lines)),
-        f"pip install --upgrade '{DISTRIBUTION}{f'[{extras}]' if extras else ''}', or install those versions",
+        f"{from_clone(extras, ' --upgrade')}, or install those versions",
     )
 
 

@@ -16,7 +16,7 @@ _MOST_NAMED = 5
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """What is wrong with a dataset folder, in words; nothing where it is whole.
+    """The faults of a dataset folder, in words; nothing where it is whole.
 
     Raises:
         DataError: there is no dataset, or its manifest is none.

@@ -55,7 +55,6 @@ def _contents(checkout: Survey, *, reverse: bool, merge: bool) -> dict[str, byte
 
 
 def _changed(checkout: Survey, name: str, *, reverse: bool) -> bytes:
-    """One file with its patches, or in `reverse` without them."""
     patches = [patch.path.resolve() for patch in checkout.series.patches if patch.file == name]
     data = (checkout.folder / name).read_bytes()
     with tempfile.TemporaryDirectory(prefix="dynapipe-patch-") as folder:

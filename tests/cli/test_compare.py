@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.batches import dataset_batches
+from megatron_dynapipe.cli.compare import geometric_means
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
-from megatron_dynapipe.tools.report.comparison import geometric_mean, geometric_means
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.planning_commands import arguments, report
 from tests.helpers.random_dataset import make_dataset
@@ -29,8 +29,8 @@ def with_batches(path: Path, *batches: dict[str, Any]) -> Path:
     return path
 
 
-def of_dataset(dataset: Path, cost_file: Path, *more: str) -> list[str]:
-    command = arguments("compare", Path("none"), cost_file, *more)
+def of_dataset(dataset: Path, cost_file: Path, *more: str, name: str = "compare") -> list[str]:
+    command = arguments(name, Path("none"), cost_file, *more)
     place = command.index("--batches")
     return [*command[:place], "--data", str(dataset), *command[place + 2 :]]
 
@@ -127,19 +127,22 @@ def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
 
 
 def test_data_s_own_seed_and_lengths(dataset, cost_file, tmp_path, capsys) -> None:
-    """A run file's length truncates as --max-seq-len does, which wins."""
+    """A run file's length truncates as --max-seq-len does, which wins; of `plan`, which takes the same batches."""
 
     def times(*more: str) -> list[float]:
-        assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more)) == 0
-        return [batch["methods"]["dynapipe"]["ms"] for batch in report(capsys)["batches"]]
+        assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more, name="plan")) == 0
+        return [iteration["predicted_ms"] for iteration in report(capsys)["iterations"]]
 
     usual = times()
     assert usual == times("--data-seed", "1234") != times("--data-seed", "5")
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: 4\nhidden-size: 32\nseq-length: 11\n")
     short = times("--max-seq-len", "12")
-    assert main(of_dataset(dataset, cost_file, "--limit", "2", "--model-config", str(path))) == 0
-    assert f"longer samples are truncated to 12 tokens, as {path} has it" in capsys.readouterr().err
+    said = f"longer samples are truncated to 12 tokens, as {path} has it"
+    for split in ("equal", "auto"):  # which asks for the batches twice
+        words = ("--limit", "2", "--model-config", str(path), "--layer-split", split)
+        assert main(of_dataset(dataset, cost_file, *words, name="plan")) == 0
+        assert capsys.readouterr().err.count(said) == 1
     assert times("--model-config", str(path)) == short and max(short) < min(usual)
     assert times("--model-config", str(path), "--max-seq-len", "4096") == usual
 
@@ -157,4 +160,4 @@ def test_means_are_over_batches_that_both_can_run() -> None:
     over = geometric_means([entry(a=8.0, b=2.0, c=None), entry(a=9.0, b=9.0, c=3.0)])
     assert over["a"]["geomean_over"] == pytest.approx({"b": 2.0, "c": 3.0})
     assert over["c"]["geomean_over"] == pytest.approx({"a": 1 / 3, "b": 1 / 3})
-    assert geometric_means([]) == {} and geometric_mean([1, 8]) == pytest.approx(8**0.5)
+    assert geometric_means([]) == {}

@@ -26,7 +26,11 @@ def fixed(status: str, hint: str | None = None) -> Callable[[], Finding]:
         ([("a", "ok"), ("bb", "note"), ("c", "fail")], 1, "this machine can plan, not train: see FAIL above"),
         ([("planner core", "fail")], 1, "this machine cannot train: see FAIL above"),
         ([("a", "note")], 0, "this machine can train"),
-        ([("a", "absent")], 0, "this machine can plan; to train: pip install 'megatron-dynapipe[train]'"),
+        (
+            [("a", "absent")],
+            0,
+            "this machine can plan; to train: pip install -e '.[train]' in the clone of megatron-dynapipe",
+        ),
     ],
 )
 def test_what_the_checks_add_up_to(monkeypatch, capsys, findings, code, last) -> None:
@@ -69,7 +73,7 @@ def test_a_megatron_that_is_absent_is_said(monkeypatch) -> None:
     monkeypatch.setattr(version, "find_version", lambda: None)
     absent = checks.check_megatron()
     assert (absent.status, absent.found) == ("absent", "not installed (for training)")
-    assert absent.hint == "pip install 'megatron-dynapipe[train]'"
+    assert absent.hint == "pip install -e '.[train]' in the clone of megatron-dynapipe"
 
 
 def test_a_server_that_is_named_is_reached_and_described(tmp_path) -> None:
@@ -125,14 +129,14 @@ def test_required_versions(monkeypatch, required, status, found):
     assert told.status == status and told.found.startswith(found)
     assert (told.hint is None) == (status == "ok")
     if 'extra == "data"' in required:
-        assert str(told.hint).startswith("pip install --upgrade 'megatron-dynapipe[data]'")
+        assert str(told.hint).startswith("pip install --upgrade -e '.[data]'")
 
 
 @pytest.mark.parametrize(
     ("check", "name", "value", "status", "said"),
     [
         ("python", "KNOWN_PYTHONS", ((3, 8), (3, 9)), "fail", "use Python 3.8 or 3.9: megatron-core has wheels for th"),
-        ("requirements", "DISTRIBUTION", "no-such-package-here", "note", "pip install ."),
+        ("requirements", "DISTRIBUTION", "no-such-package-here", "note", "pip install -e '.'"),
     ],
 )
 def test_what_a_check_finds(monkeypatch, check, name, value, status, said):

@@ -35,7 +35,7 @@ QUICK = tuple(
 
 def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [parser, *(each for action in nested for choice in action.choices.values() for each in parsers(choice))]
+    return [parser, *(inner for action in nested for choice in action.choices.values() for inner in parsers(choice))]
 
 
 def test_every_command_has_examples_in_its_help() -> None:
@@ -73,7 +73,7 @@ def test_the_examples_run_one_after_another(tmp_path, monkeypatch, capsys):
         with contextlib.ExitStack() as files:
             if file:
                 files.enter_context(contextlib.redirect_stdout(files.enter_context(Path(file).open("w"))))
-            words = [found for word in shlex.split(line) for found in (sorted(map(str, Path().glob(word))) or [word])]
+            words = [match for word in shlex.split(line) for match in (sorted(map(str, Path().glob(word))) or [word])]
             status = main.main(words)
         assert status == 0, f"{example}: {capsys.readouterr()}"
         assert not file or json.loads(Path(file).read_text())
@@ -95,7 +95,7 @@ def test_the_examples_that_train_measure_convert_or_serve(tmp_path: Path) -> Non
     lines = [line for line in EVERY if line not in PATCHES and line not in QUICK]
     lines.sort(key=lambda line: next(place for place, start in enumerate(ORDER) if line.startswith(start)))
     text = "\n".join(f"{PROGRAM} {line}" for line in lines)
-    for given, instead in SMALLER:
-        assert given in text, f"no example has {given!r} any more"
-        text = text.replace(given, instead)
+    for words, instead in SMALLER:
+        assert words in text, f"no example has {words!r} any more"
+        text = text.replace(words, instead)
     run_text(text, tmp_path, environment)

@@ -172,6 +172,57 @@ def test_a_batch_is_planned_for_the_file_s_model(cost_file, batches_file, tmp_pa
     assert "pass --model gpt, or --model-config FILE" in capsys.readouterr().err
 
 
+HYBRID = {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "padded-vocab-size": 512}
+EXPERTS = {"num-experts": 4, "moe-ffn-hidden-size": 64}
+
+
+@pytest.mark.parametrize(
+    ("words", "gpt", "pattern"),
+    [
+        ([], {}, "*-*-*-*-"),
+        (["--layout", "packed", "--slices", "16"], {}, "*-|*-*-*-"),
+        (["--layer-split", "auto"], {}, "*-*-*-|*-"),
+        (["--split-backward", "off"], EXPERTS | {"moe-layer-freq": "[0]+[1]*3"}, "*-*E*E*E"),
+        (["--split-backward", "off"], EXPERTS, "*E*E*E*E"),
+    ],
+)
+def test_a_pattern_is_planned_as_the_gpt_of_its_modules(batches_file, tmp_path, capsys, words, gpt, pattern):
+    """From a run file alone, its stages too; nothing is computed again, where a module keeps its input besides."""
+    planned = []
+    for more in (gpt, (EXPERTS if gpt else {}) | {"hybrid-layer-pattern": pattern}):
+        path = written(tmp_path, HYBRID | more)
+        command = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--device-memory-mb", "9000"]
+        command += ["--pipeline-parallel", "2", "--limit-rc-type", "none", "--json", *words]
+        command += ["--layer-split", "1,3"] * (pattern == "*-|*-*-*-" and more is gpt)
+        assert main.main([*command, "--model-config", str(path)]) == 0
+        planned.append(json.loads(capsys.readouterr().out)["iterations"])
+    for layers, modules in zip(*planned, strict=True):
+        assert modules["predicted_ms"] == pytest.approx(layers["predicted_ms"], rel=0.01)
+        stages = [iteration["replicas"][0]["layers_per_stage"] for iteration in (layers, modules)]
+        assert [2 * n for n in stages[0]] == stages[1]
+
+
+def test_what_a_pattern_does_not_say(batches_file, tmp_path, capsys):
+    words = ["--batches", str(batches_file), "--cost-model", "analytic", "--device-memory-mb", "9000", "--limit", "1"]
+    words += ["--limit-rc-type", "none", "--json"]
+    tune = ["tune", "--devices", "2", "--top", "9", "--workers", "1", "--layer-splits", "equal,even,auto"]
+    assert (
+        main.main([*tune, *words, "--model-config", str(written(tmp_path, HYBRID | {"hybrid-layer-pattern": "*-*--"}))])
+        == 0
+    )
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert {sum(layout["layers_per_stage"]) for layout in layouts if layout["error"] is None} == {5}
+    for command, pattern, said in (
+        (tune, "*-|*-", "expected a pattern without stages, got *-|*-"),
+        (["plan", "--pipeline-parallel", "2"], "*-|*-|*-", "expected segments for 2 pipeline stages"),
+        (["plan", "--pipeline-parallel", "2", "--layer-split", "3,1"], "*-|*-", "got | at position 3"),
+        (["plan"], "*-M-", "'M' at position 3 stands for Mamba layers"),
+    ):
+        path = written(tmp_path, HYBRID | {"hybrid-layer-pattern": pattern})
+        assert main.main([*command, *words, "--model-config", str(path)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_costs_of_another_model_are_refused(cost_file, batches_file, tmp_path, capsys):
     file = json.loads(cost_file.read_text())
     file["model"] |= {"heads": 8, "ffn": 99, "vocabulary": 1024}

@@ -62,9 +62,11 @@ def cluster(path: Path) -> Path:
     return ROOT / "configs" / "clusters" / f"{CLUSTER.get(path.stem, 'a100_40gb')}.yaml"
 
 
-def batches(kind: str, *longest: int) -> list[dict]:
-    """A global batch of a FLAN-like mixture for each maximum length."""
-    return [flan_like_batches()[f"{kind}-s{length}-t65536-b0"] for length in longest]
+def batches(kind: str, *longest: int, share: int = 1) -> list[dict]:
+    """A global batch of a FLAN-like mixture for each maximum length, or the first of so many shares of it."""
+    whole = [flan_like_batches()[f"{kind}-s{length}-t65536-b0"] for length in longest]
+    lengths = ("input", "target")
+    return [batch | {key: batch[key][: len(batch[key]) // share] for key in lengths if key in batch} for batch in whole]
 
 
 def parse_and_plan_all(*, rank: int, world_size: int, cases: list[dict]) -> list[dict]:
@@ -133,12 +135,16 @@ def test_every_config_has_a_number_of_gpus():
     assert sorted(path.stem for path in CONFIGS) == sorted(GPUS)
 
 
-@pytest.fixture(scope="module", params=[(1024,), pytest.param((512, 2048), marks=pytest.mark.slow)], ids=str)
+FIRST_QUARTER = {"longest": (1024,), "share": 4}
+WHOLE = {"longest": (512, 1024, 2048), "share": 1}
+
+
+@pytest.fixture(scope="module", params=[FIRST_QUARTER, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=str)
 def planned(data, request) -> dict[str, dict]:
     """What all run files come to, parsed and planned one after another in one process."""
     cases = [
         {"config": str(path), "gpus": GPUS[path.stem], "cluster": str(cluster(path)), "data": str(data)}
-        | {"batches": batches(family(path), *request.param)}
+        | {"batches": batches(family(path), *request.param["longest"], share=request.param["share"])}
         for path in CONFIGS
     ]
     (results,) = run_ranks(parse_and_plan_all, 1, {"cases": cases}, deadline_s=200)

@@ -141,10 +141,11 @@ def test_long_samples_pay_for_their_attention() -> None:
     [
         ("NVIDIA A100-SXM4-40GB", 2.2e14, 8.1e11),
         ("NVIDIA A100-SXM4-80GB", 2.2e14, 1.06e12),
-        ("NVIDIA H100 80GB HBM3", 6.9e14, 1.74e12),
+        ("NVIDIA H100 80GB HBM3", 6.4e14, 1.74e12),
         ("NVIDIA H100 PCIe", 5.3e14, 1.04e12),
-        ("NVIDIA H200", 6.9e14, 2.5e12),
-        ("NVIDIA GB200", 1.75e15, 4.2e12),
+        ("NVIDIA H200", 6.4e14, 2.5e12),
+        ("NVIDIA GH200 480GB", 6.7e14, 2.1e12),
+        ("NVIDIA GB200", 1.47e15, 4.2e12),
         ("Tesla V100-SXM2-32GB", 8.8e13, 4.7e11),
     ],
 )

@@ -1,5 +1,6 @@
 """The page of claims is of the form that its script reads, and a claim that does not hold is missed."""
 
+import re
 import runpy
 
 import pytest
@@ -14,6 +15,15 @@ def test_the_page_is_read() -> None:
     assert len(SCRIPT["claims"](page)) == page.count("| `python ")
 
 
+def test_every_ratio_of_the_readme_is_claimed() -> None:
+    rows = [
+        line for line in (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines() if "| `python " in line
+    ]
+    claimed = {f"{float(number):.2f}" for row in rows for number in re.findall(r"\d+\.\d+", row)}
+    ratios = re.findall(r"(\d+\.\d+)\*{0,2} (?:×|times)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert ratios and set(ratios) <= claimed
+
+
 @pytest.mark.parametrize(
     ("expected", "output", "holds"),
     [
@@ -23,6 +33,7 @@ def test_the_page_is_read() -> None:
         ("right in ≥ 7", "order right in 6 of 8", False),
         (r"\| planned \| … \| ≥ 1.15", "| gpt | planned | 3,073 | 3.416 (2.184–5.246) |", True),
         ("right in ≥ 7", "nothing", False),
+        (r"gpt:1,1,8 \| … ** 1.19 ± 0.01", "| h100 | gpt:1,1,8 | 2,048 | 8 | 1.2 | **1.193** | 1.150 |", True),
     ],
 )
 def test_what_is_printed_is_held_against_the_page(expected: str, output: str, holds: bool) -> None:

@@ -34,10 +34,10 @@ NOT_RUN = {
     r"torchrun (\{\}|--standalone) --nproc-per-node (\{\}|8)": "of the layout that `tune` has found; cli/test_tune.py",
     r"megatron-dynapipe data prepare --mixture configs/data": "downloads; configs/test_mixtures.py reads local copies",
     r"torchrun with `-m": "no whole line; docs/cost-models.md has it",
-    r"python examples/elastic_module.py --profile costs.json  ": "as docs/your-own-model.md has it",
 }
 RUN = {
-    rf"{PROGRAM} (compare --batches|orchestrate)": Runs(swaps=(("--limit 6", "--limit 1"),), slow=False),
+    rf"{PROGRAM} compare --batches": Runs(swaps=(("--limit 6", "--limit 1"),)),
+    rf"{PROGRAM} orchestrate": Runs(slow=False),
     rf"{PROGRAM} tune --model-config configs/qwen3": Runs(swaps=(("--limit 14", "--limit 1"),)),
     rf"{PROGRAM} plan --data data/mixture": Runs(
         swaps=(("--model gpt …", DEMO), ("FILE.plan", "iteration-0.plan")), slow=False
@@ -53,7 +53,6 @@ RUN = {
         slow=False,
     ),
     r"torchrun --nproc-per-node \d examples/": Runs(),
-    "python examples/elastic_module.py": Runs(),
     rf"{PROGRAM} certify -- --": Runs(),
     rf"{PROGRAM} profile": Runs(swaps=(("--output t5.json", "--output t5.json --budget-minutes 0.2"),)),
     r"torchrun .* profile": Runs(

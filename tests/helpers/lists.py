@@ -1,12 +1,26 @@
 """Instruction lists as text, checked by themselves, and micro-batches of some lengths."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_dynapipe.plan import verify
-from megatron_dynapipe.plan.instructions import Instruction
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Buffer,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Payload,
+    RecvStart,
+    RecvWait,
+    SendStart,
+    SendWait,
+)
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.text import parse_instruction
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
 from megatron_dynapipe.units import (
     BatchLayout,
@@ -33,6 +47,30 @@ def verify_lists(
     return verify.verify_lists(dimensions, lists)
 
 
+PAYLOADS = {"F": Payload.ACTIVATION, "B": Payload.GRADIENT}
+PASSES: dict[str, Any] = {"F": Forward, "B": Backward, "BI": BackwardInput, "BW": BackwardWeight}
+TRANSFERS: dict[str, Any] = {"SEND": SendStart, "WAIT_SEND": SendWait, "RECV": RecvStart, "WAIT_RECV": RecvWait}
+TRANSFER = re.compile(r"(\w+)_([FB])(\d+)(?:\.(\d+))?[<>](\d+)(?:\[([0-9x,]*)\])?")
+OTHER = re.compile(r"(LOAD|F|B|BI|BW|FREE_[A-Z_]+?)(\d+)(?:\.(\d+))?")
+
+
+def parse_instruction(word: str) -> Instruction:
+    """The instruction that `format_instruction` wrote."""
+    if match := TRANSFER.fullmatch(word):
+        kind, letter, micro_batch, chunk, peer, text = match.groups()
+        place = PAYLOADS[letter], int(micro_batch), int(chunk or 0), int(peer)
+        shapes = () if text is None else (tuple(tuple(map(int, s.split("x"))) for s in text.split(",") if s),)
+        return TRANSFERS[kind](*place, *shapes)
+    match = OTHER.fullmatch(word)
+    assert match, word
+    name, micro_batch, chunk = match[1], int(match[2]), int(match[3] or 0)
+    if name == "LOAD":
+        return Load(micro_batch)
+    if name.startswith("FREE_"):
+        return Free(Buffer[name.removeprefix("FREE_")], micro_batch, chunk)
+    return PASSES[name](micro_batch, chunk)
+
+
 def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
     """The lists that `format_stages` wrote, a stage a line, between comments and empty lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
@@ -42,7 +80,8 @@ def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
 
 def micro_batch(shape: Shape, inputs: Sequence[int], targets: Sequence[int] = (), **fields: Any) -> MicroBatch:
     """Samples of these lengths, numbered from 0, a GPT's without targets; they cost a byte."""
-    one = {"recompute": Recompute.NONE, "stored_bytes": (1,), "peak_bytes": (1,)}
+    one = {"stored_bytes": (1,), "peak_bytes": (1,)} | fields
+    one = {"recompute": (Recompute.NONE,) * len(one["stored_bytes"])} | one
     one |= {"sample_ids": tuple(range(len(inputs))), "target_lengths": tuple(targets) or (0,) * len(inputs)}
     return MicroBatch(input_lengths=tuple(inputs), shape=shape, **(one | fields))
 

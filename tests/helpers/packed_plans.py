@@ -48,13 +48,16 @@ def halved(plan: IterationPlan, *, every: int) -> IterationPlan:
     """
 
     def of(replica: ReplicaPlan, stage: StagePlan) -> StagePlan:
+        def may_halve(step: Pass) -> bool:
+            modes = replica.micro_batches[step.micro_batch].recompute
+            return modes[step.chunk * plan.pipeline_stages + stage.stage] is not Recompute.FULL
+
         steps: list[Instruction] = []
         waiting: list[BackwardWeight] = []
         for step in stage.instructions:
-            mode = replica.micro_batches[step.micro_batch].recompute
             if isinstance(step, Pass) and len(waiting) > 2:
                 steps += [waiting.pop(), waiting.pop(0)]
-            if isinstance(step, Backward) and mode is not Recompute.FULL and step.micro_batch % every == 0:
+            if isinstance(step, Backward) and step.micro_batch % every == 0 and may_halve(step):
                 waiting.append(BackwardWeight(step.micro_batch, step.chunk))
                 step = BackwardInput(step.micro_batch, step.chunk)
             steps.append(step)

@@ -90,7 +90,7 @@ def test_what_an_extra_brings_is_named_where_it_is_missing(folder, argv, package
     done = python(RUN, *argv, folder=folder, status=2)
     assert done.stderr.splitlines()[-2:] == [
         f"error: expected the package {package}, which the extra [{extra}] brings, found none",
-        f"hint: pip install 'megatron-dynapipe[{extra}]'",
+        f"hint: pip install -e '.[{extra}]' in the clone of megatron-dynapipe",
     ]
 
 
@@ -98,7 +98,9 @@ def test_doctor_says_that_this_machine_can_plan(folder: Path) -> None:
     told = json.loads(python(RUN, "doctor", "--json", folder=folder).stdout)
     assert (told["can_plan"], told["can_train"]) == (True, False)
     torch = next(check for check in told["checks"] if check["name"] == "torch")
-    assert torch["status"] == "absent" and torch["hint"] == "pip install 'megatron-dynapipe[train]'"
+    assert (
+        torch["status"] == "absent" and torch["hint"] == "pip install -e '.[train]' in the clone of megatron-dynapipe"
+    )
     assert torch["found"] == "not installed (for training): no torch"
 
 
@@ -121,7 +123,7 @@ assert megatron_dynapipe.tune
 try:
     megatron_dynapipe.Pipeline
 except InstallationError as error:
-    assert error.hint == "pip install 'megatron-dynapipe[train]'", error.hint
+    assert error.hint == "pip install -e '.[train]' in the clone of megatron-dynapipe", error.hint
 else:
     sys.exit("Pipeline needs torch")
 """

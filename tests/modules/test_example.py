@@ -30,7 +30,7 @@ def run_example(rank: int, world_size: int, name: str, arguments: list[str]) -> 
 
 def learn(name: str, ranks: int, arguments: list[str]) -> None:
     printed, *others = run_ranks(run_example, ranks, {"name": name, "arguments": arguments}, deadline_s=200)
-    losses = [float(found) for found in re.findall(r"loss ([0-9.]+), micro-batches \d+x\d+", printed)]
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+), micro-batches \d+x\d+", printed)]
     assert losses[-1] < losses[0] - 0.2
     assert not any(others)
 
@@ -43,10 +43,11 @@ def test_any_module_learns(ranks, arguments):
     learn("any_module.py", ranks, arguments)
 
 
+@pytest.mark.slow  # test_models holds such a model against one process every day
 def test_adapters_learn_and_they_alone_are_written(tmp_path):
     learn("lora_module.py", 2, ["--epochs", "2", "--output", str(tmp_path)])
     names = [set(load_file(tmp_path / f"{stage}.safetensors")) for stage in range(2)]
-    assert all("lora_" in name for each in names for name in each)
+    assert all("lora_" in name for stage in names for name in stage)
     assert len(names[0] | names[1]) == 4 * 4 * 2 and not names[0] & names[1], "two each of four layers of four blocks"
 
 

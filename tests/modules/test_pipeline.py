@@ -18,14 +18,13 @@ OFFSET = 0.0
 
 
 class Toy(nn.Module):
-    """Four layers with two cuts, and a weight that the first and the last layer share."""
+    """Layers with cuts before them, and a weight that the first and the last layer share."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-
         self.table = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.cuts = nn.ModuleList([CutPoint() for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
+        self.cuts = nn.ModuleList([CutPoint() for _ in range(layers)])
         self.settings = SimpleNamespace(factor=1.0, unused=0)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -35,9 +34,9 @@ class Toy(nn.Module):
         return x @ self.table.weight.T
 
 
-def toy(seed: int = 5) -> Toy:
+def toy(seed: int = 5, layers: int = 3) -> Toy:
     torch.manual_seed(seed)
-    return Toy()
+    return Toy(layers)
 
 
 def toy_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
@@ -78,7 +77,7 @@ def whole_losses(steps: int, lr: float = 0.1, max_norm: float | None = None) -> 
 
 def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, settings in {
         "plain": {},
         "clipped": {"max_norm": 0.3},
@@ -88,23 +87,23 @@ def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         "virtual stages": {"stages": 4},
     }.items():
         _, pipeline = toy_pipeline(**settings)
-        found[name] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
+        results[name] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
     part, pipeline = toy_pipeline()
     batch = toy_batch(4, 6, 9)
-    found["evaluated"] = [pipeline.evaluate(batch).loss.item()]
+    results["evaluated"] = [pipeline.evaluate(batch).loss.item()]
     assert part.training and all(p.grad is None for p in part.parameters())
     result = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
     (loss, overflow), outputs, labels = result, result.outputs, result.labels
     assert not loss.requires_grad and not overflow
-    found["outputs"] = [tuple(output.shape) for output in outputs]
+    results["outputs"] = [tuple(output.shape) for output in outputs]
     assert torch.equal(torch.cat([row["labels"] for row in labels] or [batch["labels"]]), batch["labels"])
-    found["labels"] = len(labels)
+    results["labels"] = len(labels)
     assert all(not output.requires_grad for output in outputs)
     rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]
     _, fresh = toy_pipeline()
-    found["run"] = [fresh.run(rows).loss.item()]
-    found["nothing"] = [fresh.run([]).loss.item()]
-    return found
+    results["run"] = [fresh.run(rows).loss.item()]
+    results["nothing"] = [fresh.run([]).loss.item()]
+    return results
 
 
 def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
@@ -114,16 +113,16 @@ def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
     dist.init_process_group("gloo")
     model, batch = toy(), toy_batch(4, 6, 9)
     pipeline = Pipeline(split_model(model, batch, split_points=["layers.1"]), None, toy_loss)
-    found = []
+    differences = []
     for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.5), (1.0, 0.0)):
         model.settings.factor, OFFSET = factor, offset
         whole, count = toy_loss(model(batch["ids"]), batch)
-        found.append(pipeline.step(batch).loss.item() - float(whole.detach()) / count)
+        differences.append(pipeline.step(batch).loss.item() - float(whole.detach()) / count)
     known = len(pipeline.part._variants._known)
     model.settings.factor = 3.0 + rank
     with pytest.raises(ConfigError, match="and the model's attributes to be the same on ranks 0, 1"):
         pipeline.step(batch)
-    return [found, known]
+    return [differences, known]
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])
@@ -140,8 +139,8 @@ def test_equal_sets_are_one_state_however_they_are_walked(kind):
 
 
 def test_attributes_and_globals_that_tracing_read_may_change():
-    for found, known in run_ranks(attributes_on_two_ranks, 2):
-        assert found == pytest.approx([0.0] * 4, abs=1e-5)
+    for differences, known in run_ranks(attributes_on_two_ranks, 2):
+        assert differences == pytest.approx([0.0] * 4, abs=1e-5)
         assert known == 3, "the model is traced once for each set of values"
 
 
@@ -149,16 +148,16 @@ def test_settings_change_no_loss():
     ranks = run_ranks(settings_on_two_ranks, 2)
     expected, clipped = whole_losses(3), whole_losses(3, max_norm=0.3)
     assert clipped != pytest.approx(expected, abs=1e-3)
-    for rank, found in enumerate(ranks):
+    for rank, results in enumerate(ranks):
         for name in ("plain", "one micro-batch", "micro-batches of one", "gpipe", "virtual stages"):
-            assert found[name] == pytest.approx(expected, abs=1e-5), name
-        assert found["clipped"] == pytest.approx(clipped, abs=1e-5)
+            assert results[name] == pytest.approx(expected, abs=1e-5), name
+        assert results["clipped"] == pytest.approx(clipped, abs=1e-5)
         model, batch = toy(), toy_batch(4, 6, 9)
         total, count = toy_loss(model(batch["ids"]), batch)
-        assert found["evaluated"] == found["run"] == pytest.approx([total.item() / count], abs=1e-5)
-        assert found["outputs"] == ([(2, 6, 16)] * 2 if rank == 1 else [])
-        assert found["labels"] == len(found["outputs"])
-        assert found["nothing"] == [0.0]
+        assert results["evaluated"] == results["run"] == pytest.approx([total.item() / count], abs=1e-5)
+        assert results["outputs"] == ([(2, 6, 16)] * 2 if rank == 1 else [])
+        assert results["labels"] == len(results["outputs"])
+        assert results["nothing"] == [0.0]
 
 
 def uneven(rank: int, world_size: int) -> list[Any]:
@@ -169,8 +168,8 @@ def uneven(rank: int, world_size: int) -> list[Any]:
         rows = slice(0, 3) if part.replica == 0 else slice(3, 4)
         if step == 2:  # one replica has nothing to do
             rows = slice(0, 4) if part.replica == 0 else slice(0, 0)
-        mine = {key: value[rows] for key, value in batch.items()}
-        losses.append((pipeline.run([mine]) if len(mine["ids"]) else pipeline.run([])).loss.item())
+        share = {key: value[rows] for key, value in batch.items()}
+        losses.append((pipeline.run([share]) if len(share["ids"]) else pipeline.run([])).loss.item())
     return [losses, part.table.weight.detach()]
 
 
@@ -184,7 +183,7 @@ def test_replicas_of_different_sizes_and_tied_weights():
 
 def half_precision(rank: int, world_size: int) -> dict[str, Any]:
     part, pipeline = toy_pipeline(precision="bf16")
-    found: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
+    results: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
     scale = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
     part = split_model(toy(), toy_batch(2, 3, 0))
     pipeline = Pipeline(
@@ -199,17 +198,17 @@ def half_precision(rank: int, world_size: int) -> dict[str, Any]:
         if overflow:
             assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
-    found |= {"overflows": overflows, "scales": scales, "fp16": [loss.item()]}
-    return found
+    results |= {"overflows": overflows, "scales": scales, "fp16": [loss.item()]}
+    return results
 
 
 def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
     ranks = run_ranks(half_precision, 2)
-    for found in ranks:
-        assert found["bf16"] == pytest.approx(whole_losses(3), abs=0.05)
-        assert found["fp16"] == pytest.approx(whole_losses(1), abs=0.02)
-        assert found["overflows"][0] and not found["overflows"][-1]
-        assert found["scales"][0] == 2.0**39
+    for results in ranks:
+        assert results["bf16"] == pytest.approx(whole_losses(3), abs=0.05)
+        assert results["fp16"] == pytest.approx(whole_losses(1), abs=0.02)
+        assert results["overflows"][0] and not results["overflows"][-1]
+        assert results["scales"][0] == 2.0**39
     assert ranks[0]["overflows"] == ranks[1]["overflows"]
     assert ranks[0]["scales"] == ranks[1]["scales"]
 
@@ -239,8 +238,8 @@ def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
     """Also: the loss scale is saved with the weights."""
-    for found in run_ranks(one_overflows, 4, {"folder": str(tmp_path / "checkpoint")}):
-        assert found == {"overflows": [True, False], "scale": 4.0, "good": 1}
+    for results in run_ranks(one_overflows, 4, {"folder": str(tmp_path / "checkpoint")}):
+        assert results == {"overflows": [True, False], "scale": 4.0, "good": 1}
 
 
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
@@ -286,23 +285,32 @@ def checkpoint_names(folder: str) -> list[str]:
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def refused(rank: int, world_size: int, folders: list[str]) -> list[str]:
+def refused(rank: int, world_size: int, saved: str, folders: list[str]) -> list[str]:
+    """What is said of folders, and of the toy's checkpoint by a model of one layer more, and by one of one less."""
     _, pipeline = toy_pipeline(split_points=["layers.1"])
-    said = []
-    for folder in folders:
-        with pytest.raises(DataError) as raised:
-            pipeline.load(folder)
-        said.append(str(raised.value))
+    pipeline.save(saved)
+    said = [refusal(pipeline, folder) for folder in folders]
+    for layers in (4, 2):
+        part = split_model(toy(layers=layers), toy_batch(2, 3, 0), split_points=["layers.1"])
+        said.append(refusal(Pipeline(part, torch.optim.AdamW(part.parameters()), toy_loss), saved))
     return said
 
 
-def test_a_checkpoint_that_is_not_there_or_was_changed_is_refused_on_every_rank(tmp_path):
+def refusal(pipeline: Pipeline, folder: str) -> str:
+    with pytest.raises(DataError) as raised:
+        pipeline.load(folder)
+    return str(raised.value)
+
+
+def test_a_checkpoint_that_is_not_there_was_changed_or_is_of_another_model_is_refused_on_every_rank(tmp_path):
     folder = tmp_path / "checkpoint"
     run_ranks(first_half, 2, {"folder": str(folder), "stages": 2})
     file = folder / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    for missing, changed in run_ranks(refused, 2, {"folders": [str(tmp_path / "none"), str(folder)]}):
+    arguments = {"saved": str(tmp_path / "saved"), "folders": [str(tmp_path / "none"), str(folder)]}
+    for missing, changed, more, less in run_ranks(refused, 2, arguments):
         assert "cannot read the checkpoint" in missing
         assert "expected the files that were saved, found others under __1_0.distcp" in changed
+        assert "cannot read the checkpoint" in more and "which also holds layers." in less

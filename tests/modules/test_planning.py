@@ -16,7 +16,7 @@ from megatron_dynapipe.cost import ABSENT, Quantity
 from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules import profile
-from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pack, Pad
+from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pad
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
@@ -243,17 +243,13 @@ def seen(item: tuple[list[Any], Any]) -> tuple[Any, ...]:
     return plan.iteration, [batch["ids"].tolist() for batch in micro_batches]
 
 
-def test_samples_are_padded_or_packed():
+def test_samples_are_padded():
     samples = [DATASET[9], DATASET[0]]
     padded = Pad(mask="mask")(samples, 8)
     assert padded["ids"].tolist() == [[9, 10, 11, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
     assert padded["labels"][0].tolist() == [9, 10, 11] + [-100] * 5
     assert padded["mask"].sum(1).tolist() == [3, 5]
     assert Pad()([(torch.ones(2), 3), (torch.ones(1), 4)], 2)[0].tolist() == [[1, 1], [1, 0]]
-    packed = Pack()(samples, 8)
-    assert packed["ids"].tolist() == [[9, 10, 11, 0, 1, 2, 3, 4]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert packed["labels"].tolist() == [[9, 10, 11, -100, 1, 2, 3, 4]]
     with pytest.raises(DataError, match="at most the planned 4 positions, got 5"):
         Pad()(samples, 4)
 

@@ -45,18 +45,18 @@ def train(
     pipeline = Pipeline(part, torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9), case.loss, **settings)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
     weights = dict(whole.named_parameters(remove_duplicate=False))
-    found: dict[str, Any] = {"losses": [], "expected": [], "gradients": 0.0, "weights": 0.0}
+    results: dict[str, Any] = {"losses": [], "expected": [], "gradients": 0.0, "weights": 0.0}
     for size, length in sizes:
         batch = case.batch(size * replicas, length, generator)
         loss, overflow = pipeline.step(shares(batch, replicas)[part.replica])
         assert not overflow
-        found["losses"].append(loss.item())
-        found["expected"].append(reference_step(whole, optimizer, case, batch))
+        results["losses"].append(loss.item())
+        results["expected"].append(reference_step(whole, optimizer, case, batch))
         for key, parameter in part.named_parameters():
             ours, theirs = parameter.grad, weights[key].grad
             assert (ours is None) == (theirs is None), key
             if ours is not None and theirs is not None:
-                found["gradients"] = max(found["gradients"], (ours - theirs).abs().max().item())
-            found["weights"] = max(found["weights"], (parameter - weights[key]).abs().max().item())
-    found["names"] = [key for key, _ in part.named_parameters(remove_duplicate=False)]
-    return found
+                results["gradients"] = max(results["gradients"], (ours - theirs).abs().max().item())
+            results["weights"] = max(results["weights"], (parameter - weights[key]).abs().max().item())
+    results["names"] = [key for key, _ in part.named_parameters(remove_duplicate=False)]
+    return results

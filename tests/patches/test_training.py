@@ -182,12 +182,19 @@ def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_
 
 
 def launch(
-    script: Path, checkout: Path, flags: str, folder: Path, *, ranks: int = 2, status: int = 0, deadline_s: float = 180
+    script: Path | str,
+    checkout: Path,
+    flags: str,
+    folder: Path,
+    *,
+    ranks: int = 2,
+    status: int = 0,
+    deadline_s: float = 180,
 ) -> list[str]:
-    """Run a script on ranks whose Megatron is the checkout's; each rank's output."""
+    """Run a script, or words for Python, on ranks whose Megatron is the checkout's; each rank's output."""
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(script), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
+    command = [sys.executable, *str(script).split(), *flags.split(), "--dynapipe-report-dir", str(folder / "report")]
     started = []
     for rank in range(ranks):
         variables = rank_environment(rank, ranks, rendezvous.port) | {"LOSSES": str(folder / f"losses-{rank}.json")}

@@ -23,7 +23,7 @@ NONE = {"sample_ids": (), "input_lengths": (), "target_lengths": (), "shape": Sh
         (PACKED | {"input_lengths": (10,)}, r"expected 2 samples .* in a packed micro-batch .* 2 sample ids, 1 input"),
         ({"pieces": (Piece(0, 8), Piece(0, 8))}, "expected pieces in a packed micro-batch alone"),
         ({"labels": (1,)}, "expected labels of each of 2 samples or of none, got 1"),
-        ({"peak_bytes": (7,)}, "expected stored and peak bytes for the same virtual stages, got 2 and 1"),
+        ({"peak_bytes": (7,)}, "stored and peak bytes for the same virtual stages, got 2, 2 and 1"),
     ],
 )
 def test_micro_batches_that_cannot_be_are_refused(changes, message):

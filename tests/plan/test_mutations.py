@@ -12,7 +12,7 @@ from tests.helpers.lists import verify_lists
 from tests.helpers.plans import make_plan
 from tests.plan.toy_executor import ToyError, ToyPipeline
 
-MUTANTS_PER_PLAN = 250
+MUTANTS_PER_PLAN = 100
 
 PLANS = {
     "one stage": {"micro_batches": (2,), "stages": 1},
@@ -83,18 +83,18 @@ def _replace(step: Instruction, **changes):
 def test_corrupted_plans_are_equivalent_or_refused(name):
     settings = PLANS[name]
     plan = make_plan(**settings)
-    given = [stage.instructions for stage in plan.replicas[0].stages]
+    whole = [stage.instructions for stage in plan.replicas[0].stages]
     about = {
         "micro_batches": settings["micro_batches"][0],
         "chunks": settings.get("chunks", 1),
         "forward_only": settings.get("forward_only", False),
     }
-    verify_lists(given, **about)
-    ToyPipeline(given, **about).run()
+    verify_lists(whole, **about)
+    ToyPipeline(whole, **about).run()
     accepted = refused = 0
     for seed in range(MUTANTS_PER_PLAN * len(MUTATIONS)):
         choose = random.Random(seed)
-        lists = [list(steps) for steps in given]
+        lists = [list(steps) for steps in whole]
         for _ in range(choose.choice([1, 1, 2])):
             MUTATIONS[seed % len(MUTATIONS)](lists, choose)
         fast = fast_verify(Dimensions(stages=len(lists), **about), lists)
@@ -114,10 +114,10 @@ def test_corrupted_plans_are_equivalent_or_refused(name):
 
 
 def test_the_toy_executor_refuses_too():
-    given = [list(stage.instructions) for stage in make_plan((2,), 2).replicas[0].stages]
-    for stage, steps in enumerate(given):
+    whole = [list(stage.instructions) for stage in make_plan((2,), 2).replicas[0].stages]
+    for stage, steps in enumerate(whole):
         for step in range(len(steps)):
-            lists = [list(steps) for steps in given]
+            lists = [list(steps) for steps in whole]
             del lists[stage][step]
             with pytest.raises(ToyError):
                 ToyPipeline(lists, micro_batches=2).run()

@@ -10,9 +10,8 @@ from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import MicroBatch, Piece
 from megatron_dynapipe.plan.packing import row_offsets
 from megatron_dynapipe.plan.pieces import begun, chains, check_chain_order, check_pieces, cut_entries
-from megatron_dynapipe.plan.text import parse_instruction
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, round_up
-from tests.helpers.lists import micro_batch
+from tests.helpers.lists import micro_batch, parse_instruction
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 

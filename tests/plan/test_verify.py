@@ -8,7 +8,7 @@ from megatron_dynapipe.plan.text import format_stages
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.lowering import Topology, lower
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import make_plan
 
@@ -97,6 +97,7 @@ def plan_with(plan: IterationPlan, **changes) -> IterationPlan:
     return replace(plan, replicas=(replace(replica, micro_batches=(batch, *replica.micro_batches[1:])),))
 
 
+ONE_STAGE = {"recompute": (Recompute.NONE,), "stored_bytes": (1,), "peak_bytes": (1,)}
 HOLDS, SIZES = "does not hold its samples", "stored and peak bytes of 0 or more, got"
 
 
@@ -106,7 +107,7 @@ HOLDS, SIZES = "does not hold its samples", "stored and peak bytes of 0 or more,
         (GPT, {"input_lengths": (10, 18)}, f"replica 0, micro-batch 0: shape 2x16 {HOLDS}, which need 17"),
         (GPT, {"target_lengths": (0, 1)}, "expected target lengths of 0 for a gpt model"),
         (GPT, {"shape": Shape(2, 16, 8)}, "shape 2x16[+]8 is not of a gpt model"),
-        (GPT, {"stored_bytes": (1,), "peak_bytes": (1,)}, "stored and peak bytes for 2 virtual stages, got 1"),
+        (GPT, ONE_STAGE, "recompute modes, stored and peak bytes for 2 virtual stages, got 1"),
         (GPT, {"shape": Shape(2, 24)}, "stage 0, step .: the activations of a micro-batch of shape 2x24 cannot be"),
         (GPT, {"peak_bytes": (10**9, 99)}, r"stage 0: expected at most 1000\.0+ MB, got 1000\.0+1 MB at .*--> F0 <--"),
         (GPT, {"sample_ids": (-1, 3)}, "replica 0, micro-batch 0: expected sample ids of 0 or more, got -1"),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape
+from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -21,10 +22,10 @@ def cost_model(
     rates: DeviceRates = CPU_RATES,
     max_size: int = 256,
     max_length: int = 2048,
+    experts: Experts | None = None,
 ) -> AnalyticCostModel:
-    shape = ModelShape(
-        family=family, hidden=hidden, heads=heads, kv_channels=hidden // heads, ffn=4 * hidden, vocabulary=vocabulary
-    )
+    sizes = {"hidden": hidden, "heads": heads, "kv_channels": hidden // heads, "ffn": 4 * hidden}
+    shape = ModelShape(family=family, vocabulary=vocabulary, experts=experts, **sizes)
     return AnalyticCostModel(shape, rates, max_size=max_size, max_length=max_length)
 
 

@@ -1,6 +1,7 @@
 """The choice of layers per stage: even work, what memory allows, the same every time."""
 
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -147,6 +148,17 @@ def test_samples_that_fit_nowhere_are_left_out(impossible: tuple[int, int], capl
     assert "1 of 17 samples are left out of the choice of a layer split" in caplog.text
 
 
+@pytest.mark.parametrize(("samples", "expected"), [(16, 3), (40, 2), (80, 1)])
+def test_of_large_batches_fewer_are_planned(samples: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, planned, plan = Costs(GPT), list[int](), layer_split._plan
+    monkeypatch.setattr(layer_split, "SAMPLES", 80)
+    monkeypatch.setattr(
+        layer_split, "_plan", lambda planner, batch: (planned.append(id(batch)), plan(planner, batch))[1]
+    )
+    choose_layer_split(run_settings(costs, (6, 1, 1)), costs, [batch_of(*[(65, 0)] * samples) for _ in range(5)])
+    assert len([times for times in Counter(planned).values() if times > 1]) == expected
+
+
 def test_what_fitted_goes_on_fitting() -> None:
     """With five layers on a stage the long sample does not fit, so the head's stage keeps its four."""
     costs, limit = Costs(GPT, head=200), {"memory_limit_bytes": 4 * STATE * 8 + 4 * 512 * (BYTES + MESSAGE)}
@@ -203,10 +215,10 @@ def test_known_micro_batches_cost_what_they_do_in_a_plan(family, split, layouts)
     made, lengths = planner(family, **changes), batch(family, 24)
     (replica,) = made.plan(lengths, 0).replicas
     rows = [np.array(micro_batch.sample_ids) - 100 for micro_batch in replica.micro_batches]
-    modes = np.array([made.settings.recompute.index(micro_batch.recompute) for micro_batch in replica.micro_batches])
+    modes = np.array([[made.settings.recompute.index(mode) for mode in mb.recompute] for mb in replica.micro_batches])
     expected, _ = made.problem(made.samples(lengths)).costs_of(rows, [layouts[0]] * len(rows), modes)
     rescheduler = Rescheduler(made.settings, made.cost_model, 1.0)
-    (known,) = rescheduler.module_costs(made.plan(lengths, 0))
+    (known,) = rescheduler.module_costs(made.plan(lengths, 0), split)
     found = rescheduler._stage_costs(known, made.layout.cuts, 2 * made.layout.encoder_layers)
     for array, cost in zip(found, expected.cost_arrays, strict=True):
         np.testing.assert_allclose(array, cost, atol=len(made.layout.modules))

@@ -75,7 +75,7 @@ def test_the_verifier_names_the_first_position_that_differs() -> None:
     plan = planned([1500, 1400, 700, 600, 30], memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
     last = counts(plan)[0] - 1
     with pytest.raises(PlanError, match=rf"replicas 0 and 1 run in step: .* one kind at position {last}, got .*none"):
-        verify(changed(plan, 1, recompute=Recompute.NONE))
+        verify(changed(plan, 1, recompute=(Recompute.NONE,) * 2))
     longer = planned([1500, 1400, 700, 600, 30, 1300, 1200], memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
     mixed = msgspec.structs.replace(plan, replicas=(plan.replicas[0], longer.replicas[1]))
     with pytest.raises(PlanError, match="replicas 0 and 1 run in step: expected micro-batches of one kind at position"):

@@ -275,4 +275,4 @@ def test_fuzz(data: st.DataObject) -> None:
     assert all(sizes.sum() == samples for sizes, _ in found)
     for placed, sizes, modes, packed, _ in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
         assert sum(sizes) == len(placed)
-        assert len(sizes) == len(modes) == len(packed)
+        assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)

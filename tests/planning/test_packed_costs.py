@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, CostTables, PackedTables, Quantity, packed_costs
+from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import ATTENTION
+from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 from tests.planning.packed_oracle import derived_costs
 from tests.planning.partition_oracle import batch_problems
-from tests.planning.planner_cases import batch, planner
+from tests.planning.planner_cases import batch, cost_model, planner
+from tests.planning.planner_cases import settings as settings_of
 
 PACKED = (BatchLayout.PACKED,)
 
@@ -111,6 +114,36 @@ def test_the_last_mlp_and_the_head_cost_what_counts(measured: bool, packed: bool
     assert nothing.peak_bytes[0, 1] < everything.peak_bytes[0, 1], "of the forward, too"
     if packed:
         assert whole.peak_bytes.tolist() == everything.peak_bytes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("with_experts", "last_has"), [((), True), ((1, 3), True), ((0, 2), False)], ids=["all", "last", "others"]
+)
+@pytest.mark.parametrize("layout", BatchLayout)
+def test_experts_of_the_last_layer_cost_what_counts_where_they_run_that(
+    with_experts: tuple[int, ...], last_has: bool, layout: BatchLayout
+) -> None:
+    """Where their routers look at all positions, labels change the head's costs alone."""
+    experts = Experts(count=4, per_token=2, ffn=512, layers=with_experts)
+    given = settings_of(ModelFamily.GPT, micro_batch_layouts=tuple(BatchLayout), expert_layers=with_experts)
+    made = Planner(given, cost_model(ModelFamily.GPT, experts=experts))
+    problem = made.problem(made.samples(batch(ModelFamily.GPT, 12)))
+    positions = problem.input_positions
+
+    def forward_ns(labels: IntArray | None, label_experts: bool) -> IntArray:
+        labelled = replace(problem, labels=labels, label_experts=label_experts)
+        return labelled.costs_of([np.arange(12)], [layout], np.zeros(1, np.int64))[0].forward_ns[0]
+
+    everything = forward_ns(None, True)
+    assert (everything == forward_ns(None, False)).all()
+    apart, whole = forward_ns(0 * positions, True), forward_ns(0 * positions, False)
+    assert apart[0] == whole[0] == everything[0], "stages before the last run all positions"
+    assert whole[1] < 0.95 * everything[1], "the head runs what counts"
+    assert apart[1] < 0.95 * whole[1] if last_has else apart[1] == whole[1]
+    half = forward_ns(positions // 2, True)
+    part = (positions // 2).sum() / positions.sum()
+    of_all = forward_ns(positions, True)
+    assert half[1] == pytest.approx(apart[1] + part * (of_all[1] - apart[1]), rel=0.05)
 
 
 def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:

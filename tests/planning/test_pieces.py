@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.cost import A100_RATES, TableCostModel
+from megatron_dynapipe.cost import A100_RATES, TableCostModel, even_split
 from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
@@ -25,6 +25,7 @@ from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.pieces import cut, cut_batch
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
@@ -61,6 +62,15 @@ def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes:
 
 def cut_samples(planned: IterationPlan) -> int:
     return sum(len(chains(replica.micro_batches)) for replica in planned.replicas)
+
+
+def test_where_pieces_have_no_order_samples_stay_whole_and_a_notice_says_so(caplog) -> None:
+    """Turned chains of several chunks wait for one another where transfers start in order, on three stages or more."""
+    notice.cache_clear()
+    layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_split(32, 6)}
+    planned = plan(slices=1024, transfers=CUDA_RULES, memory_limit_bytes=80 * 10**9, **layout)
+    assert not cut_samples(planned)
+    assert "no order of pieces of at most 1024 positions was found: samples stay whole" in caplog.text
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(64, 4000), st.sampled_from([8, 16, 64]))
@@ -129,7 +139,7 @@ def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
     packed = made.tables(tensor_parallel=1, recompute=Recompute.NONE)
     assert packed.packed is not None
     measured = replace(packed, packed=replace(packed.packed, prefix=np.array([[2 * PREFIX_UNIT, PREFIX_UNIT, 1]] * 4)))
-    costs = piece_costs(measured, Recompute.NONE, own=own, before=before, later=0 * own, element_bytes=2)
+    costs = piece_costs(measured, Recompute.NONE, positions=own, before=before, later=0 * own, element_bytes=2)
     assert costs[:, 0, Quantity.FORWARD].tolist() == [
         0,
         2 + 512 + round(512**2 / PREFIX_UNIT),
@@ -138,7 +148,7 @@ def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
     kept = {Recompute.NONE: [1, 1, 0], Recompute.SELECTIVE: [1, 1, 0], Recompute.FULL: [2, 2, 1]}
     for mode, times in kept.items():
         tables = COSTS.tables(tensor_parallel=1, recompute=mode)
-        costs = piece_costs(tables, mode, own=own, before=before, later=later, element_bytes=2)
+        costs = piece_costs(tables, mode, positions=own, before=before, later=later, element_bytes=2)
         (up, down), *_ = prefix_curvatures(tables)
         layer = costs.sum(axis=1)
         assert layer[:, Quantity.FORWARD] == pytest.approx(
@@ -150,7 +160,7 @@ def test_a_piece_pays_for_its_prefix_and_keeps_keys_and_values() -> None:
         assert np.abs(stored - np.array(times) * own * 4 * 4096).max() <= 1
     tables = COSTS.tables(tensor_parallel=1, recompute=Recompute.NONE)
     few, many = (
-        piece_costs(tables, Recompute.NONE, own=own, before=0 * own, later=np.array(later), element_bytes=2).sum(
+        piece_costs(tables, Recompute.NONE, positions=own, before=0 * own, later=np.array(later), element_bytes=2).sum(
             axis=1
         )[:, Quantity.STORED]
         for later in ([3, 1, 0], [4, 1, 0])

@@ -73,7 +73,7 @@ def test_a_plan_read_back_has_the_times_of_its_labels(changes: dict[str, Any]) -
         )
         problem = labelled.problem(labelled.samples(replace(of_lengths(tokens), labels=labels)))
         members = np.split(np.arange(len(tokens)), np.cumsum([len(b.sample_ids) for b in batches])[:-1])
-        modes = np.array([labelled.settings.recompute.index(b.recompute) for b in batches])
+        modes = np.array([[labelled.settings.recompute.index(mode) for mode in b.recompute] for b in batches])
         costs, _ = problem.costs_of(members, [b.layout for b in batches], modes)
         order = tuple(tuple(i for i in stage.instructions if isinstance(i, Pass)) for stage in replica.stages)
         assert [run(costs, order).makespan_ns for run in (simulate, simulate_in_python)] == [replica.predicted_ns] * 2
@@ -164,7 +164,7 @@ def test_recompute_is_chosen_where_memory_is_short() -> None:
     chosen = []
     for memory in (10**11, 26_000_000):
         plan = planner(ModelFamily.GPT, memory_limit_bytes=memory, recompute=modes).plan(samples, 0)
-        chosen.append({mb.recompute for replica in plan.replicas for mb in replica.micro_batches})
+        chosen.append({mode for replica in plan.replicas for mb in replica.micro_batches for mode in mb.recompute})
     assert chosen[0] == {Recompute.NONE}
     assert Recompute.FULL in chosen[1]
 

@@ -44,6 +44,23 @@ def test_costs_follow_the_rules(problem: BatchProblem, data: st.DataObject) -> N
         assert found.backward_transfer_ns[row].tolist() == [0, *up[0]]
 
 
+@settings(max_examples=100, deadline=None)
+@given(batch_problems(), st.data())
+def test_a_stage_costs_what_it_does_under_its_own_mode(problem: BatchProblem, data: st.DataObject) -> None:
+    """The search's costs are these, too: a plan whose times differ is refused."""
+    samples, stages = len(problem.inputs), problem.layout.virtual_stages
+    each = st.integers(0, len(problem.modes) - 1)
+    members = [np.unique(data.draw(st.lists(st.integers(0, samples - 1), min_size=1))) for _ in range(3)]
+    layouts = [data.draw(st.sampled_from(problem.layouts)) for _ in members]
+    modes = np.array([data.draw(st.lists(each, min_size=stages, max_size=stages)) for _ in members])
+    mixed, covered = problem.costs_of(members, layouts, modes)
+    under = [problem.costs_of(members, layouts, np.full(3, mode)) for mode in range(len(problem.modes))]
+    assert covered.tolist() == [all(under[mode][1][row] for mode in modes[row]) for row in range(3)]
+    for at in ((row, stage) for row in np.flatnonzero(covered) for stage in range(stages)):
+        costs = zip(mixed.cost_arrays, under[modes[at]][0].cost_arrays, strict=True)
+        assert all(array[at] == alone[at] for array, alone in costs)
+
+
 def test_ninety_six_layers_on_one_stage_are_planned() -> None:
     gpt = ModelFamily.GPT
     costs = cost_model(gpt, hidden=12288, heads=96, vocabulary=50304, rates=A100_RATES)

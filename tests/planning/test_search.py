@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import Network, ScatterGather
 from megatron_dynapipe.cost.analytic import A100_RATES
 from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning import search as search_module
@@ -82,7 +82,7 @@ def test_a_searched_plan_is_valid_and_no_slower_than_1f1b(family, pp, dp, chunks
         found = planner(family, pp, dp, search_evaluations=300, **layout).plan(lengths, 0)
         verify(found, expected_samples=range(samples))
         assert all(replica.micro_batches for replica in found.replicas)
-        plain = planner(family, pp, dp, method="1f1b", **layout).plan(lengths, 0)
+        plain = planner(family, pp, dp, method="1f1b", search_evaluations=300, **layout).plan(lengths, 0)
         assert time_of(found) <= time_of(plain) * (1.02 if memory_gb < 40 else 1)
 
 
@@ -90,6 +90,19 @@ def test_more_evaluations_make_no_worse_plan():
     lengths = batch(100, ModelFamily.T5, 3)
     times = [time_of(planner(ModelFamily.T5, 4, search_evaluations=n).plan(lengths, 0)) for n in (0, 300, 3000)]
     assert times[1] <= times[0] and times[2] < times[0]
+
+
+@pytest.mark.parametrize(("chunks", "memory_gb"), [(1, 2.45), (2, 2.85)])
+def test_stages_that_hold_fewer_micro_batches_keep_more_of_each(chunks, memory_gb):
+    """Memory is short on the first stage; one mode on all stages takes longer."""
+    lengths, made = batch(80, GPT, 0), planner(GPT, 4, chunks=chunks, memory_gb=memory_gb)
+    made = Planner(msgspec.structs.replace(made.settings, micro_batch_layouts=tuple(BatchLayout)), made.cost_model)
+    plan = decode_plan(encode(made.plan(lengths, 0)))
+    verify(plan, expected_samples=range(80))
+    (replica,) = plan.replicas
+    kept = np.array([mb.stored_bytes for mb in replica.micro_batches]).sum(axis=0)
+    assert any(len(set(mb.recompute)) > 1 for mb in replica.micro_batches)
+    assert kept[-1] > kept[0]
 
 
 def test_another_seed_may_give_another_plan():
@@ -118,7 +131,7 @@ def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, mo
     assert numbers == [8000, 2500, 2500, 250]
     assert default_evaluations(partitions, replicas=2, chunks=2) == 250
     monkeypatch.setattr(search_module, "LARGE_BUDGET", 500)
-    search_module._notice.cache_clear()
+    search_module.notice.cache_clear()
     for _ in range(2):
         planner(ModelFamily.GPT, 2).plan(batch(60, ModelFamily.GPT, 0), 0)
     assert [record.message for record in caplog.records] == [
@@ -134,9 +147,10 @@ def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, mo
         [{"memory_gb": 0.9}, {"memory_gb": 0.97}, {"slices": "off"}, {"split_backward": "off"}, {"slices": 256}]
     ),
 )
+@hypothesis.example(26, 546, 4.0, {"split_backward": "off"})  # full to the brim with divided passes
 @hypothesis.settings(max_examples=8)
 def test_no_plan_is_much_slower_than_in_less_memory_or_with_fewer_choices(samples, seed, memory_gb, simpler):
-    """Searches differ by some percent of each other; the cliffs that there were took 1.3 to 3 times as long."""
+    """Of 290 such cases one took 1.04 times as long, the others at most 1.01; cliffs took 1.3 to 3 times as long."""
     lengths, everything = batch(samples, GPT, seed), {"slices": "auto", "split_backward": "auto"}
     everything["micro_batch_layouts"] = tuple(BatchLayout)
 

@@ -71,6 +71,7 @@ def test_full_recomputation_and_evaluations_stay_whole():
     assert not passes(plan("on", forward_only=True), BackwardInput)
     found = plan("on", recompute=(Recompute.NONE,))
     (replica,) = found.replicas
-    full = tuple(msgspec.structs.replace(each, recompute=Recompute.FULL) for each in replica.micro_batches)
+    modes = (Recompute.NONE, Recompute.FULL) * 2
+    full = tuple(msgspec.structs.replace(batch, recompute=modes) for batch in replica.micro_batches)
     with pytest.raises(PlanError, match="expected the whole backward pass of a micro-batch that is recomputed in full"):
         verify(msgspec.structs.replace(found, replicas=(msgspec.structs.replace(replica, micro_batches=full),)))

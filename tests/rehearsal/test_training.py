@@ -86,6 +86,8 @@ COMBINED = table(
     ("", Row("gpt", f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1 --bf16 {OVERLAPPED}", ranks=4)),
     ("with", Row("gpt", f"{PIPELINE} --dynapipe-slices 16 {HALVES} --bf16")),
     ("", Row("gpt", EXPERTS)),
+    ("", Row("gpt", f"{PIPELINE} --hybrid-layer-pattern *-*|-*-*- {HALVES} --dynapipe-slices 16 --bf16")),
+    ("", Row("gpt", f"{PIPELINE} --hybrid-layer-pattern *-*--E {EXPERTS}", ranks=4)),
     ("", Row("gpt", f"{EXPERTS} {TENSOR} --sequence-parallel {PIPELINE} {HALVES}", ranks=8)),
     ("", Row("gpt", f"{PIPELINE} --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} --bf16")),
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),

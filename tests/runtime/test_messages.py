@@ -8,11 +8,11 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Buffer, Forward
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.text import parse_instruction
 from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor
 from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.messages import MessageBuffers, in_place, joined, landing, message_bytes, views
 from megatron_dynapipe.runtime.transfer import JoinedWork
+from tests.helpers.lists import parse_instruction
 
 SHAPES = [(3, 5), (7,), (0, 2), (2, 2, 3), ()]
 DTYPES = [torch.bfloat16, torch.int64, torch.float32, torch.bool, torch.float64]

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(NAMED is None, reason="MEGATRON_CHECKOUT names no checkout"),
 ]
 FLAGS = "--pipeline-model-parallel-size 2 --train-iters 3 --dynapipe-slices 16"
+PATTERN = "--hybrid-layer-pattern *-*|--* --num-layers 6"
 MODELS = {"gpt": "", "hybrid": "--hybrid-layer-pattern *-*--*", "t5": ""}
 SEAMS = "from megatron_dynapipe import cpu; cpu.quieten(); cpu.enable('cpu'); from megatron_dynapipe.integration.hooks"
 SEAMS += " import compatibility; compatibility.check()"
@@ -34,9 +35,11 @@ SEAMS += " import compatibility; compatibility.check()"
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A copy of what is imported of the checkout."""
+    """A copy of what is imported of the checkout, and of its scripts, which wheels lack."""
     assert NAMED is not None
     shutil.copytree(Path(NAMED, "megatron"), tmp_path / "checkout" / "megatron")
+    for script in Path(NAMED).glob("*.py"):
+        shutil.copy(script, tmp_path / "checkout")
     return tmp_path / "checkout"
 
 
@@ -65,13 +68,20 @@ def test_two_stages_train_as_with_the_installed_megatron(model, checkout, data, 
     assert found == pytest.approx(expected, rel=1e-5) and len(found) == 3
 
 
-def test_patches_apply_train_and_are_taken_back(checkout, data, tmp_path):
+@pytest.mark.parametrize("script", ["by hand", "pretrain_gpt.py", "pretrain_hybrid.py"])
+def test_patches_apply_train_and_are_taken_back(script, checkout, data, tmp_path):
+    """The checkout's own scripts, as they are; without Transformer Engine `--spec` names a HybridModel's modules."""
+    if script != "by hand" and not (checkout / script).exists():
+        pytest.skip("wheels have no scripts")
     before = contents(checkout)
     states = survey(checkout)[0].named(State.MODIFIED)
     change(checkout, merge=bool(states))
-    expected = printed(train("gpt", data, FLAGS, ranks=2, report=tmp_path / "installed")[-1]["stdout"])
-    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {FLAGS}"
-    found = printed(launch(BY_HAND, checkout, flags, tmp_path, deadline_s=400)[-1])
+    flags = f"{FLAGS} {PATTERN}" if script == "pretrain_hybrid.py" else FLAGS
+    expected = printed(train("gpt", data, flags, ranks=2, report=tmp_path / "installed")[-1]["stdout"])
+    spec = "--spec tests.helpers.stock_megatron LOCAL_STACK" if script == "pretrain_hybrid.py" else ""
+    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {flags} {spec}"
+    own = BY_HAND if script == "by hand" else f"-m megatron_dynapipe.cpu {script}"
+    found = printed(launch(own, checkout, flags, tmp_path, deadline_s=400)[-1])
     change(checkout, reverse=True)
     assert {name: data for name, data in contents(checkout).items() if "__pycache__" not in name} == before
     assert found == pytest.approx(expected, rel=1e-5) and len(found) == 3

@@ -60,7 +60,6 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
 
 
 def _identity(run: RunConfig) -> str:
-    """A digest of all that the costs depend on."""
     causes = {
         **run.layer_costs,
         "family": run.family.value,

@@ -21,8 +21,9 @@ from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
-from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches
+from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches, replacements
 from megatron_dynapipe.integration.hooks.active_run import count_samples, log_line, micro_batch_shape
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.units import ModelFamily
 
@@ -42,6 +43,7 @@ __all__ = [
 
 _session: "Session | None" = None
 """The run that this module started; an entry script's run is closed by its own `with`."""
+_originals = Originals()
 _known: Sequence[argparse.Action] = ()
 """The checkout's own arguments."""
 
@@ -134,6 +136,7 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
 
         session = runs.patched_session(args)
         active_run.activate(session)
+        _originals.install([row for row in replacements.TABLE if row.name == "num_floating_point_operations"])
     _session = session
     atexit.register(_close, SystemExit(1))
 
@@ -165,5 +168,6 @@ def _close(error: BaseException | None = None) -> None:
     if _session is not None:
         session, _session = _session, None
         session.__exit__(None if error is None else type(error), error, None)
+        _originals.revert()
         optimizer_patches.revert()
         active_run.deactivate()

@@ -83,7 +83,6 @@ def _pretrain_arguments(
 
 
 def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
-    """The run's inputs from where training goes on."""
     return resumed_inputs(run.inputs, counters(args).iteration)
 
 

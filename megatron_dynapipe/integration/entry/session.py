@@ -218,7 +218,7 @@ class Session:
 
     @property
     def flops_left_out(self) -> float:
-        """Of the latest training iteration's positions without labels, in the last MLP and the head."""
+        """FLOPs of the latest training iteration's positions without labels, in the last MLP and the head."""
         return 0.0 if self._trained is None else self._trained.entry.totals.left_out * self._run.label_flops
 
     def log_text(self) -> str:
@@ -298,7 +298,6 @@ class Session:
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:
-        """The recorder of this rank."""
         run, rank = self._run, self._control.rank
         return Recorder(
             run.report_folder,

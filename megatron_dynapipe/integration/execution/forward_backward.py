@@ -51,7 +51,7 @@ def run_iteration(
         models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
-        prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        prepare: called with each pass before it runs (`MicroBatchContext.begin`).
         warm_up: runs the models before the first training step on a GPU (`warm_up`).
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.

@@ -10,6 +10,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
+from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import StepRunner, StepTotals
@@ -61,10 +62,11 @@ class IterationRunner:
         """
         context = self.context(models)
 
-        def prepare(index: int) -> None:
+        def prepare(instruction: Pass) -> None:
+            index, virtual_stage = instruction.micro_batch, instruction.chunk * self.steps.stages + self.steps.stage
             micro_batch = entry.micro_batches[index]
             self.shape = micro_batch.shape
-            context.begin(entry.iteration, index, micro_batch.recompute, micro_batch)
+            context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage], micro_batch)
 
         return run_iteration(
             self.steps,

@@ -24,7 +24,7 @@ DeviceBatch = Mapping[str, Any]
 """The value that a step function takes from its iterator for one micro-batch."""
 LoadMicroBatch = Callable[[int], DeviceBatch]
 """Makes the device tensors of the micro-batch of that index."""
-PrepareMicroBatch = Callable[[int], None]
+PrepareMicroBatch = Callable[[Pass], None]
 """Called with the index of the micro-batch that runs next."""
 ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Callable[..., Any]]]
 """Megatron's step function: takes one batch, returns the model's output and the loss function for it."""
@@ -42,7 +42,7 @@ class MegatronStage:
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
         is_last: whether this rank's last chunk ends the pipeline.
-        prepare: called with the micro-batch before each of its passes (`MicroBatchContext.begin`).
+        prepare: called with each pass before it runs (`MicroBatchContext.begin`).
         before_forward: called with each forward pass before it runs (gathers of parameters).
         before_backward: called with each whole backward pass before it runs (overlapped gradient reduction).
         during_weights: called with each second half of a divided one before it runs; what it gives is called after each
@@ -86,7 +86,7 @@ class MegatronStage:
 
     def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
         """Set recomputation and the random state; start the collectives among replicas that are due."""
-        self._prepare(instruction.micro_batch)
+        self._prepare(instruction)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
         self._gather.rows = self._rows.get(instruction.micro_batch)  # for what is computed again

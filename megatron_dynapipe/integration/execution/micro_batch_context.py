@@ -1,4 +1,4 @@
-"""What is set on the model's modules for each micro-batch: its recompute mode and its random state."""
+"""The settings of the model's modules for each micro-batch: its recompute mode and its random state."""
 
 import functools
 import hashlib

@@ -99,7 +99,7 @@ def masked_loss(
 def gpt_batch(
     host: HostMicroBatch, device: torch.device, *, explicit_mask: bool, row_format: RowFormat = RowFormat.LOCAL
 ) -> DeviceBatch:
-    """What `gpt_step` takes: tokens [b, s] and labels where the stage has them, positions, causal mask or packed row.
+    """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask or packed row.
 
     Labels and their mask are [b, s], or those of `rows` alone ([1, n]), which `MegatronStage` has the model take.
 
@@ -145,7 +145,7 @@ def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[to
 
 
 def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
-    """What `t5_step` takes: the tokens and labels that the stage has, and every mask or row, from lengths alone.
+    """The inputs of `t5_step`: the tokens and labels that the stage has, and every mask or row, from lengths alone.
 
     Args:
         host: the collated micro-batch.

@@ -74,7 +74,6 @@ def core_attention(args: argparse.Namespace) -> CoreAttention:
 
 
 def _engine_attention(args: argparse.Namespace) -> bool:
-    """Whether attention is Transformer Engine's."""
     return args.transformer_impl != "local" and core_attention(args) is CoreAttention.MEGATRON
 
 

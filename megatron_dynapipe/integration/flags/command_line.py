@@ -99,7 +99,6 @@ def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
 
 
 def _add_data_flags(add: Callable[..., Any]) -> None:
-    """Flags of an iteration's samples: samples or tokens, epochs, what of a sample counts."""
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
     add(
         "--tokens-per-global-batch",
@@ -141,7 +140,6 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_cost_flags(add: Callable[..., Any]) -> None:
-    """Where predicted times and memory come from."""
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: measured, see --dynapipe-calibrate)")
     add(
         "--dynapipe-calibrate",
@@ -166,7 +164,6 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_model_flags(add: Callable[..., Any]) -> None:
-    """Flags of a model that Megatron lacks."""
     add(
         "--dynapipe-attention",
         choices=("auto", "megatron", "sdpa"),
@@ -190,7 +187,6 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_run_flags(add: Callable[..., Any]) -> None:
-    """Plans on their way to ranks, waits, records."""
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
     add("--dynapipe-planners", type=positive, metavar="N", help="planner processes on each node (default: one in all)")
     deadline = "deadline of every wait (default %(default).0f)"

@@ -155,7 +155,6 @@ def _settle_pattern(args: argparse.Namespace) -> None:
 
 
 def _check(split: Split, args: argparse.Namespace) -> None:
-    """Hold numbers of layers against the other flags."""
     asked, other = ",".join(map(str, split)), other_split(args)
     if other is not None:
         raise ConfigError(

@@ -37,7 +37,7 @@ OF_WEIGHTS = (
 """Arguments that decide which weights there are: --finetune, which takes any other change, would not load them."""
 
 GPT_TO_HYBRID = {"num_layers", "hybrid_layer_pattern", "moe_layer_freq"}
-"""Those of them that differ where a GPT's checkpoint becomes a HybridModel of the same modules."""
+"""The fields of them that differ where a GPT's checkpoint becomes a HybridModel of the same modules."""
 
 TRAINING = (
     "hidden_dropout", "attention_dropout", "moe_router_load_balancing_type", "moe_aux_loss_coeff",

@@ -48,7 +48,7 @@ def check_trackers(args: argparse.Namespace) -> None:
 
 
 def _check_readable(tracker: Path) -> str:
-    """What a tracker names: an iteration, or the word `release`; refuses one that Megatron cannot read."""
+    """The checkpoint that a tracker names, an iteration or `release`; refuses one that Megatron cannot read."""
     hint = f"write the number of the last complete checkpoint in {tracker.parent} into it, or move it away"
     try:
         text = read_bounded(tracker, most_bytes=100).decode().strip()

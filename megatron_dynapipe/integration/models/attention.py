@@ -183,8 +183,10 @@ class SdpaCoreAttention(MegatronModule):
         return attend_in_kernel(query, key, value, row, causal=causal, scale=self.softmax_scale)
 
     def _biases_take_kernel(self, query: Tensor, row: PackedSeqParams) -> bool:
-        own = isinstance(row, PackedRow) and row.positions is not None
-        return own and biases_take_kernel(query.device, query.size(2), dropout=self.training and self.dropout > 0)
+        has_positions = isinstance(row, PackedRow) and row.positions is not None
+        return has_positions and biases_take_kernel(
+            query.device, query.size(2), dropout=self.training and self.dropout > 0
+        )
 
     def _randomness(self) -> contextlib.AbstractContextManager[Any]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""

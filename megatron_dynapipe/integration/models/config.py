@@ -1,4 +1,4 @@
-"""What a run's model is, as one value: what providers, the profiler and plans read in place of Megatron's namespace."""
+"""A run's model as one value, which providers, the profiler and plans read in place of Megatron's namespace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,15 +114,15 @@ class ModelConfig:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype
 
-    def transformer_config(self, made: TransformerConfig | None = None) -> TransformerConfig:
+    def transformer_config(self, of_loop: TransformerConfig | None = None) -> TransformerConfig:
         """Megatron's configuration, with the activation and the scale of scores that the run names.
 
         To Megatron and to the planner, a model whose gates are GELU is one with `--swiglu`: its shapes are the same.
 
         Args:
-            made: what Megatron's loop has made; made here if None.
+            of_loop: what Megatron's loop has made; made here if None.
         """
-        config = made or self.megatron()
+        config = of_loop or self.megatron()
         if self.activation == GELU_TANH:
             config.activation_func = partial(gelu, approximate="tanh")
             config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own
@@ -153,14 +153,14 @@ class StateBytes:
         Counted from the real modules: embeddings where they lie, a weight that two modules share once.
         """
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-        held = sum(p.numel() * p.element_size() for p in parameters)
-        held += sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
+        kept = sum(p.numel() * p.element_size() for p in parameters)
+        kept += sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
         trained = [p for p in parameters if p.requires_grad]
         of_experts = sum(p.numel() for p in trained if not getattr(p, "allreduce", True))  # Megatron's mark
         others = sum(p.numel() for p in trained) - of_experts
         states = -(-others * self.optimizer // self.optimizer_shards)
         return (
-            held
+            kept
             + (others + of_experts) * self.gradient
             + states
             + -(-of_experts * self.optimizer // self.expert_shards)

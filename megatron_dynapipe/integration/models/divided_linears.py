@@ -82,7 +82,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """What the first half of a linear's backward pass leaves to the second.
+    """The tensors that the first half of a linear's backward pass leaves to the second.
 
     Attributes:
         weights: of one linear, or of a grouped one's experts.
@@ -106,7 +106,7 @@ class Product:
 
 @dataclass(slots=True, eq=False)
 class WeightHalves:
-    """What first halves leave to second ones.
+    """The products that first halves leave to second ones.
 
     Attributes:
         key: of the pass that runs, if its backward pass is divided.
@@ -165,33 +165,33 @@ class _DividedLinear(torch.autograd.Function):
     @staticmethod
     @layers.custom_fwd
     def forward(
-        ctx: Any, halves: WeightHalves, call: _Call, anchor: Tensor, given: Tensor, bias: Tensor | None
+        ctx: Any, halves: WeightHalves, call: _Call, anchor: Tensor, inputs: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.halves, ctx.call, ctx.key, ctx.has_bias = halves, call, halves.key, bias is not None
-        ctx.save_for_backward(given)
-        whole = _gather(given, call.group)[0] if call.gathers_input else given
+        ctx.save_for_backward(inputs)
+        whole = _gather(inputs, call.group)[0] if call.gathers_input else inputs
         output = torch.matmul(whole, call.weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     @layers.custom_bwd
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (given,) = ctx.saved_tensors
+        (inputs,) = ctx.saved_tensors
         call: _Call = ctx.call
-        made, work = gradient.matmul(call.weight), None
+        of_input, work = gradient.matmul(call.weight), None
         # What follows until the wait runs beside the transfer.
         if call.gathers_input:
-            whole, made = made, torch.empty_like(given)
-            work = layers.dist_reduce_scatter_func(made, whole.contiguous(), group=call.group, async_op=True)
+            whole, of_input = of_input, torch.empty_like(inputs)
+            work = layers.dist_reduce_scatter_func(of_input, whole.contiguous(), group=call.group, async_op=True)
         elif call.sums_input_gradient:
-            work = torch.distributed.all_reduce(made, group=call.group, async_op=True)
+            work = torch.distributed.all_reduce(of_input, group=call.group, async_op=True)
         of_output = Operand.share(gradient, call.gradient_group) if call.gradient_group else Operand(gradient)
-        operands = Operand(given, call.group if call.gathers_input else None), of_output
+        operands = Operand(inputs, call.group if call.gathers_input else None), of_output
         ctx.halves.leave(ctx.key, Product([call.weight], operands, partial(_weight_gradient, call)))
         of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()
-        return None, None, None, made, of_bias
+        return None, None, None, of_input, of_bias
 
 
 def _add_gradients(products: list[Product], following: Product | None = None) -> None:
@@ -199,7 +199,7 @@ def _add_gradients(products: list[Product], following: Product | None = None) ->
     if not products:
         return
     followed = reversed([*zip(products, [*products[1:], following], strict=True)])
-    ends = [_WeightGradient.apply(each, after, *each.weights) for each, after in followed]  # type: ignore[no-untyped-call]
+    ends = [_WeightGradient.apply(product, after, *product.weights) for product, after in followed]  # type: ignore[no-untyped-call]
     products.clear()  # each node drops its own
     torch.autograd.backward(ends, ends)
 
@@ -228,10 +228,10 @@ def _gather(share: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tenso
     return whole, layers.dist_all_gather_func(whole, share.contiguous(), group=group, async_op=async_op)
 
 
-def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> list[Tensor | None]:
+def _weight_gradient(call: _Call, inputs: Tensor, gradient: Tensor) -> list[Tensor | None]:
     """As the backward of Megatron's own function: where the product adds it up itself, a stand-in or None."""
     weight: Any = call.weight
-    rows, columns = gradient.flatten(0, -2).contiguous(), given.flatten(0, -2).contiguous()
+    rows, columns = gradient.flatten(0, -2).contiguous(), inputs.flatten(0, -2).contiguous()
     if not call.adds_to_main_grad:
         return [rows.t().matmul(columns)]
     fused: Any = layers.fused_weight_gradient_mlp_cuda
@@ -241,7 +241,7 @@ def _weight_gradient(call: _Call, given: Tensor, gradient: Tensor) -> list[Tenso
 
 
 def _added(weight: Any) -> Tensor | None:
-    """What autograd is given of a gradient that has been added to `main_grad`: the hooks on the weight expect one."""
+    """The tensor that autograd gets of a gradient that is in `main_grad` already, as its hooks expect."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -302,10 +302,10 @@ _GATHERED = {"column": 0, "row": 1}
 
 
 def weight_halves(models: Sequence[nn.Module]) -> WeightHalves:
-    """Those of a rank's model chunks, whose layers' linears go through them from the first call on."""
-    found = models[0].__dict__.get(_MARK)
-    if isinstance(found, WeightHalves):
-        return found
+    """The halves of a rank's model chunks, whose layers' linears go through them from the first call on."""
+    halves = models[0].__dict__.get(_MARK)
+    if isinstance(halves, WeightHalves):
+        return halves
     halves = models[0].__dict__[_MARK] = WeightHalves()
     for model in models:
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):

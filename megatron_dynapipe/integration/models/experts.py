@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
@@ -139,7 +140,7 @@ class PlannedRouter(TopKRouter):
 
     @property
     def sums(self) -> Tensor:
-        """Of the iteration, float32: the terms, the positions, and positions of every expert."""
+        """Sums of the iteration, float32: the terms, the positions, and positions of every expert."""
         if self._sums is None:
             length = len(_LOGGED) + 1 + self.config.num_moe_experts
             self._sums = torch.zeros(length, device=self.weight.device)
@@ -163,8 +164,8 @@ class PlannedRouter(TopKRouter):
 
 def routers_of(models: Sequence[nn.Module]) -> list[PlannedRouter]:
     """The routers of model chunks that add terms."""
-    found = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
-    return [router for router in found if router.adds_terms]
+    routers = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
+    return [router for router in routers if router.adds_terms]
 
 
 def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | None) -> None:
@@ -211,13 +212,17 @@ def forget_iteration(models: Sequence[nn.Module]) -> None:
 
 def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Add up what the routers of all replicas have counted."""
-    routers = routers_of(models)
+    routers, config = routers_of(models), get_model_config(models[0])
+    if config.num_moe_experts is not None:
+        for logged in _LOGGED.values():
+            # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
+            get_moe_metrics_tracker().ensure_initialized(logged, config.num_layers)
     if not routers:
         return
     sums = torch.stack([router.sums for router in routers])
     torch.distributed.all_reduce(sums, group=groups.tp_dp_cp)
-    for router, each in zip(routers, sums, strict=True):
-        router.finish(each)
+    for router, router_sums in zip(routers, sums, strict=True):
+        router.finish(router_sums)
 
 
 class UnevenAllGather(MoEAllGatherTokenDispatcher):
@@ -227,20 +232,24 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
     waits for the device: a plan's entries hold one replica's shapes.
 
     Attributes:
-        asked: what the first layer of the pass that runs was told, which the others share; None lets each ask.
+        asked: the most positions of layers that run all of them (False) and of one that runs rows with labels (True),
+            as the first such layer of the pass that runs was told, which the others share; None lets each ask.
+        gather: takes the rows before the last layer's MLP (`labelled_rows.RowGather`); None where nothing does.
     """
 
-    asked: list[int] | None = None
+    asked: dict[bool, int] | None = None
+    gather: Any = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """As Megatron's, and padded."""
         hidden_states, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        asked: list[int] = [] if self.asked is None else self.asked
-        if not asked:
+        asked: dict[bool, int] = {} if self.asked is None else self.asked
+        labelled = self.gather is not None and self.gather.rows is not None
+        if labelled not in asked:
             most = torch.tensor(len(hidden_states), device=hidden_states.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.tp_ep_group)
-            asked.append(int(most))
-        self._own, missing = len(hidden_states), asked[0] - len(hidden_states)
+            asked[labelled] = int(most)
+        self._own, missing = len(hidden_states), asked[labelled] - len(hidden_states)
         self.routing_map: Tensor = nn.functional.pad(routing_map, (0, 0, 0, missing))
         return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
 
@@ -255,9 +264,9 @@ class PlannedMoELayer(MoELayer):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        given = self.token_dispatcher
-        if isinstance(given, MoEAllGatherTokenDispatcher) and given.tp_size * given.ep_size > 1:
-            given.__class__ = UnevenAllGather
+        dispatcher = self.token_dispatcher
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and dispatcher.tp_size * dispatcher.ep_size > 1:
+            dispatcher.__class__ = UnevenAllGather
 
 
 def gatherers_of(models: Sequence[nn.Module]) -> list[UnevenAllGather]:
@@ -267,8 +276,8 @@ def gatherers_of(models: Sequence[nn.Module]) -> list[UnevenAllGather]:
 
 
 def begin_pass(gatherers: Sequence[UnevenAllGather]) -> None:
-    """Let the first layer of the pass that runs next ask for all."""
-    asked: list[int] = []
+    """Let the first layer of the pass that runs next ask for all that run as many positions."""
+    asked: dict[bool, int] = {}
     for gatherer in gatherers:
         gatherer.asked = asked
 

@@ -113,7 +113,6 @@ def _product(tokens: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _weight_gradients(offsets: Tensor, hidden: Tensor, of_output: Tensor) -> tuple[Tensor, ...]:
-    """[o, i] of each group."""
     if not len(hidden):
         return hidden.new_zeros(len(offsets), of_output.size(1), hidden.size(1)).unbind()
     return grouped_mm(of_output.t(), hidden, offs=offsets).unbind()

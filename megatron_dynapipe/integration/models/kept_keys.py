@@ -71,7 +71,7 @@ class _Read(torch.autograd.Function):
 
 
 class KeptKeys:
-    """What one attention keeps of the micro-batches in flight."""
+    """The keys and values that one attention keeps of the micro-batches in flight."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, int], KeptPiece] = {}
@@ -94,10 +94,10 @@ class KeptKeys:
             for (sample, start), piece in sorted(self._pieces.items())
             if sample == cut.sample and start < cut.start
         ]
-        found = sum(len(piece.key) for piece in its)
-        if found != cut.start:
+        positions = sum(len(piece.key) for piece in its)
+        if positions != cut.start:
             raise ExecutionError(
-                f"expected keys of {cut.start} earlier positions of sample {cut.sample}, found {found}",
+                f"expected keys of {cut.start} earlier positions of sample {cut.sample}, found {positions}",
                 hint="a plan that `megatron-dynapipe verify` accepts runs the pieces of a sample in order",
             )
         return its
@@ -145,10 +145,10 @@ class _TakeUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        own = [gradient.clone() for gradient in gradients]
+        copies = [gradient.clone() for gradient in gradients]
         for place, name in ctx.places:
-            ctx.kept.take_up(name, own, place)
-        return (*own, None, None)
+            ctx.kept.take_up(name, copies, place)
+        return (*copies, None, None)
 
 
 def _kept(part: Tensor) -> Tensor:

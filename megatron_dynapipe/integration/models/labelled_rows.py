@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_dynapipe.integration.models.experts import PlannedRouter
+from megatron_dynapipe.integration.models.experts import PlannedRouter, UnevenAllGather
 from megatron_dynapipe.integration.models.hybrid import DECODER_ONLY, final_norm
 
 _MARK = "dynapipe_row_gather"
@@ -59,7 +59,7 @@ class RowGather(IdentityFuncOp):
 
 
 def row_gather(models: Sequence[nn.Module]) -> RowGather:
-    """What takes the rows in a rank's model chunks, of which it is made a part by the first call."""
+    """The module that takes the rows in a rank's model chunks, of which it is made a part by the first call."""
     known = models[0].__dict__.get(_MARK)
     if isinstance(known, RowGather):
         return known
@@ -76,6 +76,8 @@ def _install(model: Any, gather: RowGather) -> None:
     last = model.decoder.layers[-1] if len(model.decoder.layers) else None
     if last is not None and not isinstance(last.mlp, IdentityOp) and not _counts_all_positions(last.mlp):
         last.cross_attn_bda = gather
+        if isinstance(dispatcher := getattr(last.mlp, "token_dispatcher", None), UnevenAllGather):
+            dispatcher.gather = gather
     else:
         norm = final_norm(model)
         (model.output_layer if norm is None else norm).register_forward_pre_hook(gather.before)

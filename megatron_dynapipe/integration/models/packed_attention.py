@@ -186,17 +186,27 @@ class _OverParts(torch.autograd.Function):
         times = query.size(1) // key.size(1)
 
         def shares(keys: Tensor, values: Tensor, *, causal: bool) -> list[Tensor]:
-            given = _by_head(gradients[0]), _by_head(query), _by_head(keys, times), _by_head(values, times), out, total
-            of_query, *others = (
-                each[0].transpose(0, 1) for each in _FLASH_BACKWARD(*given, 0.0, causal, scale=ctx.scale)
+            tensors = (
+                _by_head(gradients[0]),
+                _by_head(query),
+                _by_head(keys, times),
+                _by_head(values, times),
+                out,
+                total,
             )
-            return [of_query, *(each.unflatten(1, (-1, times)).sum(2) if times > 1 else each for each in others)]
+            of_query, *others = (
+                gradient[0].transpose(0, 1) for gradient in _FLASH_BACKWARD(*tensors, 0.0, causal, scale=ctx.scale)
+            )
+            return [
+                of_query,
+                *(gradient.unflatten(1, (-1, times)).sum(2) if times > 1 else gradient for gradient in others),
+            ]
 
         of_query, of_key, of_value = shares(key, value, causal=True)
         for piece in ctx.before:
-            part, *found = shares(piece.key, piece.value, causal=False)
+            part, *of_piece = shares(piece.key, piece.value, causal=False)
             of_query = of_query + part
-            piece.add(*found)
+            piece.add(*of_piece)
         return None, of_query, of_key, of_value, None
 
 
@@ -235,7 +245,7 @@ def _picked(tensor: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _mask(group: SegmentGroup, bias: Tensor | None, query: Tensor, *, causal: bool) -> Tensor | None:
-    """What SDPA adds to a group's scores, or the keys it may look at; causal attention sees no padded key anyway."""
+    """The mask added to a group's scores, or the keys to look at; causal attention sees no padded key anyway."""
     if bias is None:
         return None if causal else group.real_keys
     corner = bias[:, :, : group.queries, : group.keys].to(query.dtype)

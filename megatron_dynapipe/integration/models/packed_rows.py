@@ -34,7 +34,9 @@ class RowFormat(enum.StrEnum):
     @classmethod
     def of(cls, models: Sequence[nn.Module]) -> "RowFormat":
         """That of built models: by their core attention."""
-        cores = [each.core_attention for model in models for each in model.modules() if isinstance(each, Attention)]
+        cores = [
+            module.core_attention for model in models for module in model.modules() if isinstance(module, Attention)
+        ]
         engine = any(type(core).__name__ == "TEDotProductAttention" for core in cores)
         return cls.TRANSFORMER_ENGINE if engine else cls.LOCAL
 
@@ -75,7 +77,7 @@ class PackedRow(AttentionRows):
         return [0, *accumulate(self.lengths_q)]
 
     def later_keys(self, segment: int, like: Tensor) -> Tensor:
-        """What SDPA adds to the scores of a piece: [1, 1, queries, keys], made once for all layers."""
+        """The mask that SDPA adds to the scores of a piece: [1, 1, queries, keys], made once for all layers."""
         if segment not in self._masks:
             queries, before = self.lengths_q[segment], self.cuts[segment].start
             hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
@@ -109,14 +111,14 @@ class DeviceSegments:
 
 
 def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None) -> PackedRow:
-    """What self-attention over a row takes."""
+    """The arguments of self-attention over a row."""
     return attention_row(segments, segments, row_format, cross)
 
 
 def attention_row(
     queries: DeviceSegments, keys: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None
 ) -> PackedRow:
-    """What attention of one row's segments to those of another takes, segment i to segment i.
+    """The arguments of attention of one row's segments to those of another, segment i to segment i.
 
     The tail of the queries' row joins the last sample where the keys' row has no tail. Queries without keys come out of
     FlashAttention as zeros, but of cuDNN before 9.25 as NaN, which no mask of the loss takes out again

@@ -39,12 +39,12 @@ class AttentionRows(PackedSeqParams):
 
 
 def encoder_rows(lengths: Tensor, length: int) -> AttentionRows:
-    """What an encoder's self-attention takes (mask type "padding"): int[b] tokens of rows of `length` positions."""
+    """The rows of an encoder's self-attention (mask type "padding"): int[b] tokens of rows of `length` positions."""
     return _attention(lengths, length, lengths, length)
 
 
 def decoder_rows(lengths: Tensor, length: int, encoder_lengths: Tensor, encoder_length: int) -> AttentionRows:
-    """What a decoder takes: self-attention only what is causal, which hides padding, as it stands at the end."""
+    """The arguments of a decoder: self-attention only what is causal, which hides padding, as it stands at the end."""
     return AttentionRows(
         qkv_format=PADDED_FORMAT,
         max_seqlen_q=length,

@@ -20,7 +20,7 @@ T5_POSITIONS = (LEARNED, ROTARY, RELATIVE, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """What positions are made of; names and defaults are Megatron's.
+    """The settings of positions; names and defaults are Megatron's.
 
     Attributes:
         kind: one of `T5_POSITIONS`.
@@ -51,7 +51,7 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackInputs:
-    """What one stack on one stage is run on.
+    """The inputs of one stack on one stage.
 
     Attributes:
         state: [length, b, h]; divided in its first dimension under sequence parallelism.
@@ -65,7 +65,7 @@ class StackInputs:
 
 
 class StackPositions:
-    """What one stack on one stage hands to its layers beside their input.
+    """The arguments that one stack on one stage hands to its layers beside their input.
 
     Args:
         rotary: Megatron's `RotaryEmbedding`, or None.

@@ -70,82 +70,76 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
         layout: of a pipeline whose layers are divided; without one, stages have the layers that Megatron's flags say.
     """
 
-    def provide(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        config: TransformerConfig | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> GPTModel:
-        config = model.transformer_config(config)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        norm = _final_norm(model)
+    def build(config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any) -> GPTModel:
         layers, stage = gpt_layers(model, config), groups.pp.rank()
         if layout is not None:
-            held = layout.virtual_stage_layers[stage + (vp_stage or 0) * layout.stages]
-            layers = with_halves([layers[number] for number in held.encoder], held.encoder_parts)
+            stage_layers = layout.virtual_stage_layers[stage + (chunk or 0) * layout.stages]
+            layers = with_halves([layers[number] for number in stage_layers.encoder], stage_layers.encoder_parts)
         else:
-            first = get_transformer_layer_offset(config, vp_stage, stage)
-            layers = layers[first : first + get_num_layers_to_build(config, vp_stage, stage)]
-        scaling = {} if model.rope_scaling is None else {"rope_scaling_factor": model.rope_scaling}
-        model_part = GPTModel(
+            first = get_transformer_layer_offset(config, chunk, stage)
+            layers = layers[first : first + get_num_layers_to_build(config, chunk, stage)]
+        if model.rope_scaling is not None:
+            shared["rope_scaling_factor"] = model.rope_scaling
+        return GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
+            transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=_final_norm(model)),
             rope_scaling=model.rope_scaling is not None,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-            **_outside_layers(model),
-            **scaling,
+            **shared,
         )
-        mark_sinks(model_part)
-        return model_part
 
-    return provide
+    return _decoder_only(model, build)
 
 
 def hybrid_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
     """A provider of Megatron's HybridModel, of the layers that a GPT has; as `gpt_provider`."""
 
+    def build(
+        config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any
+    ) -> HybridModel:
+        sparse = with_planned_experts(_layer(model, config)) if model.experts is not None else None
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack(_layer(model), sparse, _final_norm(model)),
+            hybrid_layer_pattern=with_stages(model.pattern, layout.layers_per_stage),
+            **shared,
+        )
+
+    return _decoder_only(model, build)
+
+
+def _decoder_only(model: ModelConfig, build: Callable[..., GPTModel | HybridModel]) -> ModelProvider:
+    """A provider of what `build` makes of configuration, groups, chunk and what both models take besides layers."""
+
     def provide(
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-    ) -> HybridModel:
-        config = model.transformer_config(config)
-        sparse = with_planned_experts(_layer(model, config)) if model.experts is not None else None
-        model_part = HybridModel(
-            config=config,
-            hybrid_stack_spec=hybrid_stack(_layer(model), sparse, _final_norm(model)),
-            hybrid_layer_pattern=with_stages(model.pattern, layout.layers_per_stage),
+    ) -> GPTModel | HybridModel:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        part = build(
+            model.transformer_config(config),
+            groups,
+            vp_stage,
             pre_process=pre_process,
             post_process=post_process,
-            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            pg_collection=groups,
             vp_stage=vp_stage,
-            **_outside_layers(model),
+            vocab_size=model.vocabulary,
+            max_sequence_length=model.max_positions,
+            fp16_lm_cross_entropy=model.fp16_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type=model.positions.kind,
+            rotary_percent=model.positions.rotary_percent,
+            rotary_base=model.positions.rotary_base,
+            seq_len_interpolation_factor=model.positions.rotary_interpolation,
         )
-        mark_sinks(model_part)
-        return model_part
+        mark_sinks(part)
+        return part
 
     return provide
-
-
-def _outside_layers(model: ModelConfig) -> dict[str, Any]:
-    """The keyword arguments that both of Megatron's models take of what is outside layers."""
-    return {
-        "vocab_size": model.vocabulary,
-        "max_sequence_length": model.max_positions,
-        "fp16_lm_cross_entropy": model.fp16_cross_entropy,
-        "parallel_output": True,
-        "share_embeddings_and_output_weights": model.tied,
-        "position_embedding_type": model.positions.kind,
-        "rotary_percent": model.positions.rotary_percent,
-        "rotary_base": model.positions.rotary_base,
-        "seq_len_interpolation_factor": model.positions.rotary_interpolation,
-    }
 
 
 def mark_sinks(model: nn.Module) -> None:

@@ -126,10 +126,10 @@ def _places(
 
     Padding is at the segment's first position.
     """
-    own = np.array(lengths, np.int64)
-    starts = np.cumsum(own) - own
+    sizes = np.array(lengths, np.int64)
+    starts = np.cumsum(sizes) - sizes
     steps = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
-    real = steps < np.repeat(own[order], widths)
+    real = steps < np.repeat(sizes[order], widths)
     return np.repeat(starts[order], widths) + steps * real, real
 
 

@@ -72,12 +72,12 @@ def connect_copies(
         chunks: this rank's model chunks by virtual stage.
         pipeline: the process group of this rank's pipeline.
     """
-    held = [
+    copies = [
         WeightCopies(weight.stages, [weight.copy_in(chunks[stage]) for stage in weight.stages if stage in chunks])
         for weight in weights
         if len(weight.stages) > 1
     ]
-    shared = SharedWeights(held, _pipelines(pipeline))
+    shared = SharedWeights(copies, _pipelines(pipeline))
     shared.start_equal(_device())  # weights may be drawn on the CPU and moved later
     return shared
 
@@ -93,13 +93,11 @@ def reduce_shared_gradients(models: Sequence[nn.Module]) -> None:
 
 
 def _device() -> torch.device:
-    """Where tensors must be to be sent."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _pipelines(mine: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """Global ranks of every pipeline of the job, the same list on every rank."""
-    ranks = torch.tensor(dist.get_process_group_ranks(mine), device=_device())
-    every = [torch.empty_like(ranks) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, ranks)
-    return sorted({tuple(pipeline.tolist()) for pipeline in every})
+def _pipelines(pipeline: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    here = torch.tensor(dist.get_process_group_ranks(pipeline), device=_device())
+    pipelines = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(pipelines, here)
+    return sorted({tuple(ranks.tolist()) for ranks in pipelines})

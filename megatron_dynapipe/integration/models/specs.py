@@ -77,9 +77,9 @@ def t5_layer(
         ConfigError: Transformer Engine is asked for and not installed.
     """
     if not engine:
-        made = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
+        stock = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
         norm = local_norm(normalization=config.normalization, sequence_parallel=config.sequence_parallel)
-        local = local_layer(made, norm, attention)
+        local = local_layer(stock, norm, attention)
         return (_without_causality(local) if biases_hide else local), norm
     if not HAVE_TRANSFORMER_ENGINE:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a stage of a T5 needs of one micro-batch."""
+"""The inputs of a T5's stage of one micro-batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_dynapipe.units import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class T5StageInputs:
-    """What a stage needs of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
+    """The inputs of a stage of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
 
     Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) and the
     layers of Transformer Engine have no masks.
@@ -42,7 +42,7 @@ class T5StageInputs:
 def padded_attention(
     shape: Shape, input_lengths: Tensor, decoder_lengths: Tensor, row_format: RowFormat
 ) -> dict[str, Any]:
-    """What attention over padded rows takes, by its names in `T5StageInputs`: masks, or rows for Transformer Engine.
+    """The arguments of attention over padded rows, by names in `T5StageInputs`: masks, or rows for Transformer Engine.
 
     Args:
         shape: of the micro-batch.

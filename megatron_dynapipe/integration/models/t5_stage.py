@@ -141,16 +141,16 @@ class T5Stage(LanguageModule):
         if self.encoder is not None:
             if self.layers.starts_encoder:
                 encoded = self._embed(batch.tokens, batch.encoder_row)
-            given = self._stack_inputs(self._encoder_positions, _given(encoded), batch.encoder_mask, batch.encoder_row)
-            encoded = self.encoder.run(given)
+            stack = self._stack_inputs(self._encoder_positions, _given(encoded), batch.encoder_mask, batch.encoder_row)
+            encoded = self.encoder.run(stack)
         if self.decoder is None:
             return _given(encoded)
         if self.layers.starts_decoder:
             decoded = self._embed(batch.decoder_tokens, batch.decoder_row)
         row = batch.decoder_row
-        given = self._stack_inputs(self._decoder_positions, _given(decoded), batch.decoder_mask, row, causal=True)
+        stack = self._stack_inputs(self._decoder_positions, _given(decoded), batch.decoder_mask, row, causal=True)
         cross = None if row is not None else self._mask(_given(batch.cross_mask))
-        decoded = self.decoder.run(given, _given(encoded), cross)
+        decoded = self.decoder.run(stack, _given(encoded), cross)
         if not self.post_process:
             return _given(encoded), decoded
         weight = self.shared_embedding_or_output_weight() if self.model.tied and self.pre_process else None
@@ -204,7 +204,6 @@ class T5Stage(LanguageModule):
         return entries
 
     def _build_positions(self) -> None:
-        """Rotations, and this stage's copies of the tables of relative biases."""
         positions, config, rotary = self.model.positions, self.config, None
         if positions.kind == ROTARY:
             rotary = RotaryEmbedding(
@@ -216,9 +215,9 @@ class T5Stage(LanguageModule):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
-        held, relative = self.layers, positions.kind == RELATIVE
-        encoder = positions.table(config, bidirectional=True) if relative and held.encoder_parts.attends else None
-        decoder = positions.table(config, bidirectional=False) if relative and held.decoder_parts.attends else None
+        layers, relative = self.layers, positions.kind == RELATIVE
+        encoder = positions.table(config, bidirectional=True) if relative and layers.encoder_parts.attends else None
+        decoder = positions.table(config, bidirectional=False) if relative and layers.decoder_parts.attends else None
         if encoder is not None:
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
@@ -228,10 +227,10 @@ class T5Stage(LanguageModule):
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
-        held = self.layers
-        layers, parts, depth = held.encoder, held.encoder_parts, held.encoder_layers
+        stage = self.layers
+        layers, parts, depth = stage.encoder, stage.encoder_parts, stage.encoder_layers
         if decoder:
-            layers, parts, depth = held.decoder, held.decoder_parts, held.decoder_layers
+            layers, parts, depth = stage.decoder, stage.decoder_parts, stage.decoder_layers
         if not layers:
             return None
         model, hide = self.model, decoder and self.model.biases_hide

@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, of
 from megatron_dynapipe.units import Recompute, round_up
 
 POSITIONS = 1024
-"""Of the micro-batches that are measured, about."""
+"""Positions of the micro-batches that are measured, about."""
 SHARE = 4
 """Samples are as long as the longest, and by this factor shorter."""
 LONG_FOR_PIECES = 512
@@ -39,7 +39,7 @@ _PREFIXES = ((1, 2), (1, 7), (4, 1), (4, 4))
 """Eighths of the longest sample: those of a piece, and those before it."""
 _LARGEST = 2**24
 _LINEAR = (1, 1, 0, 1)
-"""Of `_terms`, all but attention's inside."""
+"""The columns of `_terms` without attention's inside."""
 
 Floats = npt.NDArray[np.float64]
 Prefix = npt.NDArray[np.float64]
@@ -158,7 +158,6 @@ def _all(scope: Scope, measures: Sequence[Callable[[], Values | None]]) -> Float
 
 
 def _row(kind: LayerKind, point: Point) -> Row:
-    """The samples of a padded micro-batch."""
     size, inputs, *targets = point
     return (inputs,) * size, tuple(targets) * size if kind == "decoder" else ()
 

@@ -53,13 +53,14 @@ class MeasuredModule:
     """Something to measure.
 
     Attributes:
-        name: as in the cost model file: "encoder", "decoder", "expert", "postprocess", "embedding".
+        name: as in the cost model file: "encoder", "decoder", "expert", "postprocess".
         module: holds its parameters.
         prepare: makes the inputs of a point and returns its forward, which may be called repeatedly.
         prepare_row: likewise of a packed row, from its samples' inputs and targets; None for parts without attention.
         layers: that a forward runs one after another; what is measured is divided by it.
         alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
         prepare_piece: as `prepare`, of a piece of (own positions, positions before); None where samples stay whole.
+        embedding: that of the model, which is counted and not timed: it is small against a stage. None of layers.
     """
 
     name: str
@@ -69,6 +70,7 @@ class MeasuredModule:
     layers: int = 1
     alone: "MeasuredModule | None" = None
     prepare_piece: Callable[[Point], Forward] | None = None
+    embedding: torch.nn.Module | None = None
 
     @property
     def from_most_layers(self) -> "tuple[MeasuredModule, ...]":
@@ -84,6 +86,11 @@ class MeasuredModule:
     def parameters(self) -> int:
         """Number of this rank's parameters in one layer."""
         return sum(parameter.numel() for parameter in self.module.parameters()) // self.layers
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of this rank's parameters in the embedding."""
+        return sum(parameter.numel() for parameter in (self.embedding or torch.nn.Module()).parameters())
 
     @property
     def expert_parameters(self) -> int:
@@ -206,8 +213,7 @@ def _t5_parts(
     return [
         MeasuredModule(name="encoder", module=encoder, prepare=encode_padded, prepare_row=encode_row, layers=chained),
         MeasuredModule(name="decoder", module=decoder, prepare=decode_padded, prepare_row=decode_row, layers=chained),
-        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make), embedding=ends.embedding),
     ]
 
 
@@ -232,8 +238,7 @@ def _gpt_parts(
         chains["expert" if model.experts.layers else "encoder"] = build(chained, everywhere)
     return [
         *(_gpt_layers(kind, layers, model, chained, make) for kind, layers in chains.items()),
-        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make)),
-        MeasuredModule(name="embedding", module=ends.embedding, prepare=_embedding(ends.embedding, make)),
+        MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make), embedding=ends.embedding),
     ]
 
 
@@ -307,16 +312,6 @@ class _Head(torch.nn.Module):
         self.output_layer = model.output_layer
         if model.share_embeddings_and_output_weights:
             self.weight = model.shared_embedding_or_output_weight()
-
-
-def _embedding(embedding: torch.nn.Module, make: "_Inputs") -> Callable[[Point], Forward]:
-    def run(point: Point) -> Forward:
-        b, s = point
-        tokens = make.tokens(b, s)
-        positions = torch.arange(s, device=tokens.device).expand_as(tokens)
-        return lambda: torch.as_tensor(embedding(input_ids=tokens, position_ids=positions))
-
-    return run
 
 
 class _Inputs:

@@ -65,7 +65,7 @@ class Scope:
 
     Attributes:
         parts: what is measured, by name.
-        modes: recompute modes of the layers; embedding and head have none.
+        modes: recompute modes of the layers; the head has none.
         within: the largest size and lengths of a micro-batch that a run may ask for.
         most_positions: of one micro-batch that is measured.
         platform: the device's clock.

@@ -1,6 +1,6 @@
 """Measuring packed rows: a few of different totals and lengths for every layer and mode, and the tables fitted to them.
 
-Embedding and head have no attention: they cost a packed row what they cost one padded sample of as many positions.
+The head has no attention: it costs a packed row what it costs one padded sample of as many positions.
 Where losses are of targets the head runs a small share of a row's positions, so it is measured with as few.
 """
 
@@ -146,8 +146,7 @@ _Place = tuple[str, Recompute | None]
 def _places(scope: Scope) -> Iterator[_Place]:
     """The parts that are measured by themselves: layers under every mode; the head recomputes nothing."""
     for name, part in scope.parts.items():
-        if name != "embedding":
-            yield from ((name, mode) for mode in (scope.modes if part.prepare_row is not None else (None,)))
+        yield from ((name, mode) for mode in (scope.modes if part.prepare_row is not None else (None,)))
 
 
 def _values(scope: Scope, place: _Place, row: Row) -> Values | None:

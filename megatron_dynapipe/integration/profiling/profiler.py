@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -62,23 +61,18 @@ class Profiler:
 
     def _is_bare(self) -> bool:
         """Whether a surface lacks one of the points to begin with, without which a model would be a guess."""
-        return any(self._lacks(surface) for surface in self._grids)
-
-    def _lacks(self, surface: Surface) -> bool:
-        grid = self._grids[surface]
-        return not grid.measured if surface[0] == "embedding" else grid.lacks_first
+        return any(grid.lacks_first for grid in self._grids.values())
 
     def _choose(self, budget_s: float) -> list[NextPoint]:
         """The points most worth measuring at the same time, of as many surfaces; first those to begin with."""
         worth: list[tuple[float, int, Point]] = []
         is_bare = self._is_bare()
         for index, (surface, grid) in enumerate(self._grids.items()):
-            if is_bare and not self._lacks(surface):
+            if is_bare and not grid.lacks_first:
                 continue  # what is next takes a fit
             name, _ = surface
             best = grid.next(longest_ms=budget_s * 1e3 * LONGEST_SHARE / self._scope.parts[name].layers)
-            enough = math.inf if name == "embedding" and grid.measured else SMOOTH_ENOUGH
-            if best is not None and best[1] >= enough:
+            if best is not None and best[1] >= SMOOTH_ENOUGH:
                 worth.append((best[1], -index, best[0]))
         largest = heapq.nlargest(at_once(shared=self._scope.shared), worth)
         return [(-index, point) for _, index, point in largest]

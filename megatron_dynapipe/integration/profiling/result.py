@@ -63,12 +63,11 @@ def cost_file(
     Raises:
         CostModelError: something was not measured at all.
     """
-    state = {
-        name: parts[name].parameters * _STATE_BYTES / BYTES_PER_MB for name in ("embedding", *LAYERS) if name in parts
-    }
+    parameters = {name: parts[name].parameters for name in LAYERS if name in parts}
+    parameters["embedding"] = parts["postprocess"].embedding_parameters
     if setup.model.experts is not None:
-        of = parts.get("expert", parts["encoder"])
-        state["experts"] = of.expert_parameters * _STATE_BYTES / BYTES_PER_MB
+        parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters
+    state = {name: count * _STATE_BYTES / BYTES_PER_MB for name, count in parameters.items()}
     entries = {}
     for mode in modes:
         entry = fitted_entry(
@@ -93,7 +92,7 @@ def cost_file(
         units=UNITS,
         model={name: msgspec.Raw(json.dumps(value).encode()) for name, value in _model(setup).items()},
         keys=entries,
-        provenance=provenance | _embedding_times(measurements),
+        provenance=provenance,
         links=dict(links),
         peak_covers_backward=True,
     )
@@ -182,7 +181,6 @@ def _divisions(halves: HalvesByMode, mode: Recompute) -> dict[LayerKind, Divisio
 def _packed_entry(
     tables: PackedTables, prefix: Prefix | None, division: dict[LayerKind, Division], setup: ProfileSetup
 ) -> PackedEntry:
-    """Tables of packed rows as the file has them."""
     parts = {
         quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in table.items()}
         for quantity, table in tables.items()
@@ -203,7 +201,6 @@ def _packed_entry(
 
 
 def _position_mb(setup: ProfileSetup) -> float:
-    """The memory of a position's state on a rank."""
     model = setup.model
     shards = setup.tensor_parallel if model.sequence_parallel else 1
     return float(model.hidden * model.dtype.itemsize / shards / BYTES_PER_MB)
@@ -215,10 +212,3 @@ def _infeasible(measurements: Measurements, mode: Recompute) -> dict[str, list[t
         if values is None and of_mode in (mode, Recompute.NONE if part == "postprocess" else mode):
             limits.setdefault(part, []).append(point)
     return limits
-
-
-def _embedding_times(measurements: Measurements) -> Provenance:
-    """The embedding's largest time, for people: it is small against a stage's, and plans leave it out."""
-    costs = [values for ((part, _), _), values in measurements.items() if part == "embedding" and values]
-    times = [(values.forward_ns + values.backward_ns) / NS_PER_MS for values in costs]
-    return {"embedding_ms_at_most": round(max(times), 3)} if times else {}

@@ -36,6 +36,7 @@ _OTHER_LAYOUTS = (
     "--pipeline-model-parallel-layout",
 )
 """Flags of a run's layout that say nothing of its layers."""
+_GROUP_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ def prepared(
     pipeline_parallel: int = 1,
     expert_parallel: int | None = None,
     layers_per_stage: Sequence[float] | None = None,
+    chunks: int = 1,
     vocabulary: int | None = None,
 ) -> Iterator[ProfileSetup]:
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
@@ -85,7 +87,8 @@ def prepared(
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
         expert_parallel: ranks that share experts; None as the flags say.
-        layers_per_stage: of each pipeline stage; None splits layers equally.
+        layers_per_stage: of each (virtual) stage; None splits layers equally.
+        chunks: virtual stages of a rank.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 
     Raises:
@@ -97,13 +100,13 @@ def prepared(
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
     sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
     layout = [word for name, size in sizes.items() if size for word in (f"--{name}-model-parallel-size", str(size))]
+    layout += ["--num-virtual-stages-per-pipeline-rank", str(chunks)] * (chunks > 1)
     if layers_per_stage is not None:
         layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
     args = _parse(flags, family, layout, world // ranks, vocabulary)
     device, originals = _start(args, world), Originals()
     try:
-        groups: dict[str, Any] = {"expert_model_parallel_size": args.expert_model_parallel_size}
-        groups["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size
+        groups: dict[str, Any] = {name: getattr(args, name) for name in _GROUP_SIZES}
         model, t5_layout = from_megatron.model_config(args, family), None
         if family is ModelFamily.T5:
             t5_layout = layer_split.t5_layout(args)
@@ -115,9 +118,7 @@ def prepared(
             args=args,
             model=model,
             layout=t5_layout,
-            within=Shape(
-                args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout is not None else 0
-            ),
+            within=Shape(args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout else 0),
             packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu")[0],
             device=device,
             tensor_parallel=tensor_parallel,

@@ -210,7 +210,6 @@ class Recorder:
         return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
-        """Keep the run's peaks, and hand them in at its end; nothing where memory was reserved ahead."""
         if self._reserves_all:
             return
         peaks = self._peaks = memory if self._peaks is None else self._peaks.with_peaks_of(memory)

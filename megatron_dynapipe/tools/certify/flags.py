@@ -1,8 +1,9 @@
 """The command lines of the runs that are compared, from the training command's own.
 
 The stated rule: a model whose weights, gradients and optimizer take more than `MOST_BYTES` in one process has its
-layers reduced to one to a virtual stage (two where the first is of another kind than the rest), then its widths halved,
-at equal numbers of heads and experts, until it fits; and iterations have at most `MOST_SAMPLES` samples.
+layers reduced to one to a virtual stage (two where the first is of another kind than the rest; of a HybridModel to its
+first modules, one to a virtual stage and one of each kind), then its widths halved, at equal numbers of heads and
+experts, until it fits; and iterations have at most `MOST_SAMPLES` samples.
 """
 
 import math
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dynapipe import config
+from megatron_dynapipe.cost import even_split
+from megatron_dynapipe.cost.pattern import ATTENDS, DENSE, EXPERTS, STAGE_END, with_stages, without_stages
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import amount
 
@@ -31,8 +34,9 @@ LAYOUT: dict[str, Any] = {
     "dynapipe_layers_per_stage": "",
     "decoder_first_pipeline_num_layers": 0,
     "decoder_last_pipeline_num_layers": 0,
+    "hybrid_layer_pattern": "",
 }
-"""Flags of a layout of ranks and layers, by destination, with their defaults."""
+"""Flags of a layout of ranks and layers, by destination, with their defaults; a pattern says its stages."""
 SPLIT = tuple(LAYOUT)[5:]
 """Those that depend on the number of layers."""
 SIZES: dict[str, Any] = {
@@ -51,7 +55,6 @@ SIZES: dict[str, Any] = {
     "global_batch_size": 1,
 }
 """What the rule looks at, likewise."""
-LAYERS = ("num_layers", "encoder_num_layers", "decoder_num_layers")
 WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 ALONE = (
     *("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
@@ -64,25 +67,16 @@ OTHERS = (
     *("--dynapipe-report-dir", "--dynapipe-elastic", "--non-persistent-save-interval", "--async-save", "--ckpt-step"),
 )
 """Flags of the run around its training."""
-HALVES = {"bf16": [], "fp16": ["--loss-scale", "1024"]}
-"""Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped."""
-PATTERN = "--hybrid-layer-pattern"
+HALVES = {"bf16": [], "fp16": ["--loss-scale", "1"]}
+"""Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped.
+
+Gradients are sums over all tokens until they are finished, which is as large a scale as fp16 holds."""
 PRECISION = ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--fp16-lm-cross-entropy")
 
 
 def words_of(flags: Sequence[str]) -> list[str]:
-    """The training command's flags, with run files written out, without those of the run around its training.
-
-    Raises:
-        ConfigError: the model is no GPT of Megatron's and no T5.
-    """
-    words = config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
-    if any(word.startswith(PATTERN) for word in words):
-        raise ConfigError(
-            f"expected a GPT or a T5 to certify, got {PATTERN}",
-            hint="leave it out where all layers are attention and MLP: a GPT of as many has the same weights",
-        )
-    return words
+    """The training command's flags, with run files written out, without those of the run around its training."""
+    return config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
 
 
 def early(words: Sequence[str]) -> Any:
@@ -109,6 +103,8 @@ def alone(words: Sequence[str]) -> list[str]:
     """The flags of the same model on one process."""
     args = early(words)
     kept = config.without_flags(words, [*map(_flag, LAYOUT), *ALONE])
+    if args.hybrid_layer_pattern:
+        kept.append(f"{_flag('hybrid_layer_pattern')}={without_stages(args.hybrid_layer_pattern)}")
     padding = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return [*kept, "--make-vocab-size-divisible-by", str(padding)]
 
@@ -120,31 +116,41 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
         ConfigError: it does not fit however narrow it is.
     """
     args = early(words)
-    before: dict[str, int] = {name: getattr(args, name) for name in SIZES}
+    stages, pattern = args.pipeline_model_parallel_size, without_stages(args.hybrid_layer_pattern)
+    before: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
+    before["num_layers"] = len(pattern) or before["num_layers"]
     before["kv_channels"] = before["kv_channels"] or before["hidden_size"] // before["num_attention_heads"]
     before["ffn_hidden_size"] = before["ffn_hidden_size"] or 4 * before["hidden_size"]
-    sizes, stages = dict(before), args.pipeline_model_parallel_size
+    sizes = dict(before)
     if parameters(sizes, words, vocabulary) * STATE_BYTES <= MOST_BYTES:
         return list(words), []
     layers = max(sizes["num_layers"], sizes["encoder_num_layers"])
     by_chunk = args.num_layers_per_virtual_pipeline_stage or layers
-    split = args.dynapipe_layers_per_stage.count(",") + 1
+    split = 1 + max(args.dynapipe_layers_per_stage.count(","), args.hybrid_layer_pattern.count(STAGE_END))
     chunks = max(args.num_virtual_stages_per_pipeline_rank, layers // (stages * by_chunk), split // stages, 1)
-    sizes |= {name: min(sizes[name], max(2, stages * chunks)) for name in LAYERS}
-    while parameters(sizes, words, vocabulary) * STATE_BYTES > MOST_BYTES:
+    least = max(2, stages * chunks, *(pattern.find(kind) + 1 for kind in pattern))
+    sizes |= {name: min(sizes[name], least) for name in sizes if name.endswith("num_layers")}
+    while (count := parameters(sizes, words, vocabulary)) * STATE_BYTES > MOST_BYTES:
         if sizes["kv_channels"] <= LEAST_CHANNELS:
-            least = amount(round(parameters(sizes, words, vocabulary)), "parameter")
-            raise ConfigError(f"expected a model that fits 4 GB once it is narrowed, got {least}", hint="pass --full")
+            few = amount(count, "parameter")
+            raise ConfigError(f"expected a model that fits 4 GB once it is narrowed, got {few}", hint="pass --full")
         sizes |= {name: sizes[name] // 2 for name in WIDTHS}
     sizes["global_batch_size"] = min(sizes["global_batch_size"], MOST_SAMPLES)
+    layers = sizes["num_layers"]
+    if pattern:
+        before["hybrid_layer_pattern"] = args.hybrid_layer_pattern
+        sizes["hybrid_layer_pattern"] = with_stages(pattern, even_split(layers, stages * chunks))
+        before["num_layers"] = layers
     changed = {name: size for name, size in sizes.items() if size != before[name]}
-    added: dict[str, Any] = changed | {name: sizes[name] for name in ("kv_channels", "ffn_hidden_size")}
-    if chunks > 1:
+    added = changed | {name: sizes[name] for name in ("kv_channels", "ffn_hidden_size")}
+    if pattern:
+        added["hybrid_layer_pattern"] = sizes["hybrid_layer_pattern"]
+    elif chunks > 1:
         added["num_virtual_stages_per_pipeline_rank"] = chunks
     if args.moe_layer_freq.startswith(("[", "(")):
-        added["moe_layer_freq"] = f"[0]+[1]*{sizes['num_layers'] - 1}"
+        added["moe_layer_freq"] = f"[0]+[1]*{layers - 1}"
     kept = config.without_flags(words, [_flag(name) for name in (*added, *SPLIT)])
-    kept += [word for name, value in added.items() for word in (_flag(name), str(value))]
+    kept += [f"{_flag(name)}={value}" for name, value in added.items()]
     return kept, [f"{_flag(name)} {before[name]} → {size}" for name, size in changed.items()]
 
 
@@ -152,15 +158,17 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parameters(sizes: dict[str, int], words: Sequence[str], vocabulary: int) -> float:
+def parameters(sizes: dict[str, int], words: Sequence[str], vocabulary: int) -> int:
     """About how many a model has."""
     hidden, matrices = sizes["hidden_size"], 3 if "--swiglu" in words else 2
+    width = sizes["moe_ffn_hidden_size"] or sizes["ffn_hidden_size"]
+    experts = width * sizes["num_experts"] + sizes["moe_shared_expert_intermediate_size"]
     attention = 4 * hidden * sizes["num_attention_heads"] * sizes["kv_channels"]
-    mlp = matrices * hidden * sizes["ffn_hidden_size"]
-    if sizes["num_experts"]:
-        width = sizes["moe_ffn_hidden_size"] or sizes["ffn_hidden_size"]
-        mlp = matrices * hidden * (width * sizes["num_experts"] + sizes["moe_shared_expert_intermediate_size"])
-    layers = (sizes["encoder_num_layers"] or sizes["num_layers"]) * (attention + mlp)
-    layers += sizes["decoder_num_layers"] * (2 * attention + mlp)
+    layer = ATTENDS + (EXPERTS if sizes["num_experts"] else DENSE)
+    pattern = without_stages(early(words).hybrid_layer_pattern)[: sizes["num_layers"]]
+    modules: str = pattern or layer * (sizes["encoder_num_layers"] or sizes["num_layers"])
+    modules += (ATTENDS + layer) * sizes["decoder_num_layers"]
+    mlps = modules.count(DENSE) * sizes["ffn_hidden_size"] + modules.count(EXPERTS) * experts
     heads = 2 if "--untie-embeddings-and-output-weights" in words else 1
-    return layers + heads * (sizes["padded_vocab_size"] or vocabulary) * hidden
+    head = heads * (sizes["padded_vocab_size"] or vocabulary) * hidden
+    return modules.count(ATTENDS) * attention + mlps * matrices * hidden + head

@@ -60,7 +60,7 @@ class ProbedSession(Session):
         record.places = probe.places
         gradients, _ = probe.run(plan)
         record.repeated = _most(gradients, probe.run(plan)[0])
-        bare = [msgspec.structs.replace(micro_batch, recompute=Recompute.NONE) for micro_batch in plan]
+        bare = [msgspec.structs.replace(mb, recompute=(Recompute.NONE,) * len(mb.recompute)) for mb in plan]
         record.recomputed = _most(gradients, probe.run(bare)[0])
         for model in probe.models:
             model.train(not self._run.model.dropout)
@@ -79,11 +79,6 @@ class ProbedSession(Session):
             return runner.run(item.entry, host, models, step, longest=self._longest, force_all_reduce=True)[1]
         finally:
             runner.make_batch = make_batch
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens of the dataset."""
-        return read_meta(self._run.data).vocabulary_size
 
 
 class _Probe:
@@ -150,10 +145,11 @@ class _Probe:
             rows = labelled.T if host.rows is None else labelled.reshape(1, -1)[:, host.rows]
             changes["tasks"] = torch.from_numpy(np.ascontiguousarray(rows))
         if parity is not None:
+            vocabulary = read_meta(self.session._run.data).vocabulary_size
             for name, numbers in (("tokens", inputs), ("decoder_tokens", targets)):
                 if (tokens := getattr(host, name)) is not None:
-                    is_replaced = torch.from_numpy(self._is_replaced(numbers, parity).T.copy())
-                    other = (tokens + 1 + self.session.vocabulary // 2) % self.session.vocabulary
+                    is_replaced = torch.from_numpy((numbers % 2 == parity) & (numbers < len(self._ids))).T
+                    other = (tokens + 1 + vocabulary // 2) % vocabulary
                     changes[name] = torch.where(is_replaced, other, tokens)
         return replace(host, **changes)
 
@@ -169,9 +165,6 @@ class _Probe:
         index_of = np.array([*(self._index[sample] for sample in planned.sample_ids), len(self._ids)])
         lengths = (planned.positions(family), targets)
         return [index_of[sample_numbers(of, size, n)] if n else [] for of, n in zip(lengths, positions, strict=True)]
-
-    def _is_replaced(self, numbers: Any, parity: int) -> Any:
-        return (numbers % 2 == parity) & (numbers < len(self._ids))
 
     def compare(self, before: States, after: States, parity: int, record: RankRecord) -> None:
         """Note the sample that moved furthest at the end of each virtual stage, of those that were left as they are."""

@@ -23,6 +23,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
         recomputed: the same where nothing is computed again.
         moved: by stage, the furthest that a sample moved while others changed, as a part of the largest state, and
             which sample.
+        device: that it ran on, a kind of torch's.
         parts: sets of gradients by name; a file has their names and places, and the values apart.
     """
 
@@ -33,6 +34,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
     repeated: float = 0.0
     recomputed: float = 0.0
     moved: dict[int, tuple[float, str]] = {}
+    device: str = "cpu"
     parts: dict[str, list[Part]] = {}
 
     def write(self, folder: Path, rank: int) -> None:

@@ -136,7 +136,7 @@ class ReferenceSession(Session):
             tokens += count
             if keeps:
                 total, counted = self.record.samples.get(number, (0.0, 0.0))
-                self.record.samples[number] = total + float(loss), counted + float(count)
+                self.record.samples[number] = total + float(loss.detach()), counted + float(count)
                 after = [vector.main_grad.clone() for vector in vectors]
                 row = torch.cat([a - b for a, b in zip(after, before, strict=True)]).float().cpu()
                 self.record.parts.setdefault("samples", []).append(("", [number], [len(row)], row))

@@ -40,6 +40,7 @@ def train(role: str, family: str, folder: Path) -> None:
     training.training_log = recorded
     with process_groups(), session, replacements.installed(session):
         pretrain(**arguments)
+    record.device = session._device.type
     record.write(folder, int(os.environ.get("RANK", "0")))
 
 

@@ -1,5 +1,6 @@
 """A whole model on one process, and Megatron's distributed checkpoints of it, which any parallel layout can load."""
 
+import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,8 +65,11 @@ def save(model: nn.Module, folder: Path) -> None:
     """
     path = folder / RELEASE
     path.mkdir()
-    # Megatron reads these three of any checkpoint; without its arguments, it has none to compare a run's with.
+    # Megatron reads these three of any checkpoint; without its arguments, it has none to compare a run's with. By the
+    # pattern it tells a HybridModel from a GPT whose keys it would translate.
     state = {"checkpoint_version": 3.0, "iteration": 0, "model": _entries(model)}
+    if pattern := getattr(model, "hybrid_layer_pattern", None):
+        state["args"] = argparse.Namespace(hybrid_layer_pattern=pattern)
     dist_checkpointing.save(state, str(path))
     write_digests(path)
     (folder / TRACKER).write_text(RELEASE)

@@ -1,1 +1,1 @@
-"""What a dataset is made from: a mixture file's tasks, their sources, and how rows become text."""
+"""The sources of a dataset: a mixture file's tasks, their sources, and how rows become text."""

@@ -1,4 +1,4 @@
-"""What of a row is its task, its input and its target: columns, templates, conversations, plain text."""
+"""A row's task, input and target: columns, templates, conversations, plain text."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -162,7 +162,6 @@ def _line_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 
 def _without_mark(path: Path, head: bytes) -> bytes:
-    """The beginning of a file without UTF-8's byte order mark."""
     if (name := _OTHER_MARKS.get(head[:2])) is not None:
         raise DataError(
             f"{path}: expected UTF-8, found the byte order mark (BOM) of {name}",

@@ -90,7 +90,6 @@ def _table(name: str, rows: Any) -> SourcePart:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder was written by `datasets`' save_to_disk."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 

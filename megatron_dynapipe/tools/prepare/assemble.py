@@ -157,7 +157,6 @@ def write_dataset(
 
 
 def _tasks_of_entries(staging: Staging, tasks: Array, names: Sequence[str]) -> list[list[str]]:
-    """The tasks of each entry of the mixture."""
     seen: set[str] = set()
     names_of_entries = []
     for tasks_of_entry in np.split(tasks, np.cumsum(staging.entries)[:-1]):

@@ -150,7 +150,6 @@ def _check_replaceable(output: Path) -> None:
 
 
 def _recipe(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> str:
-    """Digest of all that a dataset follows from."""
     state = hashlib.blake2b(digest_size=16)
     chosen = {
         name: getattr(settings, name)
@@ -208,7 +207,6 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def _encode_all(
     encoder: tuple[Any, ...], sources: Sequence[Source], staging: Staging, workers: int, show_progress: bool
 ) -> None:
-    """Stage the samples of every block."""
     total = sum(part.size for source in sources for part in source)
     done: deque[tuple[int, int]] = deque()
 

@@ -1,4 +1,4 @@
-"""What decides how text becomes a dataset folder, what became of the text, and errors of samples that are refused."""
+"""Settings by which text becomes a dataset folder, what became of the text, and errors of refused samples."""
 
 import enum
 import os

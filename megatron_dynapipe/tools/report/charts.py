@@ -179,8 +179,8 @@ def _stages(run: Run) -> Chart:
         "plan_wait": "plan wait", "between": "optimizer, reduction, log",
     }  # fmt: skip
     traces = [
-        {"type": "bar", "name": labels.get(part, part), "x": [stage.stage for stage in medians],
-         "y": [round(getattr(stage, part) / NS_PER_MS, 4) for stage in medians], "marker": {"color": colour},
+        {"type": "bar", "name": labels.get(part, part), "x": [*medians],
+         "y": [round(row[part] / NS_PER_MS, 4) for row in medians.values()], "marker": {"color": colour},
          "hovertemplate": "stage %{x}: %{y:.3g} ms"}
         for part, colour in parts
     ] if medians else []  # fmt: skip

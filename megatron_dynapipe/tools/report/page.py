@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.extras import from_clone
 from megatron_dynapipe.outputs import marked, write_file
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.report.summary import Summary
@@ -49,7 +50,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise InstallationError(
-            "expected Plotly, which draws the page of a run, found none", hint="pip install 'megatron-dynapipe[plots]'"
+            "expected Plotly, which draws the page of a run, found none", hint=from_clone("plots")
         ) from None
     return str(get_plotlyjs())
 
@@ -74,7 +75,6 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("if all were padded to the longest", f"{summary.maximum_padding_efficiency:.1%}"),
         ("time per iteration", f"{summary.measured_ms:,.1f} ms"),
         ("error of predictions", _share(summary.prediction_error)),
-        ("of the last half of iterations", _share(summary.late_prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
         *([("the last iteration", summary.of_limits)] if summary.of_limits else []),

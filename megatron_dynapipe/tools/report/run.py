@@ -79,21 +79,6 @@ class Run:
         return Shape(1, max(pair[0] for pair in lengths), max(pair[1] for pair in lengths))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMedians:
-    """Where a stage's time went in an iteration: medians over iterations and replicas, in nanoseconds."""
-
-    stage: int
-    forward: float
-    backward: float
-    bubble: float
-    """Waiting for a peer that had not begun to send; 0 where no timeline was recorded."""
-    transfer: float
-    other: float
-    plan_wait: float
-    between: float
-
-
 def read_run(folder: Path) -> Run:
     """Read every rank's records of every start; what a later start trained again counts as it trained it.
 
@@ -162,30 +147,25 @@ def _is_before(record: Record, end: int | None) -> bool:
     return record.iteration <= end if isinstance(record, EvaluationRecord) else record.iteration < end
 
 
-def stage_medians(run: Run) -> list[StageMedians]:
-    """Where every stage's time went; the first iteration, which pays for starting up, is left out if there are more."""
+def stage_medians(run: Run) -> dict[int, dict[str, float]]:
+    """Where every stage's time went in an iteration, in ns by part: medians over iterations and replicas.
+
+    The bubble is the wait for a peer that had not begun to send, 0 where no timeline was recorded. The first iteration,
+    which pays for starting up, is left out if there are more.
+    """
     shares: dict[int, list[float]] = defaultdict(list)
     for timeline in run.last_timelines:
         for stage, share in enumerate(bubble_shares(timeline.measured)):
             shares[stage].append(share)
-    medians = []
+    medians = {}
     for stage, records in run.stages.items():
         begin = min(record.iteration for record in records)
         timed = [record for record in records if record.iteration > begin] or records
-        transfer = median(record.transfer_ns for record in timed)
-        bubble = transfer * (median(shares[stage]) if shares[stage] else 0.0)
-        medians.append(
-            StageMedians(
-                stage=stage,
-                forward=median(record.forward_ns for record in timed),
-                backward=median(record.backward_ns for record in timed),
-                bubble=bubble,
-                transfer=transfer - bubble,
-                other=median(record.other_ns for record in timed),
-                plan_wait=median(record.plan_wait_ns for record in timed),
-                between=median(record.between_ns for record in timed),
-            )
-        )
+        parts = ("forward", "backward", "transfer", "other", "plan_wait", "between")
+        row = {part: float(median(getattr(record, f"{part}_ns") for record in timed)) for part in parts}
+        row["bubble"] = row["transfer"] * (median(shares[stage]) if shares[stage] else 0.0)
+        row["transfer"] -= row["bubble"]
+        medians[stage] = row
     return medians
 
 

@@ -188,7 +188,7 @@ def _divided(
         piece_costs(
             tables,
             mode,
-            own=part * is_share,
+            positions=part * is_share,
             before=(whole - part) // 2,
             later=np.zeros_like(part),
             element_bytes=planner.settings.element_bytes,

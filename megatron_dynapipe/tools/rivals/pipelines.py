@@ -6,6 +6,7 @@ by work    4 5 5 2               the busiest virtual stage has the least work; t
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -24,7 +25,8 @@ def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch
     Raises:
         CostModelError: the cost model has no table that the settings ask for.
     """
-    layers, work = settings.encoder_layers + settings.decoder_layers, least_work(settings, cost_model, batch)
+    layers = settings.encoder_layers + settings.decoder_layers
+    work = least_work(settings, cost_model, replace(batch, labels=None))  # others run all positions
     for chunks in CHUNKS[:1] if settings.pipeline_parallel == 1 else CHUNKS:
         stages = settings.pipeline_parallel * chunks
         if stages > layers:

@@ -1,4 +1,4 @@
-"""What a candidate's iterations take: plans of batches, in this process or in several, and what comes after them.
+"""The time of a candidate's iterations: plans of batches, in this process or in several, and what comes after them.
 
     pipeline ─────────────────────────► │ reduce-scatter (or all-reduce) │ step │ all-gather
     (planned: forward, backward, transfers)  per stage; the slowest stage counts
@@ -76,7 +76,7 @@ class Evaluator:
             max(peak_bytes(plan, replica, stage, settings.element_bytes) for replica in plan.replicas)
             for stage in range(plan.pipeline_stages)
         ]
-        modes = {mb.recompute for replica in plan.replicas for mb in replica.micro_batches}
+        modes = {mode for replica in plan.replicas for mb in replica.micro_batches for mode in mb.recompute}
         timeline = tuple(stage.predicted for replica in plan.replicas for stage in replica.stages)
         return Outcome(
             predicted_ns=plan.totals.predicted_ns,
@@ -164,7 +164,7 @@ _STEP_BYTES = 30
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reduction and the step depend on besides layout and links.
+    """The rates that the reduction and the step depend on besides layout and links.
 
     Attributes:
         gradient_bytes: of a parameter's gradient in the reduction.

@@ -1,4 +1,4 @@
-"""What the layers of a chain cost, as `orchestrate` reads it: from measured segments, or from a profiled graph.
+"""The costs of the layers of a chain, as `orchestrate` reads it: from measured segments, or from a profiled graph.
 
     layer 0 │ layer 1 │ layer 2        time of a slice of n samples, forward and backward
            ▲         ▲                 bytes of a sample that cross here

@@ -25,7 +25,7 @@ class Split(enum.StrEnum):
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """What is tried.
+    """The layouts that are tried.
 
     Attributes:
         devices: of the cluster; every layout uses all of them.
@@ -205,7 +205,7 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             base,
             **layout.sizes,
             lockstep=experts > 1 and experts,
-            layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO),
+            layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO and not base.pattern),
             distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )

@@ -30,7 +30,7 @@ _NOTHING = 1e-9
 type Counts = tuple[int, ...]
 """Devices on each node: free ones, or those of a stage."""
 type _Placing = Callable[[Counts, Counts], Iterator[Counts]]
-"""What a stage may take, given the nodes and their free devices."""
+"""The devices that a stage may take, by the nodes and their free devices."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -113,7 +113,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Placements(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be placed after what: states are the free devices, state 0 the whole cluster.
+    """The order in which stages may be placed: states are the free devices, state 0 the whole cluster.
 
     Attributes:
         free: devices left in every state.

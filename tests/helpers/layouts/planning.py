@@ -15,7 +15,7 @@ from tests.helpers.packed_plans import halved, relaid
 
 
 class LayoutPlanner(Planner):
-    """Gives the micro-batches of a replica the layout's recompute modes and rows in turn, and some replicas none."""
+    """Gives micro-batches on stages the layout's recompute modes in turn, rows in turn, and some replicas none."""
 
     modes: tuple[Recompute, ...] = (Recompute.NONE,)
     rows = "padded"
@@ -28,7 +28,12 @@ class LayoutPlanner(Planner):
         replicas = []
         for replica in plan.replicas:
             micro_batches = tuple(
-                msgspec.structs.replace(micro_batch, recompute=self.modes[index % len(self.modes)])
+                msgspec.structs.replace(
+                    micro_batch,
+                    recompute=tuple(
+                        self.modes[at % len(self.modes)] for at in range(index, index + len(micro_batch.recompute))
+                    ),
+                )
                 for index, micro_batch in enumerate(replica.micro_batches)
             )
             replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))

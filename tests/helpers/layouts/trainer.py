@@ -100,7 +100,7 @@ def train(layout: Layout, *, steps: int = 5, **where: str) -> dict[str, object]:
         "shapes": [list(mb.shape) for replica in plan.replicas for mb in replica.micro_batches],
         "packed": [_shares_a_row(mb) for replica in plan.replicas for mb in replica.micro_batches],
         "cut": sum(len(chains(replica.micro_batches)) for replica in plan.replicas),
-        "modes": [mb.recompute.value for replica in plan.replicas for mb in replica.micro_batches],
+        "modes": [mode.value for replica in plan.replicas for mb in replica.micro_batches for mode in mb.recompute],
     }
 
 

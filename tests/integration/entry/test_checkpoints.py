@@ -82,7 +82,7 @@ def test_an_emergency_checkpoint_resumes_with_layers_divided_otherwise(data, tmp
     assert resumed == {"4": pytest.approx(saved["4"], rel=1e-5)}
 
 
-@pytest.mark.parametrize("split", ["2.5,1.5", "1,1.5,1,0.5"])
+@pytest.mark.parametrize("split", ["2.5,1.5", pytest.param("1,1.5,1,0.5", marks=pytest.mark.slow)])
 def test_a_planned_split_stays_where_a_checkpoint_has_one_layout(data, tmp_path, split):
     """The distributed optimizer's usual form: another split, or number of virtual stages, ends among other shapes."""
     flags = f"--use-distributed-optimizer --train-iters 3 --load {tmp_path} --save {tmp_path} --save-interval 2"

@@ -28,10 +28,11 @@ def run_signalled(rank: int, world_size: int, argv: list[str], victim: int) -> i
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_saves_and_ends_every_rank(victim, tmp_path):
     data, saved = make_dataset(tmp_path / "data"), tmp_path / "saved"
-    flags = f"--pipeline-model-parallel-size 2 --train-iters 8 --save {saved} --save-interval 100"
-    argv = words("t5", data, f"{flags} --exit-signal-handler", report=tmp_path / "report")
+    flags = "--pipeline-model-parallel-size 2 --train-iters 5"
+    saving = f"{flags} --save {saved} --save-interval 100 --exit-signal-handler"
+    argv = words("t5", data, saving, report=tmp_path / "report")
     statuses = run_ranks(run_signalled, 2, {"argv": argv, "victim": victim})
     assert statuses == [0, 0]
     assert int(Path(saved, "latest_checkpointed_iteration.txt").read_text()) == SIGNALLED
     runs = train("t5", data, f"{flags} --load {saved}", ranks=2, report=tmp_path / "rest")
-    assert list(runs[-1]["losses"]) == [str(i) for i in range(SIGNALLED + 1, 9)]
+    assert list(runs[-1]["losses"]) == ["4", "5"]

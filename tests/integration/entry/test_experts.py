@@ -16,7 +16,7 @@ from tests.helpers import entry_scripts
 from tests.helpers.processes import RanksFailedError, run_ranks
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
-PLAIN = ""
+PLAIN, LABELS = "", "--dynapipe-loss targets"
 TERMS = (
     "--moe-z-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.5 0.5"
     " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"
@@ -37,6 +37,8 @@ LAYOUTS = {
     "in step, all terms, overlapped": (TERMS, 2, f"{SHARED} {DISTRIBUTED}"),
     "in step with fillers, gathered, two stages, recomputed": (
         FEW_TOKENS, 4, f"{GATHERED} {STAGES} --dynapipe-limit-rc-type full"),
+    "rows with labels, gathered, two stages, recomputed": (
+        LABELS, 4, f"{GATHERED} {STAGES} --dynapipe-limit-rc-type full"),
     "packed, gathered, modules recomputed": (TERMS, 2, f"{GATHERED} {MODULES} --dynapipe-layout packed"),
     "replicas that have all": (TERMS, 2, "--moe-token-dispatcher-type allgather"),
     "two chunks, packed, all terms": (TERMS, 4, f"{SHARED} {CHUNKS} --dynapipe-layout packed"),

@@ -1,5 +1,6 @@
 """Resuming through the entry scripts: what is the same goes on, what is not is named or refused."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import ROOT, script_of, train, words
 from tests.helpers.random_dataset import make_dataset
+from tests.store.servers import free_port
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +47,10 @@ def test_every_checkpoint_says_what_it_was_trained_on(saved: Path) -> None:
 def test_a_script_that_ends_with_its_checkpoint_writes_the_digests(data: Path, tmp_path: Path) -> None:
     """No thread of the interpreter that ends can."""
     flags = f"--train-iters 1 --save {tmp_path} --save-interval 1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [*torchrun, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert (tmp_path / "iter_0000001" / digests.NAME).exists()
 

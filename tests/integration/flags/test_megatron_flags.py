@@ -5,14 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.megatron_flags import FILE, REFUSED, check, flag_of, others, own_actions
+from megatron_dynapipe.integration.flags.megatron_flags import FILE, check, decisions, flag_of, own_actions
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
@@ -25,6 +24,8 @@ OLDER |= {"--rl-num-parallel-generation-batches", "--rl-num-parallel-generations
 NEWER = {"--sequence-packing-scheduler", "--use-varlen-dataset", "--varlen-sbhd-validation"}
 NEWER |= {"--varlen-mock-dataset-config-json", "--pipeline-p2p-fixed-shape", "--dynamic-context-parallel"}
 """Flags of Megatron's branches main and dev that 0.19 does not have."""
+REFUSED = {flag: reason for flag, (outcome, reason) in decisions().items() if outcome.startswith("refused")}
+IGNORED = {flag: reason for flag, (outcome, reason) in decisions().items() if outcome == "without effect"}
 
 
 def flags_of_megatron(rank: int = 0, world_size: int = 1) -> list[str]:
@@ -33,12 +34,12 @@ def flags_of_megatron(rank: int = 0, world_size: int = 1) -> list[str]:
 
     actions = own_actions(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     names = {name for action in actions for name in action.option_strings}
-    assert not names & set(fork.FLAGS), "flags of the fork that Megatron has, too"
+    assert not names & set(fork.NOT_TAKEN), "flags of the fork that Megatron has, too"
     return [flag_of(action) for action in actions]
 
 
 def undecided(flags: list[str]) -> list[str]:
-    return [flag for flag in flags if flag not in REFUSED and flag not in others()]
+    return [flag for flag in flags if flag not in decisions()]
 
 
 def test_every_argument_of_the_installed_megatron_has_a_decision():
@@ -46,7 +47,7 @@ def test_every_argument_of_the_installed_megatron_has_a_decision():
     flags = run_ranks(flags_of_megatron, 1)[0]
     missing = undecided(flags)
     assert not missing, f"decide in integration/flags/megatron_flags.txt what a planned run does with {missing}"
-    assert {*REFUSED, *others()} - set(flags) <= OLDER | NEWER
+    assert {*decisions()} - set(flags) <= OLDER | NEWER
 
 
 @pytest.mark.parametrize("flag", sorted(NEWER))
@@ -55,7 +56,7 @@ def test_a_flag_of_newer_checkouts_is_refused(flag: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(flag)
     args = parser.parse_args([flag, "default"], argparse.Namespace(use_dynapipe=True, transformer_impl="local"))
-    with pytest.raises(ConfigError, match=f"{flag} cannot be used with DynaPipe: {REFUSED[flag][1]}"):
+    with pytest.raises(ConfigError, match=f"{flag} cannot be used with DynaPipe: {REFUSED[flag]}"):
         check(args, ModelFamily.GPT, parser._actions[1:])
 
 
@@ -78,11 +79,21 @@ def test_every_argument_of_a_supported_megatron_has_a_decision(version, tmp_path
     assert undecided(json.loads((tmp_path / "found.json").read_text())) == []
 
 
-def test_every_flag_stands_once():
+def test_every_flag_stands_once_under_a_known_heading():
     written = [flag for line in FILE.read_text().splitlines() if line.startswith(" ") for flag in line.split()]
-    flags = Counter([*REFUSED, *written])
-    assert [flag for flag, times in flags.items() if times > 1] == []
-    assert all(flag.startswith("--") for flag in flags) and len(flags) > 800
+    assert len(written) == len(decisions()) > 800
+    assert all(flag.startswith("--") for flag in written)
+    places = ("", " outside a patched checkout", " and --transformer-impl local", " for a T5")
+    outcomes = {"supported", "without effect", *(f"refused{place}" for place in places)}
+    assert {outcome for outcome, _ in decisions().values()} == outcomes
+
+
+@pytest.mark.parametrize(
+    "flag", ["--mtp-num-layers", "--experimental-attention-variant", "--use-megatron-fsdp", "--context-parallel-size"]
+)
+def test_compositions_that_megatron_7452_reports_to_train_something_else_are_refused(flag):
+    assert flag in REFUSED
+    assert not [flag for flag in decisions() if "smooth" in flag], "labels are smoothed by none"
 
 
 def test_a_patched_checkout_builds_its_own_model():
@@ -94,11 +105,10 @@ def test_a_patched_checkout_builds_its_own_model():
 
 def test_reasons_that_name_a_flag_are_true():
     """A flag that "goes with" a refused one is without effect only if that one is refused, or has no effect itself."""
-    ignored = {flag: reason for flag, reason in others().items() if reason}
-    for flag, reason in ignored.items():
+    for flag, reason in IGNORED.items():
         named = [word.strip(",") for word in reason.split() if word.startswith("--")]
         if reason.startswith("it goes with --") and "--optimizer" not in named:
-            assert all(name in REFUSED or name in ignored for name in named), flag
+            assert all(name in REFUSED or name in IGNORED for name in named), flag
 
 
 def test_an_entry_script_says_what_has_no_effect_once(tmp_path):

@@ -1,11 +1,13 @@
 """What is replaced in Megatron at run time: once, in every module that holds the name, and reverted."""
 
 import ast
+import contextlib
 import re
 import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -158,6 +160,33 @@ def test_samples_shapes_and_flops_are_those_of_the_plan():
     assert args.consumed_train_samples == 103
     with pytest.raises(UnsupportedMegatronError, match="expected consumed_train_samples in Megatron's arguments"):
         active_run.counters(SimpleNamespace(iteration=3))
+
+
+def _flops_in_a_checkout(*, rank: int, world_size: int) -> list[float]:
+    """Megatron's count of an iteration before a run that a patched checkout starts, while it trains, and after it."""
+    import megatron.training
+    from megatron.training import training
+
+    from megatron_dynapipe.integration.entry import runs
+
+    class Session(FakeSession, contextlib.nullcontext):
+        def print_report(self) -> None:
+            """Nothing was recorded."""
+
+    counts = []
+    with (
+        mock.patch.object(megatron.training, "get_args", return_value=SimpleNamespace(use_dynapipe=True)),
+        mock.patch.object(runs, "patched_session", return_value=Session()),
+        mock.patch.object(training, "num_floating_point_operations", return_value=100.0),
+    ):
+        for change in (lambda: None, lambda: checkout.dataset_provider(print), checkout.finish):
+            change()
+            counts.append(training.num_floating_point_operations(None, 16))
+    return counts
+
+
+def test_a_patched_checkout_counts_flops_of_what_runs():
+    assert run_ranks(_flops_in_a_checkout, 1) == [[100.0, 93.0, 100.0]]
 
 
 @pytest.mark.parametrize("flag", ["attention sdpa", "activation gelu_tanh", "layers-per-stage=3,1", "elastic"])

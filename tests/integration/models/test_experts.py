@@ -1,5 +1,6 @@
 """Routers: terms that no partition changes, and that are Megatron's where all samples are of one length."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_dynapipe.integration.models import experts
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
 from megatron_dynapipe.integration.models.experts import PlannedRouter, begin_micro_batch
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
+from megatron_dynapipe.integration.models.labelled_rows import RowGather
 from megatron_dynapipe.units import BatchLayout, Shape
 from tests.helpers.lists import micro_batch
 from tests.helpers.processes import run_ranks
@@ -155,25 +157,31 @@ def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
     assert takes_grouped(torch.device("cpu"), torch.float32)
 
 
-def most_of_two_passes(rank: int, world_size: int) -> list[list[int]]:
-    """How often a rank asked by the end of each pass of three layers, and what they were padded to."""
+def most_of_two_passes(rank: int, world_size: int) -> list[list[Any]]:
+    """How often a rank asked by the end of each pass of three layers, and what they were padded to.
+
+    The last layer of the second pass runs rows with labels alone, and first, as where it is recomputed.
+    """
     torch.distributed.init_process_group("gloo")
     layers = [experts.UnevenAllGather.__new__(experts.UnevenAllGather) for _ in range(3)]
-    seen = []
+    seen, gather = [], RowGather()
+    layers[2].gather = gather
     with (
         mock.patch.object(
             MoEAllGatherTokenDispatcher, "dispatch_preprocess", lambda _, hidden, __, probs: (hidden, probs)
         ),
         mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as asking,
     ):
-        for positions in (4 + rank, 9 - rank):
+        for positions, rows in ((4 + rank, None), (9 - rank, 2 + rank)):
             experts.begin_pass(layers)
-            for layer in layers:
+            gather.rows, padded = None if rows is None else torch.arange(rows), []
+            for layer in reversed(layers):
                 layer.tp_ep_group = torch.distributed.group.WORLD
-                padded, _ = layer.dispatch_preprocess(*torch.ones(3, positions, 2).unbind())
-            seen.append([asking.call_count, len(padded)])
+                runs = positions if rows is None or layer is not layers[2] else rows
+                padded.append(len(layer.dispatch_preprocess(*torch.ones(3, runs, 2).unbind())[0]))
+            seen.append([asking.call_count, padded])
     return seen
 
 
 def test_layers_of_a_pass_ask_for_the_most_positions_once():
-    assert run_ranks(most_of_two_passes, 2) == [[[1, 5], [2, 9]]] * 2
+    assert run_ranks(most_of_two_passes, 2) == [[[1, [5, 5, 5]], [3, [3, 9, 9]]]] * 2

@@ -11,13 +11,13 @@ from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.units import ModelFamily, Recompute
 
-POINTS = {"encoder": (2, 32), "decoder": (2, 32, 16), "postprocess": (2, 32), "embedding": (2, 32)}
+POINTS = {"encoder": (2, 32), "decoder": (2, 32, 16), "postprocess": (2, 32)}
 
 
 def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[str, dict[str, object]]:
     """By number of chained layers, of every part: layers, parameters, and bytes that each mode stores and needs."""
     platform = platform_of(torch.device("cpu"))
-    found: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {}
     with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
         for chained in (1, 3):
             parts = build_parts(setup.model, setup.device, chained=chained)
@@ -25,12 +25,12 @@ def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[s
                 costs = {}
                 for mode in (Recompute.NONE, Recompute.FULL) if name in ("encoder", "decoder") else (Recompute.NONE,):
                     part.set_recompute(mode)
-                    for each in part.from_most_layers:
-                        memory = measure(each, POINTS[name], platform, shared=True)
-                        costs[f"{mode}, {each.layers}"] = (memory.stored_bytes, memory.peak_bytes)
-                found[f"{name}, {chained}"] = {"parameters": part.parameters, "costs": costs}
-        found["halves"] = {mode.value: _half_a_layer_last(parts["encoder"], mode) for mode in Recompute}
-    return found
+                    for chain in part.from_most_layers:
+                        memory = measure(chain, POINTS[name], platform, shared=True)
+                        costs[f"{mode}, {chain.layers}"] = (memory.stored_bytes, memory.peak_bytes)
+                results[f"{name}, {chained}"] = {"parameters": part.parameters, "costs": costs}
+        results["halves"] = {mode.value: _half_a_layer_last(parts["encoder"], mode) for mode in Recompute}
+    return results
 
 
 def _half_a_layer_last(three: MeasuredModule, mode: Recompute) -> list[tuple[int, int]]:
@@ -40,12 +40,12 @@ def _half_a_layer_last(three: MeasuredModule, mode: Recompute) -> list[tuple[int
     three.set_recompute(mode)
 
     def memory(part: MeasuredModule) -> tuple[int, int]:
-        found = measure(part, POINTS["encoder"], platform_of(torch.device("cpu")), shared=True, timed=False)
-        return found.stored_bytes, found.peak_bytes
+        results = measure(part, POINTS["encoder"], platform_of(torch.device("cpu")), shared=True, timed=False)
+        return results.stored_bytes, results.peak_bytes
 
-    found = [memory(one)]
+    results = [memory(one)]
     for half in ("attention", "mlp"):
         with only(half, one):
-            found.append(memory(one))
+            results.append(memory(one))
     with only("attention", replace(three, module=last, alone=None)):
-        return [*found, memory(replace(three, layers=1))]
+        return [*results, memory(replace(three, layers=1))]

@@ -31,20 +31,21 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
             within=WITHIN,
             most_positions=1024,
             platform=platform_of(torch.device("cpu")),
+            hurried=True,
         )
         rows = measure_rows(scope, 0.0)  # the fewest rows are measured also beyond the budget
-        found = {mode: row_tables(scope, rows, mode) for mode in scope.modes}
+        by_mode = {mode: row_tables(scope, rows, mode) for mode in scope.modes}
         stored = {
             f"{name}, {mode}": (
-                _at(made["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
+                _at(of_mode["stored_activation_mb"][name], OTHER, decoder=name == "decoder"),
                 _measured(scope, name, mode),
             )
-            for mode, made in found.items()
+            for mode, of_mode in by_mode.items()
             for name in parts
             if name in ("encoder", "decoder")
         }
         return {
-            "names": {mode.value: {q: sorted(made[q]) for q in made} for mode, made in found.items()},
+            "names": {mode.value: {q: sorted(of_mode[q]) for q in of_mode} for mode, of_mode in by_mode.items()},
             "stored": stored,
             "halves": _halves(scope, rows),
             "prefixes": _prefixes(replace(scope, within=LONG)),
@@ -58,7 +59,7 @@ def _prefixes(scope: Scope) -> dict[str, list[list[float]]]:
 
 def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
     """(predicted, measured) bytes that halves store and need, in a padded micro-batch and in `OTHER`."""
-    found, padded = {}, profiled.padded_halves(scope)
+    pairs, padded = {}, profiled.padded_halves(scope)
     packed = profiled.packed_halves(scope, rows, padded)
     for kind, mode in padded:
         inputs, targets = OTHER if kind == "decoder" else (OTHER[0], ())
@@ -81,36 +82,36 @@ def _halves(scope: Scope, rows: MeasuredRows) -> dict[str, tuple[float, float]]:
                 name = f"{layout} {kind}, {mode}, {half}"
                 of = division.peak[at]
                 linears, inside, _ = parts_of(Rates(of.linear, of.inner, 0, of.memory), queries, keys, encoder)
-                found[f"{name}, peak"] = (of.once + (linears + inside) / PEAK_UNIT, measured.peak_bytes)
+                pairs[f"{name}, peak"] = (of.once + (linears + inside) / PEAK_UNIT, measured.peak_bytes)
                 linears, inside, mlp = parts_of(division.stored[at], queries, keys, encoder)
                 share = (linears + inside, mlp)[at] / (linears + inside + mlp)
-                found[f"{name}, stored"] = (share * layer.stored_bytes, measured.stored_bytes)
-    return found
+                pairs[f"{name}, stored"] = (share * layer.stored_bytes, measured.stored_bytes)
+    return pairs
 
 
 def _measured(scope: Scope, name: str, mode: Recompute) -> float:
     part = scope.parts[name]
     part.set_recompute(mode)
     row = OTHER if name == "decoder" else (OTHER[0], ())
-    found = scope.measure(of_row(part, row), ())
-    assert found is not None
-    return found.stored_bytes / BYTES_PER_MB
+    values = scope.measure(of_row(part, row), ())
+    assert values is not None
+    return values.stored_bytes / BYTES_PER_MB
 
 
-def _at(made: PartTables, row: Row, *, decoder: bool) -> float:
+def _at(tables: PartTables, row: Row, *, decoder: bool) -> float:
     """A row's costs by the tables: the linear part between its corners, attention by the coefficients behind it."""
-    linear, attention = made
+    linear, attention = tables
     high, inputs, targets = 2**20, np.array(row[0]), np.array(row[1])
     if not decoder:
         rate = (linear[str(high)] - linear["8"]) / (high - 8)
         pairs = (attention["64"] - attention["1"]) / (64**2 - 1)
-        each = attention["1"] - pairs
-        return float(linear["8"] + rate * (round_up(int(inputs.sum())) - 8) + (each + pairs * inputs**2).sum())
+        sample = attention["1"] - pairs
+        return float(linear["8"] + rate * (round_up(int(inputs.sum())) - 8) + (sample + pairs * inputs**2).sum())
     rates = [(linear[key] - linear["8,8"]) / (high - 8) for key in (f"{high},8", f"8,{high}")]
     total = linear["8,8"] + sum(
         rate * (round_up(int(lengths.sum())) - 8) for rate, lengths in zip(rates, (inputs, targets), strict=True)
     )
     at = [(1, 1), (64, 1), (1, 32)]
     terms = np.array([[1, t * t, s * t] for s, t in at])
-    each, own, cross = np.linalg.solve(terms, [attention[f"{s},{t}"] for s, t in at])
-    return float(total + (each + own * targets**2 + cross * inputs * targets).sum())
+    sample, squared, cross = np.linalg.solve(terms, [attention[f"{s},{t}"] for s, t in at])
+    return float(total + (sample + squared * targets**2 + cross * inputs * targets).sum())

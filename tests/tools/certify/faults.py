@@ -1,7 +1,6 @@
 """Faults of a planned run, planted on one rank or all, at what the run takes from others: Megatron, torch, the data."""
 
 import contextlib
-import functools
 import io
 import sys
 from collections import Counter
@@ -32,16 +31,6 @@ def work(*, rank: int, world_size: int, role: str, argv: list[str], folder: str,
     with contextlib.redirect_stdout(output):
         bootstrap.run(lambda: worker.train(role, "gpt", Path(folder)))
     return output.getvalue()
-
-
-def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in place of another, which it takes first."""
-
-    def install(replacement: Callable[..., Any]) -> None:
-        setattr(owner, name, functools.partialmethod(replacement, getattr(owner, name)) if isinstance(owner, type)
-                else functools.partial(replacement, getattr(owner, name)))  # fmt: skip
-
-    return install
 
 
 def collated(change: Callable[[HostMicroBatch], HostMicroBatch]) -> None:

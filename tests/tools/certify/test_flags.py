@@ -43,9 +43,23 @@ def test_a_model_that_cannot_be_narrowed_is_refused():
     assert caught.value.hint == "pass --full"
 
 
-def test_another_kind_of_model_is_refused():
-    with pytest.raises(ConfigError, match="expected a GPT or a T5 to certify, got --hybrid-layer-pattern"):
-        flags.words_of(["--hybrid-layer-pattern=*-*-", "--lr", "1"])
+@pytest.mark.parametrize(
+    ("pattern", "layout", "expected"),
+    [
+        ("*-" * 40, "", "*|-"),
+        ("*-*-*E*E|" * 3 + "*-*E", "", "*-|*-|*|E"),
+        ("*-*-|" * 7 + "*-*-", "", "*|-|*|-|*|-|*|-"),
+        ("-*" * 40, "--dynapipe-layers-per-stage 20,20,20,20", "-|*|-|*"),
+    ],
+)
+def test_a_pattern_keeps_its_first_modules(pattern, layout, expected):
+    model = f"--hidden-size 4096 --num-attention-heads 32 --num-experts 8 --hybrid-layer-pattern={pattern}"
+    words = f"{model} --pipeline-model-parallel-size 2 {layout}".split()
+    kept, changes = flags.reduced(words, vocabulary=50_000)
+    assert sizes(kept, "hybrid_layer_pattern", "dynapipe_layers_per_stage") == [expected, ""]
+    assert f"--hybrid-layer-pattern {pattern} → {expected}" in changes
+    assert flags.reduced(kept, vocabulary=50_000) == (kept, [])
+    assert sizes(flags.alone(kept), "hybrid_layer_pattern") == [expected.replace("|", "")]
 
 
 @pytest.mark.parametrize(

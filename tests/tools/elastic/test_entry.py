@@ -4,14 +4,20 @@ import argparse
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.errors import CheckpointError, ConfigError
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.tools.elastic import entry as elastic_run
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.tools import elastic
+from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import run_ranks
+from tests.planning.planner_cases import batch, cost_model
 
+GPT = ModelFamily.GPT
 GLOBAL = {"non_persistent_save_interval": 50, "non_persistent_ckpt_type": "global"}
 
 
@@ -31,7 +37,7 @@ def flags(folder: Path, **changes: object) -> argparse.Namespace:
         "dynapipe_elastic": True,
         "hybrid_layer_pattern": None,
         **dict.fromkeys(GLOBAL),
-        **elastic_run.LAYOUT,
+        **elastic.LAYOUT,
     }
     return argparse.Namespace(**(values | changes))
 
@@ -39,24 +45,24 @@ def flags(folder: Path, **changes: object) -> argparse.Namespace:
 def test_a_layout_given_by_hand_is_dropped_and_said(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     args = flags(tmp_path, pipeline_model_parallel_size=2, dynapipe_layers_per_stage=(3, 1))
-    elastic_run.make_resumable(args)
-    assert elastic_run.LAYOUT.items() <= vars(args).items()
+    elastic.make_resumable(args)
+    assert elastic.LAYOUT.items() <= vars(args).items()
     said = capsys.readouterr().out
     assert "chooses the layout: --pipeline-model-parallel-size, --dynapipe-layers-per-stage\n" in said
-    elastic_run.make_resumable(flags(tmp_path))
+    elastic.make_resumable(flags(tmp_path))
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])
 def test_a_job_resumes_what_it_has_saved_whatever_it_began_from(tmp_path: Path, folder: str) -> None:
-    elastic_run.make_resumable(fresh := flags(tmp_path))
+    elastic.make_resumable(fresh := flags(tmp_path))
     assert fresh.load == "elsewhere"
     (tmp_path / folder).mkdir(exist_ok=True)
     (tmp_path / folder / TRACKER).write_text("20")
-    elastic_run.make_resumable(again := flags(tmp_path))
+    elastic.make_resumable(again := flags(tmp_path))
     assert again.load == str(tmp_path)
     with pytest.raises(ConfigError, match="--finetune would begin from them anew"):
-        elastic_run.make_resumable(flags(tmp_path, finetune=True))
+        elastic.make_resumable(flags(tmp_path, finetune=True))
 
 
 def save_args(folder: Path, iteration: int) -> argparse.Namespace:
@@ -93,16 +99,16 @@ def test_an_emergency_checkpoint_that_was_not_completed_is_deleted_and_no_other(
     if tracker is not None:
         (folder / TRACKER).write_bytes(tracker)
     if iteration is not None:
-        elastic_run.note_save(save_args(tmp_path, iteration))
-    elastic_run.delete_unfinished(folder)
+        elastic.note_save(save_args(tmp_path, iteration))
+    elastic.delete_unfinished(folder)
     assert {path.name for path in folder.iterdir() if path.is_dir()} == KEPT - deleted
-    elastic_run.delete_unfinished(tmp_path / "absent")
+    elastic.delete_unfinished(tmp_path / "absent")
 
 
 def test_a_folder_of_emergency_checkpoints_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "non_persistent").touch()
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*non_persistent: File exists"):
-        elastic_run.note_save(save_args(tmp_path, 25))
+        elastic.note_save(save_args(tmp_path, 25))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_a_folder_of_emergency_checkpoints_that_cannot_be_written_is_named(tmp_p
     ],
 )
 def test_checkpoints_can_be_loaded_in_every_layout(tmp_path: Path, given, settled) -> None:
-    elastic_run.make_resumable(args := flags(tmp_path, **given))
+    elastic.make_resumable(args := flags(tmp_path, **given))
     assert (settled | {"exit_signal_handler": True}).items() <= vars(args).items()
 
 
@@ -129,16 +135,16 @@ def test_checkpoints_can_be_loaded_in_every_layout(tmp_path: Path, given, settle
 )
 def test_what_cannot_be_resharded_is_refused(tmp_path: Path, given, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        elastic_run.make_resumable(flags(tmp_path, **given))
+        elastic.make_resumable(flags(tmp_path, **given))
 
 
 def test_nothing_happens_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", "--pipeline-model-parallel-size", "2"])
     ran = []
-    elastic_run.adapting(lambda: ran.append("main"))()
+    elastic.adapting(lambda: ran.append("main"))()
     args = flags(tmp_path, dynapipe_elastic=False, save=None, pipeline_model_parallel_size=2)
     before = dict(vars(args))
-    elastic_run.fit_layout(args, ModelFamily.GPT, [])
+    elastic.fit_layout(args, GPT, [])
     assert ran == ["main"] and vars(args) == before
 
 
@@ -146,12 +152,12 @@ def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pyt
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def leave(code: int) -> object:
-        with pytest.raises(SystemExit) as leaving, elastic_run.status():
+        with pytest.raises(SystemExit) as leaving, elastic.status():
             raise SystemExit(code)
         return leaving.value.code
 
     assert leave(0) == 0, "--exit-interval and --exit-duration-in-mins end the job"
-    monkeypatch.setattr(elastic_run, "_has_notice", True)
+    monkeypatch.setattr(elastic, "_has_notice", True)
     assert leave(0) == 75
     assert leave(1) == 1
 
@@ -163,7 +169,7 @@ def saved_through_a_signal(rank: int, world_size: int) -> str:
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    elastic_run._take_notices()
+    elastic._take_notices()
     queue = filesystem_async.get_write_results_queue()
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGTERM)
@@ -177,3 +183,43 @@ def saved_through_a_signal(rank: int, world_size: int) -> str:
 def test_torchrun_s_signal_to_a_group_does_not_end_what_saves() -> None:
     """The checkpoint on notice failed with a broken pipe."""
     assert run_ranks(saved_through_a_signal, 1) == ["written"]
+
+
+BASE = PlannerSettings(
+    family=GPT,
+    encoder_layers=4,
+    decoder_layers=0,
+    hidden_size=128,
+    memory_limit_bytes=2 * 10**9,
+    schedule=ScheduleSettings(search_evaluations=10),
+)
+
+
+def best(ranks: int, memory_limit_bytes: int = 2 * 10**9) -> TunedLayout:
+    space = Space(devices=ranks, distributed_optimizer=False, tensor_sizes=(1,), global_batch_size=12)
+    base = msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes)
+    return tune(base, cost_model(GPT), [batch(GPT, 12)], space, top=1).layouts[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "message"),
+    [
+        pytest.param(5, 2 * 10**9, "no layout of 5 ranks fits: ", id="neither divide the batch nor the layers"),
+        pytest.param(2, 10**5, "no layout of 2 ranks fits: ", id="memory"),
+    ],
+)
+def test_what_no_layout_fits_is_an_error(monkeypatch: pytest.MonkeyPatch, ranks: int, limit: int, message: str) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ConfigError, match=message):
+        elastic.agreed_layout(lambda ranks: best(ranks, limit), timeout_s=60)
+
+
+def test_a_layout_is_given_to_parsed_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = best(1)
+    for layout in (one, msgspec.structs.replace(one, pipeline_parallel=3, layers_per_stage=(2, 1, 1))):
+        monkeypatch.setattr(elastic, "agreed_layout", lambda *_, layout=layout, **__: layout)
+        elastic.fit_layout(args := flags(tmp_path, dynapipe_timeout_s=60.0), GPT, [])
+        split = "equal" if layout is one else (2, 1, 1)
+        assert (args.tensor_model_parallel_size, args.dynapipe_layers_per_stage) == (1, split)
+        assert args.pipeline_model_parallel_size == layout.pipeline_parallel

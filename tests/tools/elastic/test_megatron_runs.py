@@ -31,8 +31,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(begun: Path) -> dict[int, float]:
     """Losses of one rank that nobody disturbs."""
     flags = f"--train-iters {LAST} --lr {LEARNING_RATE} --load {begun / 'first'}"
-    found = losses("gpt", begun / "data", flags, ranks=1, report=begun / "report-undisturbed")
-    return {int(iteration): loss for iteration, loss in found.items()}
+    by_iteration = losses("gpt", begun / "data", flags, ranks=1, report=begun / "report-undisturbed")
+    return {int(iteration): loss for iteration, loss in by_iteration.items()}
 
 
 def script(begun: Path, folder: Path, last: int) -> list[str]:
@@ -46,17 +46,17 @@ def script(begun: Path, folder: Path, last: int) -> list[str]:
 
 def trained(nodes: Nodes, node: int) -> dict[int, float]:
     """Losses that a node has logged as the last rank; Megatron's second line after a start is the mean of two."""
-    found: dict[int, float] = {}
+    losses_of_node: dict[int, float] = {}
     for start in nodes.said(node).split("WARNING: one_logger package")[1:]:
         rows = [(int(number), float(loss)) for number, loss in LINE.findall(start)]
         for at, (number, loss) in enumerate(rows):
-            found[number] = 2 * loss - rows[0][1] if at == 1 else loss
-    return found
+            losses_of_node[number] = 2 * loss - rows[0][1] if at == 1 else loss
+    return losses_of_node
 
 
 def assert_as_undisturbed(nodes: Nodes, expected: dict[int, float], last: int) -> None:
-    found = trained(nodes, 1) | trained(nodes, 0)
-    assert found == pytest.approx({number: expected[number] for number in range(2, last + 1)}, abs=1e-5)
+    by_iteration = trained(nodes, 1) | trained(nodes, 0)
+    assert by_iteration == pytest.approx({number: expected[number] for number in range(2, last + 1)}, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_without_plotly_the_error_says_what_to_install(run, tmp_path, monkeypatc
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InstallationError, match="expected Plotly") as caught:
         write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "p.html", title="t")
-    assert caught.value.hint == "pip install 'megatron-dynapipe[plots]'"
+    assert caught.value.hint == "pip install -e '.[plots]' in the clone of megatron-dynapipe"
     assert not (tmp_path / "p.html").exists()
 
 

@@ -31,14 +31,14 @@ def test_a_wait_is_bubble_until_the_peer_begins_to_send(sent_at, share):
 
 def test_a_run_is_read_back(tmp_path):
     run = read_run(write_run(tmp_path, iterations=6, stages=3))
-    assert [each.iteration for each in run.iterations] == list(range(6))
+    assert [record.iteration for record in run.iterations] == list(range(6))
     assert run.losses["lm loss"] == {iteration: pytest.approx(10 / (1 + iteration)) for iteration in range(6)}
     assert list(run.stages) == [0, 1, 2]
-    assert {len(each.planned) for each in run.timelines} == {3}
+    assert {len(record.planned) for record in run.timelines} == {3}
     assert min(event.start_ns for stage in run.timelines[-1].measured for event in stage) == 0
     medians = stage_medians(run)
-    assert [each.stage for each in medians] == [0, 1, 2]
-    assert medians[2].bubble > 0 and medians[2].plan_wait == MS and medians[2].between == 5 * MS
+    assert [*medians] == [0, 1, 2]
+    assert medians[2]["bubble"] > 0 and medians[2]["plan_wait"] == MS and medians[2]["between"] == 5 * MS
 
 
 def test_losses_of_replicas_are_means_over_tokens(tmp_path):
@@ -61,10 +61,10 @@ def test_a_run_that_was_morphed_is_read_as_one(tmp_path):
     keep_earlier(tmp_path, run_record(stages=3, first=8))
     write_run(tmp_path, iterations=2, stages=3, first=8)
     run = read_run(tmp_path)
-    assert [each.iteration for each in run.iterations] == list(range(10)) == list(run.losses["lm loss"])
-    assert [(each.first_iteration, each.world_size) for each in run.starts] == [(0, 4), (4, 2), (8, 3)]
-    assert [len(each.planned) for each in run.timelines] == [4] * 4 + [2] * 4 + [3] * 2
-    assert [each.stage for each in stage_medians(run)] == [0, 1, 2]
+    assert [record.iteration for record in run.iterations] == list(range(10)) == list(run.losses["lm loss"])
+    assert [(record.first_iteration, record.world_size) for record in run.starts] == [(0, 4), (4, 2), (8, 3)]
+    assert [len(record.planned) for record in run.timelines] == [4] * 4 + [2] * 4 + [3] * 2
+    assert [*stage_medians(run)] == [0, 1, 2]
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"start-1", "start-2"}
 
 
@@ -91,7 +91,7 @@ def test_timelines_are_thinned_out_alike_on_all_ranks(tmp_path):
             )  # fmt: skip
             if file.wants_timeline(iteration):
                 file.add_timeline(TimelineRecord(iteration=iteration, replica=0, stage=rank, planned=(), measured=()))
-        kept.append([each.iteration for each in read_records(file.path) if isinstance(each, TimelineRecord)])
+        kept.append([record.iteration for record in read_records(file.path) if isinstance(record, TimelineRecord)])
     assert kept[0] == kept[1] == list(range(5, 300, 16))
     assert len(kept[0]) <= MOST_TIMELINES
 
@@ -108,4 +108,4 @@ def test_what_is_not_there_yet_or_any_more_is_passed_over(tmp_path):
     assert read_records(path) == whole
     lines = text.splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"timeline","iteration":2' not in line))
-    assert [each.iteration for each in read_run(tmp_path).timelines] == [0, 1]
+    assert [record.iteration for record in read_run(tmp_path).timelines] == [0, 1]

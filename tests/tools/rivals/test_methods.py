@@ -1,5 +1,8 @@
 """Methods held against one another: what each pads and packs to, and what a prediction counts."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel
@@ -74,7 +77,10 @@ def test_pipelines_by_hand() -> None:
     """Equal layers, and whole layers by work, of which the head may leave the last stage none."""
     run = settings(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=2)
     heavy = cost_model(ModelFamily.GPT, vocabulary=2**15)
-    found = [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, batch_of((400, 0), (300, 0)))]
+    batch = batch_of((400, 0), (300, 0))
+    found = [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, batch)]
+    labelled = replace(batch, labels=np.array([4, 3], np.int32))  # which others run all the same
+    assert found == [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, labelled)]
     assert [chunks for chunks, _ in found] == [1, 1, 2, 2, 4, 4]
     assert [split for _, split in found[::2]] == [(4, 4), (2,) * 4, (1,) * 8]
     assert all(sum(split) == 8 and split[-1] < split[0] for _, split in found[1::2])

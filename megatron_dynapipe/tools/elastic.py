@@ -18,10 +18,13 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
+
+import msgspec
 
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.cost.pattern import without_stages
@@ -31,9 +34,7 @@ from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, unwritten
 from megatron_dynapipe.processes import end_with_launcher
-from megatron_dynapipe.runtime.start_store import renew
-from megatron_dynapipe.tools.elastic.layout import agreed_layout
-from megatron_dynapipe.tools.elastic.run import LEFT, SAVE_EVERY
+from megatron_dynapipe.runtime.start_store import from_rank_0, renew
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from megatron_dynapipe.units import ModelFamily
 
@@ -49,8 +50,12 @@ LAYOUT: Mapping[str, object] = {
 """Arguments that are chosen here, with their defaults; what the user gives of them has no effect."""
 SAVING = ".dynapipe-saving"
 """In the folder of emergency checkpoints: the iteration whose checkpoint this job began to save last."""
+SAVE_EVERY = 50
+"""Iterations between two emergency checkpoints, by default."""
 BATCHES = 2
 """Global batches by which layouts are judged."""
+LEFT = 75
+"""Exit status of a rank that saved a checkpoint and left on notice: torchrun starts the ranks of other nodes anew."""
 
 _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
@@ -83,13 +88,35 @@ def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[ar
     make_resumable(args)
     if args.hybrid_layer_pattern is not None:
         args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)
-    layout = agreed_layout(
-        lambda ranks: _choose(args, family, known, ranks), timeout_s=args.dynapipe_timeout_s, describe=_description
-    )
+    layout = agreed_layout(lambda ranks: _choose(args, family, known, ranks), timeout_s=args.dynapipe_timeout_s)
     args.tensor_model_parallel_size = layout.tensor_parallel
     args.pipeline_model_parallel_size = layout.pipeline_parallel
     if layout.pipeline_parallel > 1:
         args.dynapipe_layers_per_stage = layout.layers_per_stage
+
+
+def agreed_layout(choose: Callable[[int], TunedLayout], *, timeout_s: float) -> TunedLayout:
+    """The layout of all ranks that are there, chosen by rank 0.
+
+    Raises:
+        ConfigError: on every rank: no layout fits.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+
+    def make() -> str:
+        began = time.monotonic()
+        layout = choose(ranks)
+        if layout.predicted_ms is None:
+            raise ConfigError(
+                f"no layout of {ranks} ranks fits: {layout.error}",
+                hint="`megatron-dynapipe tune` shows what is wrong with each; torchrun --nnodes MIN:MAX says how many"
+                " nodes a start waits for",
+            )
+        seconds = time.monotonic() - began
+        print(f"layout: {ranks} ranks: {_description(layout)}; chosen in {seconds:.1f} s", flush=True)
+        return msgspec.json.encode(layout).decode()
+
+    return msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=TunedLayout)
 
 
 @contextlib.contextmanager
