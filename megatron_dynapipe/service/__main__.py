@@ -20,7 +20,7 @@ from megatron_dynapipe.store import open_store
 
 _NICE = 10
 """Below the threads of training: a plan is needed in some iterations, theirs are needed now."""
-_END_S = 4.0
+_END_S = 8.0
 """How long it may take to end by itself: less than `process.STOP_TIMEOUT_S`."""
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 10.0  # it runs below training's threads, on a busy machine slowly
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 
 
