@@ -327,7 +327,7 @@ class Planner:
     ) -> ScheduledBatch | None:
         """The fastest schedule by the first rules of transfers under which there is one, or None."""
         rules = self.settings.transfers.relaxed()
-        packed_alone = BatchLayout.PADDED not in self.settings.micro_batch_layouts
+        rows_alone = BatchLayout.PADDED not in self.settings.micro_batch_layouts or problem.chains is not None
         while True:
             stalled: StallError | None = None
             try:
@@ -336,7 +336,7 @@ class Planner:
             except StallError as error:
                 scheduled, stalled = None, error
             # A search that begins with packed rows drops those that stall, and says as little of them as of memory.
-            if scheduled is not None or not (stalled or packed_alone):
+            if scheduled is not None or not (stalled or rows_alone):
                 return scheduled
             if (following := next(rules, None)) is None:
                 if stalled is not None:

@@ -64,12 +64,19 @@ def cut_samples(planned: IterationPlan) -> int:
     return sum(len(chains(replica.micro_batches)) for replica in planned.replicas)
 
 
-def test_where_pieces_have_no_order_samples_stay_whole_and_a_notice_says_so(caplog) -> None:
+def test_pieces_of_several_chunks_start_their_transfers_earlier_where_they_would_stall() -> None:
     """Turned chains of several chunks wait for one another where transfers start in order, on three stages or more."""
-    notice.cache_clear()
     layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_split(32, 6)}
-    planned = plan(slices=1024, transfers=CUDA_RULES, memory_limit_bytes=80 * 10**9, **layout)
-    assert not cut_samples(planned)
+    limits = {"transfers": CUDA_RULES, "memory_limit_bytes": 80 * 10**9}
+    whole, planned = (plan(slices=slices, **limits, **layout) for slices in ("off", "auto"))
+    assert cut_samples(planned) and planned.totals.predicted_ns < whole.totals.predicted_ns
+    verify(planned, ordered_starts=True)
+
+
+def test_where_pieces_have_no_order_a_notice_says_that_samples_stay_whole(caplog) -> None:
+    notice.cache_clear()
+    with pytest.raises(InfeasibleError):
+        plan(slices=1024, memory_limit_bytes=16 * 10**9)
     assert "no order of pieces of at most 1024 positions was found: samples stay whole" in caplog.text
 
 
