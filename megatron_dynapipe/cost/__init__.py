@@ -5,10 +5,10 @@ from megatron_dynapipe.cost.file import TableCostModel
 from megatron_dynapipe.cost.layout import (
     PipelineLayout,
     Split,
-    StageLayers,
+    StageModules,
     even_split,
-    in_halves,
-    of_halves,
+    in_modules,
+    of_modules,
     parse_split,
 )
 from megatron_dynapipe.cost.model import CostModel

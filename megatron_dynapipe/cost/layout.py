@@ -14,8 +14,7 @@ Virtual stage v is chunk v // stages of pipeline stage v % stages.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -38,69 +37,40 @@ Split = tuple[int | float, ...]
 """Layers per virtual stage, in model order: multiples of 0.5, whole ones as integers."""
 
 
-class Parts(NamedTuple):
-    """The layers of one kind on a stage, in this order: the MLP of a layer, whole layers, the attention of a layer."""
-
-    mlp: int
-    whole: int
-    attention: int
-
-    @property
-    def attends(self) -> bool:
-        """Whether there is attention among them."""
-        return self.whole + self.attention > 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
-    """The layers of one virtual stage.
+class StageModules:
+    """The modules of one virtual stage besides the head.
 
     Attributes:
-        encoder, decoder: the stage's layers, by their index in the encoder and in the decoder; either may be empty.
-            Layers of which only a half is here are among them.
-        encoder_layers, decoder_layers: depths of the whole model.
-        begins_with_mlp: whether the attention of the first layer is on the stage before.
-        ends_with_attention: whether the MLP of the last layer is on the stage after.
+        encoder, decoder: the stage's modules, by their index in the encoder and in the decoder; either may be empty.
+            Modules 2 n and 2 n + 1 are the attention and the MLP of layer n.
+        encoder_depth, decoder_depth: modules of the whole model.
     """
 
     encoder: range
     decoder: range
-    encoder_layers: int
-    decoder_layers: int
-    begins_with_mlp: bool = False
-    ends_with_attention: bool = False
-
-    @property
-    def encoder_parts(self) -> Parts:
-        """Halves and whole layers of the encoder."""
-        mlp, attention = self.begins_with_mlp and self.encoder, self.ends_with_attention and not self.decoder
-        return _parts(self.encoder, bool(mlp), attention)
-
-    @property
-    def decoder_parts(self) -> Parts:
-        """Halves and whole layers of the decoder."""
-        mlp, attention = self.begins_with_mlp and not self.encoder, self.ends_with_attention and self.decoder
-        return _parts(self.decoder, mlp, bool(attention))
+    encoder_depth: int
+    decoder_depth: int
 
     @property
     def starts_encoder(self) -> bool:
         """Whether the input's tokens are embedded here."""
-        return 0 in self.encoder and not self.begins_with_mlp
+        return 0 in self.encoder
 
     @property
     def ends_encoder(self) -> bool:
         """Whether the encoder's final norm is here."""
-        return self.encoder_layers - 1 in self.encoder and not self.encoder_parts.attention
+        return self.encoder_depth - 1 in self.encoder
 
     @property
     def starts_decoder(self) -> bool:
         """Whether the target's tokens are embedded here."""
-        return 0 in self.decoder and not self.decoder_parts.mlp
+        return 0 in self.decoder
 
     @property
     def ends_decoder(self) -> bool:
         """Whether the decoder's final norm and the head are here."""
-        return self.decoder_layers - 1 in self.decoder and not self.ends_with_attention
+        return self.decoder_depth - 1 in self.decoder
 
     @property
     def embeds(self) -> bool:
@@ -115,8 +85,8 @@ class PipelineLayout:
     Attributes:
         family: "gpt" layers all count as encoder layers.
         encoder_layers, decoder_layers: of the whole model.
-        layers_per_stage: one number per virtual stage, in halves; each above 0 for a T5, while a GPT's embedding or
-            head may have a stage to itself. A stage may hold both kinds of layer.
+        layers_per_stage: one number per virtual stage, a multiple of 0.5: above 0 for a T5, while a GPT's embedding
+            or head may have a stage to itself. A stage may hold both kinds of layer.
         chunks: virtual stages per pipeline stage.
         expert_layers: of a GPT, those with experts where others have none.
         pattern: kinds of the modules of a model that is not made of layers of two: these are then its layers, of which
@@ -191,7 +161,7 @@ class PipelineLayout:
     @property
     def module_counts(self) -> Split:
         """Modules of each virtual stage, the head left out."""
-        return self.layers_per_stage if self.pattern else tuple(in_halves(self.layers_per_stage))
+        return self.layers_per_stage if self.pattern else tuple(in_modules(self.layers_per_stage))
 
     def counts(self, kinds: Sequence[Kind]) -> IntArray:
         """Modules of each kind on every virtual stage: int64[virtual stages, kinds]."""
@@ -212,35 +182,29 @@ class PipelineLayout:
         return self.virtual_stages // self.chunks
 
     @property
-    def virtual_stage_layers(self) -> tuple[StageLayers, ...]:
-        """The layers of each virtual stage."""
-        encoder_layers, halves = self.encoder_layers, in_halves(self.layers_per_stage)
-        stages = []
-        for end, count in zip(accumulate(halves), halves, strict=True):
-            first, last = (end - count) // 2, -(-end // 2)  # layers of which a half is here, where there are any
-            if not count:
-                first = last
-            stages.append(
-                StageLayers(
-                    encoder=range(min(first, encoder_layers), min(last, encoder_layers)),
-                    decoder=range(max(first - encoder_layers, 0), max(last - encoder_layers, 0)),
-                    encoder_layers=encoder_layers,
-                    decoder_layers=self.decoder_layers,
-                    begins_with_mlp=count > 0 and (end - count) % 2 == 1,
-                    ends_with_attention=count > 0 and end % 2 == 1,
-                )
+    def virtual_stage_modules(self) -> tuple[StageModules, ...]:
+        """The modules of each virtual stage."""
+        border, depth = 2 * self.encoder_layers, 2 * self.decoder_layers
+        cuts = accumulate(in_modules(self.layers_per_stage), initial=0)
+        return tuple(
+            StageModules(
+                encoder=range(min(first, border), min(last, border)),
+                decoder=range(max(first - border, 0), max(last - border, 0)),
+                encoder_depth=border,
+                decoder_depth=depth,
             )
-        return tuple(stages)
+            for first, last in pairwise(cuts)
+        )
 
     @property
-    def has_halves(self) -> bool:
+    def cuts_layers(self) -> bool:
         """Whether costs of a layer's attention and of its MLP are asked for apart."""
         return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.pattern) or any(n % 1 for n in self.layers_per_stage)
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
-        return tuple(len(layers.decoder) > 0 for layers in self.virtual_stage_layers[:-1])
+        return tuple(len(stage.decoder) > 0 for stage in self.virtual_stage_modules[:-1])
 
     @property
     def decoder_state_backward(self) -> tuple[bool, ...]:
@@ -249,7 +213,7 @@ class PipelineLayout:
         By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
         was handed to it.
         """
-        return tuple(len(layers.encoder) == 0 for layers in self.virtual_stage_layers[1:])
+        return tuple(len(stage.encoder) == 0 for stage in self.virtual_stage_modules[1:])
 
     def model_state_bytes(self, state: ModelState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
         """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
@@ -282,40 +246,41 @@ class PipelineLayout:
         Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
         first decoder stage.
         """
-        stages = self.virtual_stage_layers
+        stages = self.virtual_stage_modules
         if state.ends is not None:
-            return self._bytes(state.modules, [_outside_layers(layers, state, state.ends) for layers in stages])
+            return self._bytes(state.modules, [_outside_layers(stage, state, state.ends) for stage in stages])
         besides = [0] * len(stages)
         besides[0] = state.embedding_bytes
         if self.decoder_layers:
-            besides[[layers.starts_decoder for layers in stages].index(True)] += state.embedding_bytes
+            besides[[stage.starts_decoder for stage in stages].index(True)] += state.embedding_bytes
         return self._bytes(state.modules, besides)
 
 
-def _outside_layers(layers: StageLayers, state: ModelState, ends: EndState) -> int:
+def _outside_layers(stage: StageModules, state: ModelState, ends: EndState) -> int:
     """Parameter bytes of a virtual stage besides its layers'."""
-    is_t5 = layers.decoder_layers > 0
-    head = layers.ends_decoder if is_t5 else layers.ends_encoder
-    total = layers.encoder_parts.attends * ends.encoder_tables + layers.decoder_parts.attends * ends.decoder_tables
-    if layers.embeds:
+    is_t5 = stage.decoder_depth > 0
+    head = stage.ends_decoder if is_t5 else stage.ends_encoder
+    total = attends(stage.encoder) * ends.encoder_tables + attends(stage.decoder) * ends.decoder_tables
+    if stage.embeds:
         total += state.embedding_bytes + ends.positions
-    if head and not (ends.tied and layers.embeds):
+    if head and not (ends.tied and stage.embeds):
         total += state.embedding_bytes
-    return total + (layers.ends_encoder + layers.ends_decoder) * ends.norm + head * ends.head_biases
+    return total + (stage.ends_encoder + stage.ends_decoder) * ends.norm + head * ends.head_biases
 
 
-def _parts(layers: range, mlp: bool, attention: bool) -> Parts:
-    return Parts(int(mlp), len(layers) - mlp - attention, int(attention))
+def attends(modules: range) -> bool:
+    """Whether there is attention among modules of one stack."""
+    return len(modules) > modules.start % 2
 
 
-def in_halves(split: Sequence[float]) -> list[int]:
-    """Half layers per virtual stage from layers."""
+def in_modules(split: Sequence[float]) -> list[int]:
+    """Modules per virtual stage from layers."""
     return [round(2 * count) for count in split]
 
 
-def of_halves(halves: Sequence[int]) -> Split:
-    """Layers per virtual stage from half layers; whole numbers are integers."""
-    return tuple(count / 2 if count % 2 else count // 2 for count in halves)
+def of_modules(counts: Sequence[int]) -> Split:
+    """Layers per virtual stage from modules; whole numbers are integers."""
+    return tuple(count / 2 if count % 2 else count // 2 for count in counts)
 
 
 def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
@@ -327,13 +292,13 @@ def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
         halves: whether layers may be divided where there are more stages than layers.
 
     Raises:
-        ConfigError: there are more stages than layers, or than halves of layers.
+        ConfigError: there are more stages than layers, or than modules.
     """
     if stages <= layers:
         least, more = divmod(layers, stages)
         return tuple(least + (stage < more) for stage in range(stages))
     if halves and stages <= 2 * layers:
-        return of_halves([1 + (stage < 2 * layers - stages) for stage in range(stages)])
+        return of_modules([1 + (stage < 2 * layers - stages) for stage in range(stages)])
     hint = (
         "use fewer stages" if halves or stages > 2 * layers else "use fewer stages, or an auto split into half layers"
     )
@@ -353,4 +318,4 @@ def parse_split(text: str, *, expected: str) -> Split:
     numbers = [number.strip() for number in text.split(",")]
     if not all(re.fullmatch(r"\d+(\.[05]0*)?", number) for number in numbers):
         raise ConfigError(f"expected {expected}, got {text!r}")
-    return of_halves(in_halves([float(number) for number in numbers]))
+    return of_modules(in_modules([float(number) for number in numbers]))

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from megatron_dynapipe.cost.layout import PipelineLayout, Split, in_halves
+from megatron_dynapipe.cost.layout import PipelineLayout, Split, in_modules
 from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, EXPERT_MLP, MLP, CostTables, IntArray, Kind, Quantity
 from megatron_dynapipe.errors import ConfigError
 
@@ -152,5 +152,5 @@ def megatron_layout(split: Split) -> str:
     A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts
     on from those before it, and the attention that it ends with comes after its own.
     """
-    ends = [halves // 2 for halves in accumulate(in_halves(split), initial=0)]
+    ends = [halves // 2 for halves in accumulate(in_modules(split), initial=0)]
     return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"

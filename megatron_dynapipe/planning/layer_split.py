@@ -15,7 +15,7 @@ from itertools import accumulate, islice, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, Split, even_split, in_halves, of_halves
+from megatron_dynapipe.cost import ABSENT, CostModel, Split, even_split, in_modules, of_modules
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.planner import Planner
@@ -83,20 +83,20 @@ def choose_layer_split(
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     trials = _Trials(settings, cost_model, batches, to_fit)
-    start, layer = settings.layout.layers_per_stage, trials.halves_of_layer
+    start, layer = settings.layout.layers_per_stage, trials.modules_of_layer
     trials.require(start)
     evened = trials.evened(start)
     if not trials.required:  # Model state alone is too much where the search begins.
         trials.require(evened)
     trials.choose_batches([start, evened])
     best = trials.improved(min(start, evened, key=trials.predicted_ns), (layer,))
-    steps = (layer // 2, layer) if halves and trials.know_halves else (layer,)
+    steps = (layer // 2, layer) if halves and trials.know_modules else (layer,)
     if len(steps) > 1:  # From the best of whole layers, so that halves are never behind it.
         best = trials.improved(best, steps)
     for count in chunks if settings.pipeline_parallel > 1 else ():
         try:
             even = even_split(int(sum(start)), settings.pipeline_parallel * count, halves=1 in steps)
-        except ConfigError:  # fewer halves of layers than virtual stages
+        except ConfigError:  # fewer modules than virtual stages
             continue
         more = trials.improved(even, steps)
         if trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - LEAST_GAIN * (len(more) > len(best))):
@@ -105,15 +105,15 @@ def choose_layer_split(
 
 
 def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
-    """Splits with so many halves of layers moved from one stage to another."""
-    neighbours, halves = [], in_halves(split)
+    """Splits with so many modules moved from one stage to another."""
+    neighbours, modules = [], in_modules(split)
     for step in steps:
         for source, destination in permutations(range(len(split)), 2):
-            if halves[source] > step:
-                counts = list(halves)
+            if modules[source] > step:
+                counts = list(modules)
                 counts[source] -= step
                 counts[destination] += step
-                neighbours.append(of_halves(counts))
+                neighbours.append(of_modules(counts))
     return neighbours
 
 
@@ -129,7 +129,7 @@ class _Trials:
     ) -> None:
         self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
         # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
-        self.halves_of_layer = 4 if settings.pattern else 2
+        self.modules_of_layer = 4 if settings.pattern else 2
         self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
@@ -138,8 +138,8 @@ class _Trials:
         self._scheduled: dict[Split, int] = {}
 
     @property
-    def know_halves(self) -> bool:
-        """Whether costs of halves of layers are known."""
+    def know_modules(self) -> bool:
+        """Whether costs of attention and of MLPs are known apart."""
         settings = self._settings
         return all(settings.tables(self._cost_model, mode).division for mode in settings.recompute)
 
@@ -184,14 +184,14 @@ class _Trials:
         """The split whose bound is least, whole layers moved one at a time, samples that must fit fitting."""
         while True:
             here = self._bound_ns(split)
-            better = sorted(_neighbours(split, (self.halves_of_layer,)), key=self._bound_ns)
+            better = sorted(_neighbours(split, (self.modules_of_layer,)), key=self._bound_ns)
             following = next((other for other in better if self._bound_ns(other) < here and self.fits(other)), None)
             if following is None:
                 return split
             split = following
 
     def improved(self, split: Split, steps: Sequence[int]) -> Split:
-        """The best split that moves of so many halves lead to: where scheduling leads, and what is nearest, planned."""
+        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned."""
         last = len(self.results) + TRIALS
         best = split
         if split not in self.results:  # scheduled with the micro-batches of another number of chunks

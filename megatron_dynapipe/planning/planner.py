@@ -62,7 +62,7 @@ class Planner:
         self.layout = settings.layout
         self._links = settings.links
         self.tables = tuple(settings.tables(cost_model, mode) for mode in settings.recompute)
-        if self.layout.has_halves and not all(tables.division for tables in self.tables):
+        if self.layout.cuts_layers and not all(tables.division for tables in self.tables):
             raise CostModelError(
                 "expected costs of attention and MLP apart, for a"
                 f" {'pattern of them' if settings.pattern else f'layer split of {settings.layers_per_stage}'};"

@@ -44,7 +44,7 @@ def megatron_flags(
         return flags | pattern, ""
     whole: Split = layout.layers_per_stage
     note = ""
-    if layout.has_halves:
+    if layout.cuts_layers:
         layers, stages = settings.encoder_layers, settings.pipeline_parallel
         chunks = settings.chunks if len(whole) <= layers else 1
         even = even_split(layers, stages * chunks)

@@ -93,7 +93,7 @@ def test_cuts_within_layers() -> None:
     assert costs.peak_bytes.tolist() == [[2 + 7, 6, 12]]
     state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 40 + 1000), 8 * (60 + 200)]
-    stages = layout.virtual_stage_layers
+    stages = layout.virtual_stage_modules
     assert [stage.ends_encoder for stage in stages] == [False, True, False]
     assert [stage.starts_decoder for stage in stages] == [False, True, False]
     assert layout.decoder_state_forward == (False, True)

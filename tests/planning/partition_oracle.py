@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, CostTables, Kind, Network, PipelineLayout, Quantity, of_halves
+from megatron_dynapipe.cost import ABSENT, CostTables, Kind, Network, PipelineLayout, Quantity, of_modules
 from megatron_dynapipe.cost.tables import ATTENTION, DECODER_MLP, MLP
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
@@ -41,7 +41,7 @@ def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     counts[-1] += sum(counts) % 2
     if family is ModelFamily.T5 and sum(counts) < 4:
         counts[-1] += 2
-    split = of_halves(counts)
+    split = of_modules(counts)
     layers = sum(counts) // 2
     encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
     experts = pattern = ()

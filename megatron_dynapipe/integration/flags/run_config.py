@@ -146,7 +146,7 @@ class RunConfig:
     @property
     def divided_layout(self) -> PipelineLayout | None:
         """The layout of a GPT's layers, where one of them is divided."""
-        return self.planner.layout if self.planner.layout.has_halves else None
+        return self.planner.layout if self.planner.layout.cuts_layers else None
 
 
 def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:

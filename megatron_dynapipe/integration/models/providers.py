@@ -26,7 +26,7 @@ from megatron_dynapipe.cost.pattern import with_stages
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, hybrid_stack, local_layer, with_halves
+from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, hybrid_stack, layers_of, local_layer
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -67,14 +67,14 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
 
     Args:
         model: what it is made of.
-        layout: of a pipeline whose layers are divided; without one, stages have the layers that Megatron's flags say.
+        layout: of a pipeline that cuts layers; without one, stages have the layers that Megatron's flags say.
     """
 
     def build(config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any) -> GPTModel:
         layers, stage = gpt_layers(model, config), groups.pp.rank()
         if layout is not None:
-            stage_layers = layout.virtual_stage_layers[stage + (chunk or 0) * layout.stages]
-            layers = with_halves([layers[number] for number in stage_layers.encoder], stage_layers.encoder_parts)
+            modules = layout.virtual_stage_modules[stage + (chunk or 0) * layout.stages].encoder
+            layers = layers_of(modules, layers)
         else:
             first = get_transformer_layer_offset(config, chunk, stage)
             layers = layers[first : first + get_num_layers_to_build(config, chunk, stage)]

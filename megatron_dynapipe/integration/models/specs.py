@@ -15,7 +15,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
@@ -143,16 +142,17 @@ def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> Modul
     )
 
 
-def with_halves(layers: Sequence[ModuleSpec], parts: Parts) -> list[ModuleSpec]:
-    """Specifications of the layers of one kind on a stage, from those of whole layers.
+def layers_of(modules: range, layers: Sequence[ModuleSpec]) -> list[ModuleSpec]:
+    """Specifications of the layers of one kind on a stage with these modules, from all layers of the model.
 
-    Of a divided layer a stage builds all modules but those of the other half, under the names that they have in a whole
-    layer.
+    Of a layer that is cut a stage builds all but its other module, under the names that they have in a whole layer.
     """
-    built = list(layers)
-    if parts.mlp:
+    if not modules:
+        return []
+    built = list(layers[modules.start // 2 : -(-modules.stop // 2)])
+    if modules.start % 2:
         built[0] = without(built[0], ATTENTION)
-    if parts.attention:
+    if modules.stop % 2:
         built[-1] = without(built[-1], MLP)
     return built
 

@@ -13,10 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_dynapipe.cost.layout import Parts
 from megatron_dynapipe.integration.models.packed_rows import CrossRows
 from megatron_dynapipe.integration.models.positions import StackInputs
-from megatron_dynapipe.integration.models.specs import with_halves
+from megatron_dynapipe.integration.models.specs import layers_of
 
 
 class T5Stack(TransformerBlock):
@@ -29,8 +28,7 @@ class T5Stack(TransformerBlock):
         config: the model's configuration; the block gets a copy of its own.
         layer: specification of one layer.
         layer_norm: class of the norm after the stack's last layer.
-        layers: the block's layers, by index in the whole stack.
-        parts: of which layers it has a half.
+        modules: the block's modules, by index in the whole stack.
         depth: layers of the whole stack.
         pg_collection: this rank's process groups.
     """
@@ -41,19 +39,18 @@ class T5Stack(TransformerBlock):
         *,
         layer: ModuleSpec,
         layer_norm: Any,
-        layers: range,
-        parts: Parts,
+        modules: range,
         depth: int,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(
             config=_without_pipeline(config, depth),
-            spec=TransformerBlockSubmodules(with_halves([layer] * sum(parts), parts), layer_norm=layer_norm),
+            spec=TransformerBlockSubmodules(layers_of(modules, [layer] * depth), layer_norm=layer_norm),
             pre_process=True,  # takes its input as an argument
-            post_process=depth - 1 in layers and not parts.attention,
+            post_process=2 * depth - 1 in modules,
             pg_collection=pg_collection,
         )
-        self.first_layer = layers.start
+        self.first_layer = modules.start // 2
         self.depth = depth
         for built in self.layers:
             if isinstance(built.cross_attention, Attention):

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost.layout import attends
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
@@ -70,10 +71,10 @@ class T5Stage(LanguageModule):
         super().__init__(config=config, pg_collection=pg_collection)
         self.model_type = ModelType.encoder_or_decoder
         self.model, self.layout, self.stage = model, layout, stage
-        self.layers = layout.virtual_stage_layers[stage]
+        self.stage_modules = layout.virtual_stage_modules[stage]
         self.vp_stage = stage // layout.stages if layout.chunks > 1 else None
-        self.pre_process = self.layers.embeds
-        self.post_process = self.layers.ends_decoder
+        self.pre_process = self.stage_modules.embeds
+        self.post_process = self.stage_modules.ends_decoder
         self.share_embeddings_and_output_weights = model.tied
         self.shared_weights: SharedWeights | None = None
         self._inputs: Sequence[Tensor] = ()
@@ -139,13 +140,13 @@ class T5Stage(LanguageModule):
         encoded = inputs[0] if inputs else None
         decoded = inputs[1] if len(inputs) > 1 else None
         if self.encoder is not None:
-            if self.layers.starts_encoder:
+            if self.stage_modules.starts_encoder:
                 encoded = self._embed(batch.tokens, batch.encoder_row)
             stack = self._stack_inputs(self._encoder_positions, _given(encoded), batch.encoder_mask, batch.encoder_row)
             encoded = self.encoder.run(stack)
         if self.decoder is None:
             return _given(encoded)
-        if self.layers.starts_decoder:
+        if self.stage_modules.starts_decoder:
             decoded = self._embed(batch.decoder_tokens, batch.decoder_row)
         row = batch.decoder_row
         stack = self._stack_inputs(self._decoder_positions, _given(decoded), batch.decoder_mask, row, causal=True)
@@ -215,9 +216,9 @@ class T5Stage(LanguageModule):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
-        layers, relative = self.layers, positions.kind == RELATIVE
-        encoder = positions.table(config, bidirectional=True) if relative and layers.encoder_parts.attends else None
-        decoder = positions.table(config, bidirectional=False) if relative and layers.decoder_parts.attends else None
+        own, relative = self.stage_modules, positions.kind == RELATIVE
+        encoder = positions.table(config, bidirectional=True) if relative and attends(own.encoder) else None
+        decoder = positions.table(config, bidirectional=False) if relative and attends(own.decoder) else None
         if encoder is not None:
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
@@ -227,11 +228,10 @@ class T5Stage(LanguageModule):
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
-        stage = self.layers
-        layers, parts, depth = stage.encoder, stage.encoder_parts, stage.encoder_layers
+        modules, depth = self.stage_modules.encoder, self.layout.encoder_layers
         if decoder:
-            layers, parts, depth = stage.decoder, stage.decoder_parts, stage.decoder_layers
-        if not layers:
+            modules, depth = self.stage_modules.decoder, self.layout.decoder_layers
+        if not modules:
             return None
         model, hide = self.model, decoder and self.model.biases_hide
         layer, norm = t5_layer(
@@ -241,8 +241,7 @@ class T5Stage(LanguageModule):
             self.config,
             layer=layer,
             layer_norm=norm,
-            layers=layers,
-            parts=parts,
+            modules=modules,
             depth=depth,
             pg_collection=self.pg_collection,
         )
@@ -271,15 +270,15 @@ class T5Stage(LanguageModule):
 
 def sharings(model: ModelConfig, layout: PipelineLayout) -> tuple[SharedWeight, ...]:
     """Every weight of the whole model that several virtual stages may hold."""
-    kind, stages = model.positions.kind, list(enumerate(layout.virtual_stage_layers))
-    embedding = tuple(stage for stage, layers in stages if layers.embeds)
-    words = tuple(stage for stage, layers in stages if layers.embeds or layers.ends_decoder)
+    kind, stages = model.positions.kind, list(enumerate(layout.virtual_stage_modules))
+    embedding = tuple(stage for stage, modules in stages if modules.embeds)
+    words = tuple(stage for stage, modules in stages if modules.embeds or modules.ends_decoder)
     weights = [SharedWeight(name=_WORDS, stages=words if model.tied else embedding, name_in=_name_of_words)]
     if kind == LEARNED:
         weights.append(SharedWeight(name="embedding.position_embeddings.weight", stages=embedding))
     if kind == RELATIVE:
         for stack in ("encoder", "decoder"):
-            attending = tuple(stage for stage, layers in stages if getattr(layers, f"{stack}_parts").attends)
+            attending = tuple(stage for stage, modules in stages if attends(getattr(modules, stack)))
             name = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
             weights.append(SharedWeight(name=name, stages=attending))
     return tuple(weights)

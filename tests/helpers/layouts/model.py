@@ -31,8 +31,8 @@ from megatron_dynapipe.integration.models.specs import (
     TENorm,
     engine_layer,
     hybrid_stack,
+    layers_of,
     local_layer,
-    with_halves,
 )
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.tools.certify.parameters import entries
@@ -147,8 +147,8 @@ def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) ->
         pipeline = PipelineLayout(
             family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
         )
-        held = pipeline.virtual_stage_layers[chunk * layout.stages + stage]
-        layers = with_halves([layer] * len(held.encoder), held.encoder_parts)
+        modules = pipeline.virtual_stage_modules[chunk * layout.stages + stage].encoder
+        layers = layers_of(modules, [layer] * layout.depth)
     else:
         layers = [layer] * get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
     return partial(GPTModel, transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm))

@@ -27,14 +27,19 @@ TABLE = {
 )
 def test_splits(encoder, decoder, split, layers, words, positions):
     layout = t5_layout(encoder, decoder, len(split), split)
-    stages = layout.virtual_stage_layers
-    drawn = ["|".join("".join(map(str, stack)) for stack in (stage.encoder, stage.decoder)) for stage in stages]
+    stages = layout.virtual_stage_modules
+    drawn = ["|".join("".join(map(str, whole(stack))) for stack in (stage.encoder, stage.decoder)) for stage in stages]
     assert drawn == layers
     assert holders(layout) == [words, positions]
     assert holders(layout, tied=False) == [positions, positions]
     encoder_stages = [stage for stage, name in enumerate(layers) if name[0] != "|"]
     decoder_stages = [stage for stage, name in enumerate(layers) if name[-1] != "|"]
     assert holders(layout, kind="relative") == [words, encoder_stages, decoder_stages]
+
+
+def whole(modules: range) -> range:
+    """The layers of modules, none of which is cut."""
+    return range(modules.start // 2, modules.stop // 2)
 
 
 def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: bool = True) -> list[list[int]]:
@@ -45,7 +50,7 @@ def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: boo
 def test_virtual_stages_go_round_the_ranks():
     layout = t5_layout(4, 4, 2, chunks=2)
     assert layout.stages == 2 and holders(layout)[0] == [0, 2, 3]
-    assert layout.virtual_stage_layers == t5_layout(4, 4, 4).virtual_stage_layers
+    assert layout.virtual_stage_modules == t5_layout(4, 4, 4).virtual_stage_modules
 
 
 def test_megatron_is_told_of_one_holder_of_embeddings():
@@ -76,16 +81,16 @@ def splits(draw):
 def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
     encoder, split = case
     decoder = sum(split) - encoder
-    stages = t5_layout(encoder, decoder, len(split), split).virtual_stage_layers
-    assert [i for stage in stages for i in stage.encoder] == list(range(encoder))
-    assert [i for stage in stages for i in stage.decoder] == list(range(decoder))
+    stages = t5_layout(encoder, decoder, len(split), split).virtual_stage_modules
+    assert [i for stage in stages for i in stage.encoder] == list(range(2 * encoder))
+    assert [i for stage in stages for i in stage.decoder] == list(range(2 * decoder))
     for happens_once in ("starts_encoder", "ends_encoder", "starts_decoder", "ends_decoder"):
         assert sum(getattr(stage, happens_once) for stage in stages) == 1
     layout = PipelineLayout(
         family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=tuple(split)
     )
     counts = layout.counts(tuple(dict.fromkeys(layout.modules)))
-    assert counts[:, 1].tolist() == [len(stage.encoder) for stage in stages]
+    assert counts[:, 1].tolist() == [len(stage.encoder) // 2 for stage in stages]
     crossing = boundary_tensors(layout)
     both = (BoundaryTensor.ENCODER, BoundaryTensor.DECODER)
     assert crossing == tuple(both if stage.decoder else both[:1] for stage in stages[:-1])
