@@ -26,7 +26,6 @@ from benchmarks.paper import real
 from benchmarks.paper.clusters import LAYERS, USUAL_SIZE, Case, global_batches
 from benchmarks.paper.output import arguments, chart, write
 from benchmarks.paper.simulate import Point, chosen_split
-from benchmarks.planning.published import published_order
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.planning.partition import by_length, partition
 from megatron_dynapipe.planning.planner import Planner
@@ -67,7 +66,6 @@ VARIANTS: Mapping[str, Variant] = {
     BASE: Variant(part="all"),
     "equal layer split": Variant(part="split", change=_with(layers_per_stage=None)),
     "sorted": Variant(part="ordering", order=lambda samples: by_length(samples.inputs, samples.targets)),
-    "published order": Variant(part="ordering", order=lambda samples: published_order(samples.inputs, samples.targets)),
     "as they arrive": Variant(part="ordering", order=lambda samples: np.arange(len(samples.inputs), dtype=np.int64)),
     "fixed tokens": Variant(part="partition", change=_algorithm("token_based")),
     "fixed samples": Variant(part="partition", change=_algorithm("uniform")),
