@@ -21,8 +21,6 @@ COLOURS = {
 MARKERS = {"dynapipe": "o", "planned": "o", "packed_rows": "s", "token_based": "^", "packing": "D", "padding": "v"}
 DASHED = ("packing, same layout", "published planner")
 PUBLISHED = "published planner"
-PALETTE = ("#1f5fa6", "#2a9d6f", "#b5343c", "#e08a3c", "#6a3d9a", "#8a8f96")
-"""Of names that have no colour of their own."""
 
 Series = Mapping[str, Sequence[float | None]]
 """By name, a value for each place on the horizontal axis; None where there is none."""
@@ -36,15 +34,8 @@ def canvas(rows: int, columns: int, *, width: float = 4.2, height: float = 3.2) 
 
 
 def lines(axis: Axes, places: Sequence[str], series: Series, *, title: str, x: str, y: str) -> None:
-    """Every series as a line over evenly spaced places; the first one lies on top.
-
-    A series "published planner, NAME" is drawn dashed in the colour of NAME.
-    """
-    colours = dict(COLOURS)
-    others = iter(PALETTE)
+    """Every series as a line over evenly spaced places; the first one lies on top."""
     for depth, (name, values) in enumerate(series.items()):
-        own = name.removeprefix(f"{PUBLISHED}, ")
-        colour = colours[own] if own in colours else colours.setdefault(own, next(others))
         known = [(place, value) for place, value in enumerate(values) if value is not None]
         axis.plot(
             [place for place, _ in known],
@@ -52,8 +43,8 @@ def lines(axis: Axes, places: Sequence[str], series: Series, *, title: str, x: s
             marker=MARKERS.get(name, "."),
             markersize=5,
             linewidth=1.6,
-            linestyle="--" if name in DASHED or name.startswith(f"{PUBLISHED}, ") else "-",
-            color=colour,
+            linestyle="--" if name in DASHED else "-",
+            color=COLOURS[name],
             label=name,
             zorder=20 - depth,
         )
@@ -109,14 +100,13 @@ def sweep(
     return figure, panels
 
 
-def legend(figure: Figure, panels: Sequence[Sequence[Axes]], *, width: float = 1.7) -> None:
-    """One legend below all panels, without the published planner's twins; an entry takes `width` inches."""
+def legend(figure: Figure, panels: Sequence[Sequence[Axes]]) -> None:
+    """One legend below all panels."""
     handles = {
         label: handle
         for row in panels
         for axis in row
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        if not label.startswith(f"{PUBLISHED}, ")
     }
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 7), frameon=False

@@ -49,8 +49,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "orchestrate": (
         "orchestrate --profile segments.json --micro-batch-size 4 --global-batch-size 256 --devices 16",
-        "orchestrate --profile vgg-19-pbs-32.txt --profile-batch-size 32 --micro-batch-size 32"
-        " --global-batch-size 2048 --devices 16 --devices-per-node 1 --inter-node-gbps 10 --json",
+        "orchestrate --profile segments.json --micro-batch-size 32 --global-batch-size 2048 --devices 16"
+        " --devices-per-node 1 --inter-node-gbps 10 --json",
     ),
     "verify": ("verify plans/iteration-0.plan",),
     "show": (

@@ -1,19 +1,15 @@
 """`orchestrate`: stages with different numbers of replicas for a layer profile, as predicted (docs/tuning.md)."""
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
-from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.segments import SegmentCosts
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration, Topology, orchestrate
-from megatron_dynapipe.tools.tuning.layer_profile import read_graph_profile
 from megatron_dynapipe.units import BYTES_PER_MB
 
 FORMAT = "dynapipe-orchestrate/1"
@@ -24,12 +20,9 @@ _COLUMNS = ("stage", "layers", "replicas", "samples each", "memory, MB", "device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    source = "a cost model of segments, as profile_module writes it, or a profiled graph as text (PipeDream, DAPPLE)"
+    source = "a cost model of segments, as profile_module writes it"
     add("--profile", type=Path, required=True, metavar="FILE", help=source)
-    profiled = "samples of the micro-batch that a text profile is of"
-    add("--profile-batch-size", type=positive, metavar="N", help=profiled)
-    length = "of the samples, in a cost model of segments (default: the largest)"
-    add("--length", type=positive, metavar="N", help=length)
+    add("--length", type=positive, metavar="N", help="of the samples (default: the largest that was measured)")
     add("--micro-batch-size", type=positive, required=True, metavar="N")
     add("--global-batch-size", type=positive, required=True, metavar="N")
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster")
@@ -43,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find a plan and print it."""
-    profile, links = _profile(args)
+    costs = SegmentCosts.load(args.profile)
+    profile = LayerProfile.of_segments(costs, args.length)
     cluster = Topology(
         devices=args.devices,
-        network=network_of(args, links),
+        network=network_of(args, costs.links),
         memory_bytes=None if args.device_memory_mb is None else round(args.device_memory_mb * BYTES_PER_MB),
     )
     plan = orchestrate(
@@ -58,22 +52,6 @@ def run(args: argparse.Namespace) -> int:
     )
     _print(plan, profile, as_json=args.json)
     return 0
-
-
-def _profile(args: argparse.Namespace) -> tuple[LayerProfile, Mapping[str, Link]]:
-    """The layers, and the links that were measured with them."""
-    if args.profile.suffix == ".json":
-        if args.profile_batch_size is not None:
-            raise ConfigError("--profile-batch-size goes with a text profile, and a cost model of segments was given")
-        costs = SegmentCosts.load(args.profile)
-        return LayerProfile.of_segments(costs, args.length), costs.links
-    if args.length is not None:
-        raise ConfigError("--length goes with a cost model of segments (.json), and a text profile was given")
-    if args.profile_batch_size is None:
-        raise ConfigError(
-            "expected --profile-batch-size with a text profile", hint="the N of `-pbs-N` in the names of DAPPLE's files"
-        )
-    return read_graph_profile(args.profile, args.profile_batch_size), {}
 
 
 def _print(plan: Orchestration, profile: LayerProfile, *, as_json: bool) -> None:

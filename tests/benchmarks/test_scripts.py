@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.commands import run_python
 from tests.helpers.random_dataset import make_dataset
-from tests.tools.tuning.test_graph_profile import node
 
 
 def read(path: Path) -> Any:
@@ -36,22 +35,6 @@ def test_methods_train_the_same_function(tmp_path):
     assert report["format"] == "dynapipe-throughput/1"
     losses = [row["first_loss"] for row in report["rows"]]
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-
-
-def test_no_published_plan_of_unequal_replicas_is_faster(tmp_path):
-    """Over a profile of the published form, on every cluster."""
-    folder = tmp_path / "profiling_results"
-    folder.mkdir()
-    layers = [node(1, "Input"), *(node(n, "Conv", 1, 2, "1e7", 1e4 if n < 23 else 1e8) for n in range(2, 27))]
-    edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 26)]
-    (folder / "vgg-19-pbs-32.txt").write_text("\n".join([*layers, *edges]))
-    run_python("-m", "benchmarks.orchestrate.run", tmp_path, "--models", "vgg-19", "--json", tmp_path / "rows.json")
-    rows = read(tmp_path / "rows.json")
-    assert [(row["cluster"], row["samples"]) for row in rows[:3]] == [("A", "whole"), ("A", "divided"), ("B", "whole")]
-    assert [row["paper_plan"] for row in rows] == ["16"] * 4 + ["15:1"] * 2
-    for row in rows:
-        assert row["paper_ratio"] <= 1 and row["planner_ratio"] <= 1
-        assert row["paper_ratio"] == pytest.approx(row["ms"] / row["paper_ms"])
 
 
 def test_the_choice_is_held_against_the_published_best_layout():

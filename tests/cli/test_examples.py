@@ -15,7 +15,6 @@ from tests.docs.workspace import PROGRAM, make_workspace, run_text
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.runs import write_run
 from tests.modules.test_planning import costs_of
-from tests.tools.tuning.test_graph_profile import node
 
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(dict.fromkeys(line for lines in EXAMPLES.values() for line in lines))
@@ -57,8 +56,6 @@ def readers_own(folder: Path) -> None:
             json.dumps(cost_model(hidden=128, longest=2048, modes=("none", "selective", "full")))
         )
     costs_of(3, 1, 2).save(folder / "segments.json")
-    nodes = [node(1, "first", weights=8), node(2, "second", size="2000000"), "\tnode1 -- node2"]
-    (folder / "vgg-19-pbs-32.txt").write_text("\n".join(nodes))
     write_run(folder / "dynapipe-report")
 
 
