@@ -17,6 +17,8 @@ from megatron_dynapipe.errors import PatchError
 
 FOLDER = Path(__file__).parents[1] / "patches"
 DIGESTS = "digests.json"
+_CALL = re.compile(r"\bdynapipe\.\w+\(")
+"""More of them than a series adds are another series'; taking its own out would leave them without their import."""
 
 
 class State(enum.StrEnum):
@@ -147,7 +149,8 @@ def _report(series: Series, folder: Path, name: str) -> tuple[State, Sequence[st
                 return state, content.releases
     lines = data.decode(errors="replace").splitlines()
     added = [line for patch in series.patches if patch.file == name for line in patch.added if line]
-    if all(lines.count(line) >= added.count(line) for line in added):
+    calls, own = (sum(bool(_CALL.search(line)) for line in text) for text in (lines, added))
+    if calls == own and all(lines.count(line) >= added.count(line) for line in added):
         return State.MERGED, ()
     return (State.PARTLY if any("megatron_dynapipe" in line for line in lines) else State.MODIFIED), ()
 

@@ -144,6 +144,8 @@ def refusal(checkout: Survey) -> PatchError:
     if checkout.named(State.PARTLY):
         hint = "take DynaPipe's lines out of these files by hand, or set the files aside (git stash); then patch again"
         return PatchError(problem, hint=hint)
+    if checkout.named(State.MISSING):
+        return PatchError(problem, hint="check out the whole of Megatron-LM")
     if len(checkout.named(*UNKNOWN)) == len(checkout.files):
         releases = ", ".join(name for series in load_all() for name in series.releases)
         return PatchError(
@@ -152,8 +154,6 @@ def refusal(checkout: Survey) -> PatchError:
             hint="check out one of these; or --merge; or put the checkout first on PYTHONPATH and use this project's"
             " entry scripts, which patch nothing",
         )
-    if checkout.named(State.MISSING):
-        return PatchError(problem, hint="check out the whole of Megatron-LM")
     try:
         _contents(checkout, reverse=False, merge=True)
     except PatchError as error:

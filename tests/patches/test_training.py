@@ -167,10 +167,10 @@ def test_a_patched_run_without_a_gpu_is_told_how_to_start(patched, data, tmp_pat
 
 @pytest.mark.slow
 def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_path):
-    """As a merge by hand may leave it: evaluations would run without plans."""
+    """As a merge by hand may leave it: the run would not be closed."""
     path = patched / "megatron" / "training" / "training.py"
     text = path.read_text()
-    head, line, tail = text.rpartition("    forward_backward_func = dynapipe.schedule(forward_backward_func)\n")
+    head, line, tail = text.rpartition("    dynapipe.finish()\n")
     assert line
     path.write_text(head + tail)
     try:
@@ -178,7 +178,7 @@ def test_a_checkout_without_a_call_of_the_patches_is_refused(patched, data, tmp_
         (said,) = launch(BY_HAND, patched, flags, tmp_path, ranks=1, status=2)
     finally:
         path.write_text(text)
-    assert "lacks calls of the patches: evaluate() of megatron.training.training calls no schedule" in said
+    assert "lacks calls of the patches: pretrain() of megatron.training.training calls no finish" in said
 
 
 def launch(

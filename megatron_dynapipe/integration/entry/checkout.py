@@ -22,7 +22,6 @@ from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches, replacements
-from megatron_dynapipe.integration.hooks.active_run import count_samples, log_line, micro_batch_shape
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.units import ModelFamily
@@ -125,7 +124,7 @@ def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
 
 def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
-    from megatron.training import get_args
+    from megatron.training import get_args, training
 
     global _session
     args = get_args()
@@ -136,7 +135,9 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
 
         session = runs.patched_session(args)
         active_run.activate(session)
-        _originals.install([row for row in replacements.TABLE if row.name == "num_floating_point_operations"])
+        _originals.install(replacements.TABLE)
+    for name in ("train_step", "evaluate"):
+        _originals.replace(training, name, reported()(getattr(training, name)))
     _session = session
     atexit.register(_close, SystemExit(1))
 
@@ -148,10 +149,12 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     return datasets
 
 
-def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`active_run.schedule`; errors of a run that was started here end the process with one line."""
-    chosen = active_run.schedule(stock)
-    return chosen if _session is None else reported()(chosen)
+def _as_given(*values: Any) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+schedule = count_samples = log_line = micro_batch_shape = _as_given
+"""What earlier patches call: in place of each, `replacements.TABLE` has a row."""
 
 
 def finish() -> None:

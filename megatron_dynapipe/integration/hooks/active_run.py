@@ -1,7 +1,7 @@
 """The planned run that is active in this process, and what Megatron's training loop asks of it.
 
 At most one run is active. Without one, every function here answers as Megatron alone would, so that a patched
-checkout without `--use-dynapipe` trains as before. Imports nothing of Megatron: its own modules import this one.
+checkout without `--use-dynapipe` trains as before.
 """
 
 import argparse

@@ -44,7 +44,6 @@ NAMES: tuple[Name, ...] = (
     (SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
     (SCHEDULES, "forward_backward_pipelining_without_interleaving", _SCHEDULE_PARAMETERS),
-    ("megatron.core.utils", "get_batch_on_this_tp_rank", ("micro_batch_size", "seq_length")),
     ("megatron.core.models.hybrid.hybrid_block", "HybridStack", ("submodules", "post_layer_norm", "layer_type_list")),
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec", "hybrid_layer_pattern")),
     ("megatron.training.argument_utils", "pretrain_cfg_container_from_args", ()),
@@ -71,11 +70,6 @@ PATCHES: tuple[Call, ...] = (
     ("megatron.training.arguments", "parse_args", "check_arguments"),
     (TRAINING, "pretrain", "dataset_provider"),
     (TRAINING, "pretrain", "finish"),
-    (TRAINING, "train", "schedule"),
-    (TRAINING, "train", "count_samples"),
-    (TRAINING, "evaluate", "schedule"),
-    (TRAINING, "training_log", "log_line"),
-    ("megatron.core.utils", "get_batch_on_this_tp_rank", "micro_batch_shape"),
 )
 """Calls of `checkout_hooks` in a patched checkout."""
 
@@ -133,7 +127,7 @@ def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]
     missing = []
     for module, function, callee in rows:
         code = _functions(module).get(function)
-        names = (*code.co_names, *code.co_varnames) if code else ()  # one function imports the hooks itself
+        names = code.co_names if code else ()
         if callee not in names or not (through is None or through in names):
             missing.append(f"{function}() of {module} calls no {callee}")
     return missing

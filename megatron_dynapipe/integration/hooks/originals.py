@@ -1,6 +1,7 @@
 """Names that are replaced in Megatron's modules and classes, and put back at a run's end."""
 
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ class Replacement:
             replaced.
         make: from the original to its replacement.
         parameters: those of the original that the replacement relies on; tested on every supported version.
-        everywhere: also rebind it in Megatron's modules that imported it by value.
+        everywhere: also rebind it in modules that imported it by value, Megatron's and a script's own.
         why: what goes through it, or what goes wrong without it.
     """
 
@@ -63,6 +64,6 @@ class Originals:
 
 
 def holders(name: str, original: Any) -> list[Any]:
-    """Megatron's modules that hold an object under this name: where it is defined, or imported by value."""
-    modules = [module for path, module in sys.modules.items() if path.startswith("megatron.") and module is not None]
+    """The modules that hold an object under this name: where it is defined, or imported by value."""
+    modules = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
     return [module for module in modules if vars(module).get(name) is original]

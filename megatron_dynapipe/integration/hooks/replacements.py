@@ -1,6 +1,6 @@
 """Replacements in Megatron's modules at run time: one table of names, on request, reversibly.
 
-Each replacement calls the function of `active_run` that a patched checkout calls at the same place (`patches/`).
+A patched checkout installs the same table (`entry/checkout.py`).
 """
 
 import contextlib
@@ -77,6 +77,23 @@ def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     return print_line
 
 
+def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks that receive a batch allocate it by the shape that they are told, and each knows the plan's."""
+    signature = inspect.signature(get_batch_on_this_tp_rank)
+
+    @functools.wraps(get_batch_on_this_tp_rank)
+    def batch(*arguments: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*arguments, **keywords)
+        size, length = (bound.arguments[name] for name in _SHAPE)
+        bound.arguments.update(zip(_SHAPE, active_run.micro_batch_shape(size, length), strict=True))
+        return get_batch_on_this_tp_rank(*bound.args, **bound.kwargs)
+
+    return batch
+
+
+_SHAPE = ("micro_batch_size", "seq_length")
+
+
 def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
     """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, of which planned runs use none."""
     makefile = Path(inspect.getfile(compile_helpers)).with_name("Makefile")
@@ -149,6 +166,14 @@ TABLE: tuple[Replacement, ...] = (
         make=_logging,
         parameters=("message",),
         why="prints the lines of iterations",
+    ),
+    Replacement(
+        owner="megatron.core.utils",
+        name="get_batch_on_this_tp_rank",
+        make=_shaping,
+        parameters=_SHAPE,
+        everywhere=True,
+        why="scripts of checkouts broadcast a micro-batch by it, in the shape that flags say",
     ),
     Replacement(
         owner="megatron.core.datasets.utils",

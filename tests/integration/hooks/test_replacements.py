@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -65,13 +65,16 @@ def _install_twice(*, rank: int, world_size: int) -> list[str]:
     paths = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel", "megatron.training.training"
     modules = [importlib.import_module(path) for path in paths]
     training = modules[-1]
+    modules.append(ModuleType("a script's helper"))
+    modules[-1].get_forward_backward_func = modules[0].get_forward_backward_func
+    sys.modules["helper"] = modules[-1]
     before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     lines: list[str] = []
     training.print_rank_last, before[-1] = lines.append, lines.append
     session = FakeSession()
     with replacements.installed(session):
         schedules = [module.get_forward_backward_func(pp_size=1, vp_size=None) for module in modules]
-        assert schedules == [session.forward_backward] * 3
+        assert schedules == [session.forward_backward] * 4
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
         with pytest.raises(ConfigError) as refused, replacements.installed(FakeSession()):
@@ -154,6 +157,9 @@ def test_samples_shapes_and_flops_are_those_of_the_plan():
     active_run.activate(session)
     try:
         active_run.count_samples(args)  # the loop adds 16, the plan held 19
+        (row,) = [row for row in replacements.TABLE if row.name == "get_batch_on_this_tp_rank"]
+        batch = row.make(lambda rows, micro_batch_size, seq_length: (rows, micro_batch_size, seq_length))
+        assert batch(7, 1, seq_length=96) == (7, 3, 40)
         assert active_run.flops(100.0) == 93.0 and active_run.micro_batch_shape(1, 96) == (3, 40)
     finally:
         active_run.deactivate()
