@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_dynapipe"
-BESIDE_THE_CORE = ("tools", "modules", "cli")
+BESIDE_THE_CORE = ("tools", "modules", "cli", "segments.py")
 """Rooms that the core does not import (tests/test_architecture.py)."""
 VALUES = {"Struct", "NamedTuple", "TypedDict"}
 OF_THE_FORK = {

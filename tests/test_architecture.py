@@ -56,6 +56,7 @@ ROOMS = {
     "cpu": room(5, "torch", "megatron"),
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(5, "numpy", "torch", "sympy"),
+    "segments": room(4, "numpy"),
     "config": room(6, "yaml"),
     "integration": room(7, "numpy", "torch", "megatron", "nemo", "transformer_engine", "transformers", "tqdm", "yaml"),
     "tools": room(
@@ -68,11 +69,11 @@ ROOMS = {
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
-NEIGHBOURS = ("modules", "tools", "cli", "__main__")
+NEIGHBOURS = ("segments", "modules", "tools", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),
-    *("planning", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
+    *("planning", "segments", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
 MOST_FILES_TO_CONFIG = 18

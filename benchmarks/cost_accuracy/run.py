@@ -23,9 +23,9 @@ import numpy as np
 from benchmarks.common import DEMO_DATA, ROOT, environment, torchrun
 from megatron_dynapipe.cost import A100_RATES, ModelShape
 from megatron_dynapipe.cost.analytic import layer_costs
-from megatron_dynapipe.cost.check import held_out_errors
 from megatron_dynapipe.cost.format import CostFile, read_file, read_points
 from megatron_dynapipe.cost.work import LayerWork
+from megatron_dynapipe.tools.cost_files import held_out_errors
 from megatron_dynapipe.units import ModelFamily, Recompute
 
 SEEDS = range(5)

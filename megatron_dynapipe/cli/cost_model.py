@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.cli import print_json
-from megatron_dynapipe.cost.check import differences, held_out_errors, tables_of
+from megatron_dynapipe.cost.check import tables_of
 from megatron_dynapipe.cost.file import TableCostModel
 from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.integration.flags.planning_flags import number
+from megatron_dynapipe.tools.cost_files import differences, held_out_errors
 
 _QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
 from megatron_dynapipe.plan.codec import decode_entry, encode
@@ -26,8 +25,8 @@ from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cud
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import segment_settings
 from megatron_dynapipe.sampling import Batches, LastBatch
+from megatron_dynapipe.segments import SegmentCosts, segment_settings
 
 PAD_VALUES: Mapping[str, int] = {"labels": -100, "label": -100, "targets": -100, "attention_mask": 0}
 """Values that fill up tensors of these names; others are filled with 0."""

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.cost.format import UNITS, Link, Table
-from megatron_dynapipe.cost.segments import Segment, SegmentCosts
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters
@@ -22,6 +21,7 @@ from megatron_dynapipe.runtime import Entry, StageGraph
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.runtime.memory import pass_memory
+from megatron_dynapipe.segments import Segment, SegmentCosts
 from megatron_dynapipe.units import BYTES_PER_MB
 
 _REPEATS = 5

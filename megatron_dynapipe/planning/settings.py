@@ -1,7 +1,6 @@
 """What a plan depends on besides the batch and the cost model."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -10,7 +9,6 @@ import msgspec
 from megatron_dynapipe.cost import CostModel, CostTables, Kind, Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.pattern import each_alone
-from megatron_dynapipe.cost.segments import SegmentCosts, stage_kinds
 from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -209,42 +207,3 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             sequence_parallel=self.sequence_parallel,
             scatter_gather=self.scatter_gather,
         )
-
-
-def segment_settings(
-    costs: SegmentCosts,
-    stage_of: Sequence[int],
-    *,
-    stages: int,
-    replicas: int,
-    memory_limit_bytes: int,
-    network: Network | None = None,
-    schedule: ScheduleSettings | None = None,
-) -> PlannerSettings:
-    """Settings of a planner that takes every virtual stage for one module, as `costs.of_stages` does.
-
-    Args:
-        costs: of the segments.
-        stage_of: the virtual stage of each segment.
-        stages: ranks of a pipeline.
-        replicas: of the pipeline.
-        memory_limit_bytes: of one device.
-        network: links between devices; by default those that the costs were measured with.
-        schedule: how passes are ordered.
-    """
-    virtual, state = stage_of[-1] + 1, costs.state_bytes(stage_of)
-    return PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=virtual,
-        pattern=stage_kinds(virtual),
-        hidden_size=costs.bytes_per_position(stage_of),
-        element_bytes=1,
-        data_parallel=replicas,
-        pipeline_parallel=stages,
-        chunks=virtual // stages,
-        memory_limit_bytes=memory_limit_bytes,
-        recompute=(Recompute.NONE,),
-        network=network or Network.over(costs.links, devices_per_node=8),
-        model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
-        schedule=schedule or ScheduleSettings(),
-    )

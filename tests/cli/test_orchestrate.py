@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.cost.segments import SegmentCosts
+from megatron_dynapipe.segments import SegmentCosts
 from tests.modules.test_planning import segment
 
 BATCH = ["--micro-batch-size", "2", "--global-batch-size", "16", "--devices", "3"]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost.check import held_out_errors
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.cost.surface import Quantity, cross_validate, fit_surface, monotone, nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.tools.cost_files import held_out_errors
 from tests.helpers.benchmark_data import A100_COSTS
 
 SIZES, LENGTHS, TARGETS = (1, 2, 4, 8, 16), (16, 64, 256, 1024), (8, 32, 128)

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe import Pipeline, split_model
 from megatron_dynapipe.cost import ABSENT, Quantity
-from megatron_dynapipe.cost.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
 from megatron_dynapipe.modules import profile
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pad
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.segments import Segment, SegmentCosts, divide_evenly, divide_segments
 from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
 from tests.modules.models import CASES, build

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.segments import SegmentCosts
 from megatron_dynapipe.cost.tables import IntArray
 from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.segments import SegmentCosts
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 _STATE_PER_PARAMETER_BYTE = 4

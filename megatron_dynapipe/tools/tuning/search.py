@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.cost import CostModel, Network
-from megatron_dynapipe.cost.segments import SegmentCosts, divide_segments
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings, segment_settings
+from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.segments import SegmentCosts, divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
 from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns, token_flops
 from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates

@@ -3,11 +3,10 @@
 import pytest
 
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.segments import divide_segments
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import segment_settings
+from megatron_dynapipe.segments import divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning import tune_segments
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tools.tuning.space import Status

@@ -21,9 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost.format import FORMAT, Link, Table, is_cost_file
+from megatron_dynapipe.cost.network import Network
 from megatron_dynapipe.cost.tables import ABSENT, HEAD, CostTables, IntArray, Kind, ModelState, Quantity, increasing
 from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
 from megatron_dynapipe.outputs import write_file
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -192,6 +195,45 @@ class StageCostModel:
 def stage_kinds(stages: int) -> tuple[Kind, ...]:
     """Kinds of the modules that virtual stages are taken for."""
     return tuple(f"stage {stage}" for stage in range(stages))
+
+
+def segment_settings(
+    costs: SegmentCosts,
+    stage_of: Sequence[int],
+    *,
+    stages: int,
+    replicas: int,
+    memory_limit_bytes: int,
+    network: Network | None = None,
+    schedule: ScheduleSettings | None = None,
+) -> PlannerSettings:
+    """Settings of a planner that takes every virtual stage for one module, as `costs.of_stages` does.
+
+    Args:
+        costs: of the segments.
+        stage_of: the virtual stage of each segment.
+        stages: ranks of a pipeline.
+        replicas: of the pipeline.
+        memory_limit_bytes: of one device.
+        network: links between devices; by default those that the costs were measured with.
+        schedule: how passes are ordered.
+    """
+    virtual, state = stage_of[-1] + 1, costs.state_bytes(stage_of)
+    return PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=virtual,
+        pattern=stage_kinds(virtual),
+        hidden_size=costs.bytes_per_position(stage_of),
+        element_bytes=1,
+        data_parallel=replicas,
+        pipeline_parallel=stages,
+        chunks=virtual // stages,
+        memory_limit_bytes=memory_limit_bytes,
+        recompute=(Recompute.NONE,),
+        network=network or Network.over(costs.links, devices_per_node=8),
+        model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
+        schedule=schedule or ScheduleSettings(),
+    )
 
 
 def divide_evenly(weights: Sequence[int], stages: int, *, fits: Sequence[Sequence[bool]] | None = None) -> list[int]:
