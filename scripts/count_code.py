@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def counts() -> dict[str, int]:
-    """What `BOUNDS` bounds, as it is."""
+    """The counts that `BOUNDS` bounds."""
     package = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
     beside = [path for path in package if path.relative_to(PACKAGE).parts[0] in BESIDE_THE_CORE]
     lines = {path: len(text.splitlines()) for path, text in package.items()}

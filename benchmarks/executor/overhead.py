@@ -42,7 +42,7 @@ from megatron_dynapipe.integration.models.norms import LocalNorm
 from megatron_dynapipe.integration.models.specs import hybrid_stack
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.problem import PassOrder
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
 from megatron_dynapipe.runtime import StepRunner, TorchTransport
@@ -127,7 +127,7 @@ def lowered(order: PassOrder, shapes: Sequence[Shape], hidden: int, stage: int, 
     stages = len(order)
     tensors = boundary_tensors(PipelineLayout.equal(ModelFamily.GPT, stages * chunks, 0, stages * chunks))
     boundaries = BoundarySettings(tensors=tensors, hidden_size=hidden).shapes(shapes)
-    lists = lower(order, Topology(stages=stages, chunks=chunks, shapes=boundaries))
+    lists = lower(order, PipelineTopology(stages=stages, chunks=chunks, shapes=boundaries))
     return StagePlan(stage=stage, instructions=lists[stage], predicted=())
 
 

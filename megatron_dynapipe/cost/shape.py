@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags
+from megatron_dynapipe.cost.hugging_face import megatron_flags
 from megatron_dynapipe.cost.pattern import EXPERTS, expert_modules
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily, round_up
@@ -214,11 +214,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def of_megatron(cls, args: Mapping[str, Any], family: ModelFamily, *, on_cpu: bool) -> "ModelShape":
         """The model that Megatron's checked arguments describe, its vocabulary padded; as `megatron_fields`."""
         return cls(family=family, **megatron_fields(args, on_cpu=on_cpu))
-
-    @classmethod
-    def of_hugging_face(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """The model of a whole HuggingFace configuration; raises ConfigError as `hugging_face.megatron_flags`."""
-        return cls(family=family_of(config), **hugging_face_fields(config))
 
     def __post_init__(self) -> None:
         if self.query_groups and self.heads % self.query_groups:

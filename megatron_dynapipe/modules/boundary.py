@@ -21,7 +21,7 @@ from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import TensorMeta
 from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.runtime import TorchTransport, Transport
@@ -193,7 +193,7 @@ def lists_without_shapes(
         forward_only=forward_only,
     )
     nothing = (((),) * (virtual - 1),) * micro_batches
-    topology = Topology(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
+    topology = PipelineTopology(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
     return lower(SCHEDULES[schedule](problem), topology)
 
 

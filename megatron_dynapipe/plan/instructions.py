@@ -17,7 +17,7 @@ TensorShape = tuple[int, ...]
 
 
 class Payload(enum.IntEnum):
-    """What a transfer carries: a forward pass's boundary tensors, or the gradients of them."""
+    """The content of a transfer: a forward pass's boundary tensors, or the gradients of them."""
 
     ACTIVATION = 1
     GRADIENT = 2

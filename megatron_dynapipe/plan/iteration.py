@@ -116,7 +116,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What one pipeline rank executes in one iteration, and when the planner expects each pass to run."""
+    """One pipeline rank's instructions of one iteration, and when the planner expects each pass to run."""
 
     stage: int
     instructions: tuple[Instruction, ...]
@@ -196,7 +196,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
 
 class StageEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What the rank (replica, stage) fetches: enough to run its share and to log the iteration."""
+    """The entry that the rank (replica, stage) fetches: enough to run its share and to log the iteration."""
 
     iteration: int
     replica: int

@@ -1,4 +1,4 @@
-"""What a stage holds in memory, by the bytes and shapes that the plan carries; verified to stay within the device's.
+"""Memory that a stage holds, by the bytes and shapes that the plan carries; verified to stay within the device's.
 
 Beside what passes keep are messages. They lie in pools of equal buffers (`runtime.messages`): received activations,
 received gradients, and what is sent, until its send is known to be complete. A pool has as many buffers as the list has

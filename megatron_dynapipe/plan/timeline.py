@@ -44,7 +44,7 @@ def idle_share(timeline: Timeline, span_ns: int) -> float:
 
 
 def kind_of(instruction: Instruction) -> str:
-    """What an instruction's time counts to."""
+    """The kind of work that an instruction's time counts to."""
     match instruction:
         case Forward():
             return FORWARD

@@ -71,7 +71,7 @@ class Wait(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTrace:
-    """What one rank's list does, in order."""
+    """The passes and transfers of one rank's list, in order."""
 
     stage: int
     instructions: Sequence[Instruction]

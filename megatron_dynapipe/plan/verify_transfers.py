@@ -86,7 +86,7 @@ def check_shapes(plan: IterationPlan, replica: ReplicaPlan, sends: Sequence[Sequ
 
 
 def _allowed(shape: Shape, parallel: int, hidden: int) -> dict[int, tuple[TensorShape, ...]]:
-    """What may cross a boundary, by the number of tensors."""
+    """Shapes that may cross a boundary, by the number of tensors."""
     inputs = (shape.input_length // parallel, shape.size, hidden)
     if not shape.target_length:
         return {1: (inputs,)}

@@ -10,7 +10,7 @@ _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
 
 CONSTANTS: dict[str, object]
-"""What Python and the core both name and number."""
+"""Names that Python and the core both number."""
 
 class BatchProblem:
     """One batch: its samples, costs and pipeline, and the cache of costs that all steps of planning share."""

@@ -2,7 +2,7 @@
 
 from megatron_dynapipe.plan.iteration import MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.scheduling import ScheduledBatch
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -23,7 +23,7 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
     )
     plans = []
     for rows, schedule in zip(scheduled.replicas, scheduled.schedules, strict=True):
-        topology = Topology(
+        topology = PipelineTopology(
             stages=settings.layout.stages,
             chunks=settings.layout.chunks,
             shapes=boundaries.shapes([scheduled.shapes[row] for row in rows]),

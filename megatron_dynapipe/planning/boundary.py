@@ -40,7 +40,7 @@ def boundary_tensors(layout: PipelineLayout) -> BoundaryTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundarySettings:
-    """What a boundary's shapes depend on besides the micro-batch."""
+    """All that a boundary's shapes depend on besides the micro-batch."""
 
     tensors: BoundaryTensors
     hidden_size: int

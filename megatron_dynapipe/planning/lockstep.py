@@ -51,7 +51,7 @@ class Lockstep:
         return cls(rows, present)
 
     def longest(self, samples: Samples) -> Samples:
-        """What is planned: a sample for each row, as long as its longest.
+        """The batch that is planned: a sample for each row, as long as its longest.
 
         Ids are numbers of rows. Rows that hold a sample which another holds too, of which none may be cut, have one id.
         """

@@ -43,15 +43,15 @@ Lists = tuple[tuple[Instruction, ...], ...]
 
 _PASSES = (Forward, Backward, BackwardInput, BackwardWeight)
 _BACKWARD = (Backward, BackwardInput)
-"""What needs the gradient of its output, and makes that of its input."""
+"""Passes that need the gradient of their output, and make that of their input."""
 
 _Message = tuple[Payload, int, int]
 """(payload, micro-batch, chunk) as one stage names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """What lowering needs to know of a replica's pipeline besides the order of passes."""
+class PipelineTopology:
+    """A replica's pipeline as lowering sees it, besides the order of passes."""
 
     stages: int
     chunks: int
@@ -69,7 +69,7 @@ class Topology:
         return self.stages * self.chunks - 1
 
 
-def lower(order: PassOrder, topology: Topology) -> Lists:
+def lower(order: PassOrder, topology: PipelineTopology) -> Lists:
     """The instruction lists of all stages for a pass order that does not stall."""
     lists: Lists = order
     lists = add_data(lists)
@@ -98,12 +98,12 @@ def _with_data(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
             yield Free(Buffer.DATA, row)
 
 
-def add_sends(lists: Lists, topology: Topology) -> Lists:
+def add_sends(lists: Lists, topology: PipelineTopology) -> Lists:
     """Start sending a pass's result right after the pass."""
     return tuple(tuple(_with_sends(stage, instructions, topology)) for stage, instructions in enumerate(lists))
 
 
-def _with_sends(stage: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+def _with_sends(stage: int, instructions: Sequence[Instruction], topology: PipelineTopology) -> Iterator[Instruction]:
     downstream, upstream = (stage + 1) % topology.stages, (stage - 1) % topology.stages
     for instruction in instructions:
         yield instruction
@@ -117,14 +117,14 @@ def _with_sends(stage: int, instructions: Sequence[Instruction], topology: Topol
                 yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][v - 1])
 
 
-def add_recv_waits(lists: Lists, topology: Topology) -> Lists:
+def add_recv_waits(lists: Lists, topology: PipelineTopology) -> Lists:
     """Wait for a pass's input right before the pass, after whatever its channel carries before it."""
     arrivals = _arrivals(lists)
     return tuple(tuple(_with_recv_waits(stage, lists[stage], arrivals[stage], topology)) for stage in range(len(lists)))
 
 
 _Received = dict[Payload, list[RecvStart]]
-"""What a stage receives, in the order in which it is sent. A stage receives each payload from one peer only."""
+"""A stage's messages, in the order in which they are sent. A stage receives each payload from one peer only."""
 
 
 def _arrivals(lists: Lists) -> list[_Received]:
@@ -138,7 +138,7 @@ def _arrivals(lists: Lists) -> list[_Received]:
 
 
 def _with_recv_waits(
-    stage: int, instructions: Sequence[Instruction], received: _Received, topology: Topology
+    stage: int, instructions: Sequence[Instruction], received: _Received, topology: PipelineTopology
 ) -> Iterator[Instruction]:
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
@@ -154,7 +154,7 @@ def _with_recv_waits(
         yield instruction
 
 
-def _is_first(stage: int, step: Pass, topology: Topology) -> bool:
+def _is_first(stage: int, step: Pass, topology: PipelineTopology) -> bool:
     """Whether the pass is its direction's first through the model, and so receives nothing."""
     v = step.chunk * topology.stages + stage
     return v == (0 if isinstance(step, Forward) else topology.last)
@@ -165,7 +165,7 @@ _AHEAD = 4
 predicted to take longer than with no wait; at 2, up to 5%."""
 
 
-def add_send_waits(lists: Lists, topology: Topology) -> Lists:
+def add_send_waits(lists: Lists, topology: PipelineTopology) -> Lists:
     """Wait for each send, and drop what it sent, where the wait cannot hold up the stage.
 
         sender    SEND_F0>1 … WAIT_RECV_B0<1  WAIT_SEND_F0>1 FREE_OUTPUT0
@@ -321,12 +321,12 @@ def _hoist_recv_starts(instructions: Sequence[Instruction]) -> tuple[Instruction
     return tuple(hoisted)
 
 
-def add_frees(lists: Lists, topology: Topology) -> Lists:
+def add_frees(lists: Lists, topology: PipelineTopology) -> Lists:
     """Drop what was received once it has been used: after the backward, or the forward of a forward-only plan."""
     return tuple(tuple(_with_frees(stage, instructions, topology)) for stage, instructions in enumerate(lists))
 
 
-def _with_frees(stage: int, instructions: Sequence[Instruction], topology: Topology) -> Iterator[Instruction]:
+def _with_frees(stage: int, instructions: Sequence[Instruction], topology: PipelineTopology) -> Iterator[Instruction]:
     final = (Forward,) if topology.forward_only else _BACKWARD
     for instruction in instructions:
         yield instruction

@@ -1,4 +1,4 @@
-"""What takes the place of dynamic programming and the search where a plan is made to compare with."""
+"""Partitions in place of dynamic programming and the search, for plans that are made to compare with."""
 
 from typing import Protocol, runtime_checkable
 

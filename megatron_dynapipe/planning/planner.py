@@ -144,7 +144,7 @@ class Planner:
     def _scheduled(
         self, batch: GlobalBatch, forward_only: bool, seconds: dict[str, float]
     ) -> tuple[Samples, ScheduledBatch]:
-        """What micro-batches are made of, and these with the order of their passes."""
+        """The samples that micro-batches are made of, and these with the order of their passes."""
         with timed(seconds, "ordering"):
             batched = self.samples(batch)
             group = self.settings.in_step
@@ -168,7 +168,7 @@ class Planner:
     def _chosen(
         self, samples: Samples, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
     ) -> tuple[CutBatch | None, ScheduledBatch | None]:
-        """What is cut, None for whole samples, and the fastest schedule found of that, None where none fits.
+        """The samples in pieces, None for whole ones, and the fastest schedule found of them, None where none fits.
 
         Where both would do, the one is searched that is ahead where searches begin.
         """
@@ -256,7 +256,7 @@ class Planner:
         return replace(self.settings.partition.pad(samples), labels=None)  # others run all positions
 
     def problem(self, samples: Samples, *, forward_only: bool = False) -> BatchProblem:
-        """What is to be partitioned and scheduled."""
+        """The problem to partition and schedule."""
         s = self.settings
         return BatchProblem(
             inputs=samples.inputs,

@@ -363,7 +363,7 @@ class ScheduleProblem:
 
     @property
     def bytes_alone(self) -> IntArray:
-        """What each micro-batch needs besides model state, alone in flight, its messages among it.
+        """Memory that each micro-batch needs besides model state, alone in flight, its messages among it.
 
         `[micro-batches, stages]`.
         """

@@ -1,4 +1,4 @@
-"""What a plan depends on besides the batch and the cost model."""
+"""The settings of plans: all that they depend on besides the batch and the cost model."""
 
 import math
 from dataclasses import replace
@@ -198,7 +198,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def links(self) -> Links:
-        """What messages between virtual stages take."""
+        """The links between virtual stages."""
         return self.network.links(
             virtual_stages=self.layout.virtual_stages,
             stages=self.pipeline_parallel,

@@ -1,4 +1,4 @@
-"""What a pass order costs: an event simulation in time and memory.
+"""The cost of a pass order: an event simulation in time and memory.
 
 The native core simulates (`csrc/simulate.cpp`, `csrc/transfers.cpp`); `tests/planning/simulate_oracle.py` states the
 same rules in Python.

@@ -9,7 +9,7 @@ from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan, Totals
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
@@ -109,7 +109,7 @@ def make_plan(
         run = simulate(problem, order)
         batches = _micro_batches(problem, family, layouts, first_sample=sample)
         sample += 2 * count
-        topology = Topology(
+        topology = PipelineTopology(
             stages=stages,
             chunks=chunks,
             shapes=boundaries.shapes([batch.shape for batch in batches]),

@@ -7,7 +7,7 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.text import format_stages
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import make_plan
@@ -76,7 +76,7 @@ def test_transfers_pair_up_in_shape():
 
 def test_a_stall_is_shown_as_a_cycle():
     # Stage 0 turns micro-batch 0 round before it begins 1; stage 1 wants 1 before it turns 0 round.
-    topology = Topology(stages=2, chunks=1, shapes=((((8, 2, 4),),),) * 2)
+    topology = PipelineTopology(stages=2, chunks=1, shapes=((((8, 2, 4),),),) * 2)
     one_by_one = (Forward(0), Backward(0), Forward(1), Backward(1))
     together = (Forward(0), Forward(1), Backward(0), Backward(1))
     lists = (lower((one_by_one,) * 2, topology)[0], lower((together,) * 2, topology)[1])

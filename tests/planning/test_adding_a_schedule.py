@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.simulate import simulate
 from tests.helpers.lists import verify_lists
 from tests.helpers.plans import random_problem
@@ -35,5 +35,5 @@ def test_it_runs_with_any_number_of_micro_batches():
             order = example()(problem)
             simulate(problem, order)
             shapes = ((((8, 1, 4),),) * 2,) * rows
-            lists = lower(order, Topology(stages=3, chunks=1, shapes=shapes, forward_only=forward_only))
+            lists = lower(order, PipelineTopology(stages=3, chunks=1, shapes=shapes, forward_only=forward_only))
             verify_lists(lists, micro_batches=rows, forward_only=forward_only)

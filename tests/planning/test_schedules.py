@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings, schedule
 from megatron_dynapipe.planning.schedules.list_scheduling import NEVER, Policy, Rule, list_schedule, policies
@@ -82,7 +82,7 @@ def test_interleaved_1f1b_runs_with_any_number_of_micro_batches(stages, chunks):
         order = one_f_one_b(problem)
         assert all(len(set(passes)) == 2 * chunks * micro_batches for passes in order)
         shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * micro_batches
-        lists = lower(order, Topology(stages=stages, chunks=chunks, shapes=shapes))
+        lists = lower(order, PipelineTopology(stages=stages, chunks=chunks, shapes=shapes))
         verify_lists(lists, micro_batches=micro_batches, chunks=chunks)
 
 
@@ -132,7 +132,7 @@ def test_list_schedules_run_everything_in_sequence_within_memory(problem):
     stages, chunks = problem.stages, problem.chunks
     forwards, backwards = sequences(problem.micro_batches, stages, chunks)
     shapes = ((((8, 1, 4),),) * (stages * chunks - 1),) * problem.micro_batches
-    topology = Topology(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
+    topology = PipelineTopology(stages=stages, chunks=chunks, shapes=shapes, forward_only=problem.forward_only)
     messages = problem.forward_message_bytes.any() or problem.backward_message_bytes.any()
     for policy in policies(problem)[:6]:
         order = list_schedule(problem, policy)

@@ -14,7 +14,7 @@ from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, Re
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, MANY_QUEUES_RULES, TransferRules, cuda_rules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.plan.verify_buffers import Dimensions
-from megatron_dynapipe.planning.lowering import Topology, lower
+from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
@@ -32,7 +32,7 @@ RULES = [TransferRules(receive_ahead=a, ordered_starts=o) for a in (None, 0, 1, 
 def lists_of(problem, order, rules):
     rows = problem.micro_batches
     shapes = tuple(tuple(((1,),) for _ in range(problem.virtual_stages - 1)) for _ in range(rows))
-    topology = Topology(
+    topology = PipelineTopology(
         stages=problem.stages,
         chunks=problem.chunks,
         shapes=shapes,

@@ -154,7 +154,7 @@ def _as_given(*values: Any) -> Any:
 
 
 schedule = count_samples = log_line = micro_batch_shape = _as_given
-"""What earlier patches call: in place of each, `replacements.TABLE` has a row."""
+"""Earlier patches call these; in place of each, `replacements.TABLE` has a row."""
 
 
 def finish() -> None:

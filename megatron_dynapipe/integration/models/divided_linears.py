@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes autograd run the backward of a linear whose input needs no gradient; it never gets one."""
+"""An input that makes autograd run the backward of a linear whose own needs no gradient; it never gets one."""
 _MARK = "_dynapipe_weight_halves"
 
 Key = tuple[int, int]

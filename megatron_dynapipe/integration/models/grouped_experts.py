@@ -22,7 +22,7 @@ from torch.nn.functional import grouped_mm
 from megatron_dynapipe.integration.models.divided_linears import DividedModule, Operand, Product, WeightHalves
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes autograd run a product's backward whose tokens need no gradient; it never gets one."""
+"""An input that makes autograd run a product's backward whose tokens need no gradient; it never gets one."""
 HOPPER = (9, 0)
 
 

@@ -21,7 +21,7 @@ from megatron_dynapipe.data.segments import CutSegment
 from megatron_dynapipe.errors import ExecutionError
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes autograd run the backward of `_Read`, whose tensors are no leaves; it never gets a gradient."""
+"""An input that makes autograd run the backward of `_Read`, whose tensors are no leaves; it never gets a gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +158,7 @@ def _kept(part: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def joined_again(*joined: tuple[Tensor, Sequence[Tensor]]) -> Iterator[None]:
-    """What operations save of joined tensors is not kept but joined again in the backward pass, from parts that are.
+    """Joined tensors that operations save are not kept but joined again in the backward pass, from parts that are.
 
     Args:
         joined: a tensor that `torch.cat` has made, and its parts.

@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
     "global_batch_size": 1,
 }
-"""What the rule looks at, likewise."""
+"""Flags that the rule looks at, likewise."""
 WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 ALONE = (
     *("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),

@@ -31,7 +31,7 @@ from megatron_dynapipe.tools.certify.records import Part, RankRecord
 from megatron_dynapipe.units import BatchLayout, Recompute, target_positions
 
 States = dict[tuple[int, int], Sequence[Tensor]]
-"""What chunks gave for micro-batches, by micro-batch and chunk."""
+"""Outputs of chunks for micro-batches, by micro-batch and chunk."""
 
 
 class ProbedSession(Session):

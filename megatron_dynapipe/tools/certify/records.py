@@ -1,4 +1,4 @@
-"""What one rank of a run under test leaves for the comparison: a file of safetensors."""
+"""The record that one rank of a run under test leaves for the comparison: a file of safetensors."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -21,7 +21,7 @@ from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.tools.conversion.families import flags, read_config
 from megatron_dynapipe.tools.conversion.names import entries
-from megatron_dynapipe.tools.conversion.tensors import Entry
+from megatron_dynapipe.tools.conversion.tensors import TensorEntry
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
@@ -38,7 +38,7 @@ _TRAINING = (
 )
 
 
-Progress = Callable[[Sequence[Entry]], Iterable[Entry]]
+Progress = Callable[[Sequence[TensorEntry]], Iterable[TensorEntry]]
 """Passes entries on, and may show how many."""
 
 
@@ -108,7 +108,7 @@ def _divides_scores(kind: str, folder: Path) -> bool:
     return record is not None and "softmax_scale" not in record.model
 
 
-def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], progress: Progress = iter) -> None:
+def fill(model: nn.Module, table: list[TensorEntry], tensors: Mapping[str, Tensor], progress: Progress = iter) -> None:
     """Give Megatron's model the numbers of HuggingFace's tensors.
 
     Raises:
@@ -136,7 +136,7 @@ def fill(model: nn.Module, table: list[Entry], tensors: Mapping[str, Tensor], pr
                 )
 
 
-def read_out(model: nn.Module, table: list[Entry], progress: Progress = iter) -> dict[str, Tensor]:
+def read_out(model: nn.Module, table: list[TensorEntry], progress: Progress = iter) -> dict[str, Tensor]:
     """HuggingFace's tensors of Megatron's model."""
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}

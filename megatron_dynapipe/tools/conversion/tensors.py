@@ -20,7 +20,7 @@ def _alone(tensor: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One parameter of Megatron's model, and those of HuggingFace's that hold the same numbers.
 
     Attributes:

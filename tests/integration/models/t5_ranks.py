@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -27,7 +26,6 @@ from tests.helpers.t5_models import t5_layout, t5_model
 HIDDEN, VOCABULARY, MAX_LENGTH = 32, 512, 24
 """Those of `t5_model`."""
 SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))
-ONE_KEY_PER_LAYER = {"non_homogeneous_layers": True}
 
 
 def config(encoder_layers: int, split: PipelineLayout | None = None, **changes: object) -> TransformerConfig:
@@ -90,17 +88,6 @@ def batch_of(shape: Shape, seed: int) -> T5StageInputs:
         cross_mask=cross_mask(input_lengths, target_length, length),
         labels=tokens(target_length),
     )
-
-
-def entries(stage: T5Stage, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """A stage's parameters, or their gradients, by their names in the whole model."""
-    parameters = dict(stage.named_parameters())
-    found = {}
-    for name, entry in stage.sharded_state_dict(metadata=dict(ONE_KEY_PER_LAYER)).items():
-        if isinstance(entry, ShardedTensor) and name in parameters:
-            found[entry.key] = parameters[name].grad if gradients else parameters[name].data
-    assert len(found) == len(parameters)
-    return found
 
 
 def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> str:
