@@ -28,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster")
     add("--devices-per-node", type=positive, default=8, metavar="N", help="(%(default)s)")
     add("--device-memory-mb", type=above_zero, metavar="N", help="plans whose stages need more are left out")
-    evenly = "divide samples evenly over replicas, as if a sample could be divided (as DAPPLE's planner counts)"
-    add("--fractional-samples", action="store_true", help=evenly)
     add_link_arguments(parser)
     add("--json", action="store_true", help=f"the plan as {FORMAT}")
 
@@ -43,13 +41,7 @@ def run(args: argparse.Namespace) -> int:
         network=network_of(args, costs.links),
         memory_bytes=None if args.device_memory_mb is None else round(args.device_memory_mb * BYTES_PER_MB),
     )
-    plan = orchestrate(
-        profile,
-        args.micro_batch_size,
-        args.global_batch_size,
-        cluster,
-        whole_samples=not args.fractional_samples,
-    )
+    plan = orchestrate(profile, args.micro_batch_size, args.global_batch_size, cluster)
     _print(plan, profile, as_json=args.json)
     return 0
 
@@ -67,7 +59,7 @@ def _print(plan: Orchestration, profile: LayerProfile, *, as_json: bool) -> None
                 number,
                 layers,
                 stage.replicas,
-                f"{stage.samples_per_replica:g}",
+                stage.samples_per_replica,
                 f"{stage.peak_memory_mb:.0f}",
                 _ranges(stage.devices),
             )

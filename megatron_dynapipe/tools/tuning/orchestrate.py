@@ -37,14 +37,14 @@ class OrchestratedStage(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first_layer, end_layer: its layers, `end_layer` not among them.
         devices: of its replicas, numbered node by node.
-        samples_per_replica: of a unit, on its busiest replica; not whole where samples may be divided.
+        samples_per_replica: of a unit, on its busiest replica.
         peak_memory_mb: of a replica, with model state.
     """
 
     first_layer: int
     end_layer: int
     devices: tuple[int, ...]
-    samples_per_replica: float
+    samples_per_replica: int
     peak_memory_mb: float
 
     @property
@@ -94,8 +94,6 @@ def orchestrate(
     micro_batch_size: int,
     global_batch_size: int,
     devices: Topology,
-    *,
-    whole_samples: bool = True,
 ) -> Orchestration:
     """The plan that is predicted to be fastest.
 
@@ -104,14 +102,12 @@ def orchestrate(
         micro_batch_size: samples of a micro-batch; units are some of them together.
         global_batch_size: samples of an iteration, a multiple of it.
         devices: the cluster; a plan may leave devices unused.
-        whole_samples: slices have whole samples, the busiest replica one more where they do not divide; if not,
-            samples are divided evenly, as DAPPLE's planner counts.
 
     Raises:
         ConfigError: the global batch is no multiple of the micro-batch.
         InfeasibleError: no plan fits into the devices' memory.
     """
-    problem = OrchestrationProblem(profile, micro_batch_size, global_batch_size, devices, whole_samples=whole_samples)
+    problem = OrchestrationProblem(profile, micro_batch_size, global_batch_size, devices)
     start = time.perf_counter()
     best: tuple[int, Assignment] | None = None
     dropped = NEVER
@@ -153,8 +149,6 @@ class OrchestrationProblem:
         micro_batch_size: int,
         global_batch_size: int,
         topology: Topology,
-        *,
-        whole_samples: bool = True,
     ) -> None:
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro_batch_size:
             raise ConfigError(
@@ -163,7 +157,6 @@ class OrchestrationProblem:
             )
         self.profile, self.topology = profile, topology
         self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
-        self._whole = whole_samples
         self._parameters = profile.before([layer.parameter_bytes for layer in profile.layers])
         self._state = profile.state_bytes
         self._limit = NEVER if topology.memory_bytes is None else topology.memory_bytes
@@ -175,10 +168,9 @@ class OrchestrationProblem:
         count = self._global_batch_size // self._micro_batch_size
         return [size for size in range(1, count + 1) if count % size == 0]
 
-    def samples_per_replica(self, micro_batches: int, replicas: int) -> float:
-        """Samples of a unit on the busiest replica."""
-        samples = micro_batches * self._micro_batch_size
-        return -(-samples // replicas) if self._whole else samples / replicas
+    def samples_per_replica(self, micro_batches: int, replicas: int) -> int:
+        """Samples of a unit on the busiest replica, which has one more where they do not divide."""
+        return -(-micro_batches * self._micro_batch_size // replicas)
 
     def search(
         self, micro_batches: int, incumbent: int, beam: int, most: int

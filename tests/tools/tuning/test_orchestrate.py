@@ -59,24 +59,23 @@ numbers = st.integers(0, 40)
     layers=st.lists(st.tuples(st.integers(1, 9), numbers, numbers, numbers), min_size=1, max_size=4),
     shape=st.sampled_from([(2, 1), (3, 1), (3, 2), (4, 2)]),
     units=st.sampled_from([1, 2, 3, 4]),
-    whole=st.booleans(),
     memory=st.sampled_from([None, 100_000, 400_000]),
 )
-def test_the_best_of_all_plans(layers, shape, units, whole, memory):
+def test_the_best_of_all_plans(layers, shape, units, memory):
     devices, per_node = shape
     given_layers = [
         layer(ms, boundary=1000 * crossing, parameters=1000 * weights, stored=1000 * kept)
         for ms, crossing, weights, kept in layers
     ]
     nodes = cluster(devices, per_node, memory)
-    problem = OrchestrationProblem(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+    problem = OrchestrationProblem(profile(*given_layers), 2, 2 * units, nodes)
     times = [problem.predicted_ns(plan) for plan in every_plan(problem, len(layers), nodes.nodes)]
     possible = [time for time in times if time is not None]
     if not possible:
         with pytest.raises(InfeasibleError, match="expected a plan of test whose stages fit"):
-            orchestrate(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+            orchestrate(profile(*given_layers), 2, 2 * units, nodes)
         return
-    found = orchestrate(profile(*given_layers), 2, 2 * units, nodes, whole_samples=whole)
+    found = orchestrate(profile(*given_layers), 2, 2 * units, nodes)
     assert found.predicted_ms * 1e6 == pytest.approx(min(possible), abs=0.5)
     assert found.bound_ms <= found.predicted_ms
     assert sum(stage.end_layer - stage.first_layer for stage in found.stages) == len(layers)
