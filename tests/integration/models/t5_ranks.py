@@ -1,6 +1,7 @@
 """What the ranks of the T5 tests run: tiny T5s over real process groups, without Megatron's arguments or executor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -9,65 +10,31 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
-from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks
+from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
+from tests.helpers.layouts.layout import Layout
+from tests.helpers.layouts.model import config, draw_weights, start
 from tests.helpers.t5_models import t5_layout, t5_model
 
-HIDDEN, VOCABULARY, MAX_LENGTH = 32, 512, 24
+VOCABULARY, MAX_LENGTH = 512, 24
 """Those of `t5_model`."""
 SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))
-
-
-def config(encoder_layers: int, split: PipelineLayout | None = None, **changes: object) -> TransformerConfig:
-    options = {
-        "num_layers": encoder_layers,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "init_method_std": 0.2,  # far from zero, so that every layer matters to the loss
-        "pipeline_model_parallel_size": 1 if split is None else split.stages,
-        "virtual_pipeline_model_parallel_size": split.chunks if split is not None and split.chunks > 1 else None,
-        "pipeline_dtype": torch.float32,
-        "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
-    }
-    return TransformerConfig(**(options | changes))
+ENCODER, DECODER = (Layout(family="t5", depth=depth) for depth in (5, 6))
+"""Of 2 and 3 layers a stack."""
 
 
 def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> ModelConfig:
     """Few buckets and a short distance, so that the samples reach all of them."""
     made = Positions(kind=positions, rotary_percent=0.5, relative_buckets=8, relative_max_distance=12)
     return t5_model(positions=made, tied=tied, attention=CoreAttention(attention))
-
-
-def start(split: PipelineLayout, *, tensor_parallel: int = 1) -> ProcessGroupCollection:
-    dist.init_process_group("gloo", init_method="env://")
-    parallel_state.initialize_model_parallel(
-        tensor_parallel,
-        split.stages,
-        split.chunks if split.chunks > 1 else None,
-        get_embedding_ranks=embedding_ranks,
-        get_position_embedding_ranks=embedding_ranks,
-    )
-    model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(100 + parallel_state.get_pipeline_model_parallel_rank())  # as Megatron: stages draw differently
-    return ProcessGroupCollection.use_mpu_process_groups()
-
-
-def build(split: PipelineLayout, stage: int, config: TransformerConfig, model: ModelConfig | None = None) -> T5Stage:
-    return T5Stage(config, model=model or t5_model(), layout=split, stage=stage)
 
 
 def batch_of(shape: Shape, seed: int) -> T5StageInputs:
@@ -92,28 +59,29 @@ def batch_of(shape: Shape, seed: int) -> T5StageInputs:
 
 def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> str:
     """Of positions, tied weights and core attention, on one rank and stage; the refusal of masks."""
-    groups = start(t5_layout(1, 1, 1))
+    start(ENCODER, t5_layout(1, 1, 1))
     for case in cases:
         try:
-            check_against_megatrons(groups, *case)
+            check_against_megatrons(*case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
-    stage = build(t5_layout(1, 1, 1), 0, config(1))
+    stage = T5Stage(config(ENCODER), model=t5_model(), layout=t5_layout(2, 3, 1), stage=0)
     stage.model = t5_model(transformer_impl="transformer_engine", attention=CoreAttention.MEGATRON)
     return refusal(lambda: stage(batch_of(SHAPES[0], 0)))
 
 
-def check_against_megatrons(groups: ProcessGroupCollection, positions: str, tied: bool, attention: str) -> None:
+def check_against_megatrons(positions: str, tied: bool, attention: str) -> None:
     """Our one-stage T5 and Megatron's, with the same weights, have the same logits, losses and gradients."""
-    encoder, decoder, options = 2, 3, options_of(positions, tied=tied, attention=attention)
-    ours = build(t5_layout(encoder, decoder, 1), 0, config(encoder), options)
+    options, (encoder, decoder) = options_of(positions, tied=tied, attention=attention), map(config, (ENCODER, DECODER))
+    ours = T5Stage(encoder, model=options, layout=t5_layout(2, 3, 1), stage=0)
+    draw_weights(ours)
     layers = {}
-    for side, depth in (("encoder", encoder), ("decoder", decoder)):
-        layer, norm = t5_layer(config(encoder), options.attention, decoder=side == "decoder")
-        layers[f"transformer_{side}_layer_spec"] = TransformerBlockSubmodules([layer] * depth, layer_norm=norm)
+    for side, own in (("encoder", encoder), ("decoder", decoder)):
+        layer, norm = t5_layer(encoder, options.attention, decoder=side == "decoder")
+        layers[f"transformer_{side}_layer_spec"] = TransformerBlockSubmodules([layer] * own.num_layers, layer_norm=norm)
     theirs = T5Model(
-        config=config(decoder),
-        encoder_config=config(encoder),
+        config=decoder,
+        encoder_config=encoder,
         **layers,
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_LENGTH,
@@ -122,7 +90,7 @@ def check_against_megatrons(groups: ProcessGroupCollection, positions: str, tied
         rotary_percent=0.5,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=12,
-        pg_collection=groups,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     our_parameters = dict(ours.named_parameters())
     their_parameters = {name.replace("lm_head.", ""): p for name, p in theirs.named_parameters()}
@@ -133,13 +101,7 @@ def check_against_megatrons(groups: ProcessGroupCollection, positions: str, tied
     for index, shape in enumerate(SHAPES):
         batch = batch_of(shape, index)
         masks = (batch.encoder_mask, batch.decoder_mask, batch.cross_mask)
-        unlabelled = T5StageInputs(
-            tokens=batch.tokens,
-            decoder_tokens=batch.decoder_tokens,
-            encoder_mask=batch.encoder_mask,
-            decoder_mask=batch.decoder_mask,
-            cross_mask=batch.cross_mask,
-        )
+        unlabelled = replace(batch, labels=None)
         real = ~batch.decoder_mask[:, 0, -1]  # what padding computes is nobody's
         their_logits = theirs(batch.tokens, batch.decoder_tokens, *masks)
         torch.testing.assert_close(ours(unlabelled)[real], their_logits[real], rtol=1e-5, atol=1e-5)
@@ -159,7 +121,8 @@ def build_without_embedding_ranks(rank: int, world_size: int) -> str:
     dist.init_process_group("gloo", init_method="env://")
     parallel_state.initialize_model_parallel(1, 2)
     model_parallel_cuda_manual_seed(1)
-    return refusal(lambda: build(t5_layout(2, 2, 2), rank, config(2, t5_layout(2, 2, 2))))
+    two = Layout(family="t5", stages=2)
+    return refusal(lambda: T5Stage(config(two), model=t5_model(), layout=t5_layout(2, 2, 2), stage=rank))
 
 
 def refusal(call: Callable[[], object]) -> str:
