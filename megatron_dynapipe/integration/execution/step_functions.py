@@ -32,7 +32,7 @@ LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
     """The tensors of a micro-batch that a rank's model chunks read."""
     chunks = unwrap_model(list(models))
-    if stages := [chunk.layers for chunk in chunks if isinstance(chunk, T5Stage)]:
+    if stages := [chunk.stage_modules for chunk in chunks if isinstance(chunk, T5Stage)]:
         return RequiredFields(
             tokens=any(stage.starts_encoder for stage in stages),
             decoder_tokens=any(stage.starts_decoder for stage in stages),
