@@ -239,8 +239,10 @@ def test_a_run_ends(row, outcomes):
     if row.what == "profile":
         assert outcomes[row.name] == [0]
         return
-    losses = ended(outcomes[row.name])[-1]["losses"]
+    ranks = ended(outcomes[row.name])
+    losses, norms = ranks[-1]["losses"], [norm for rank in ranks for norm in rank["norms"].values()]
     assert losses and all(math.isfinite(loss) for loss in losses.values())
+    assert norms and all(0 < norm < math.inf for norm in norms)
 
 
 @pytest.mark.parametrize("row", RESUMED)

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,19 @@ def layout(row: str, ranks: int) -> Job:
 
 
 def run_all(jobs: Sequence[Job], folder: Path, *, engine: bool = False, deadline_s: float = 600) -> list[Any]:
-    """What each job's ranks returned; the error's text for a job whose ranks did not end."""
+    """What each job's ranks returned; an error's text for jobs whose ranks did not end, or that were not run."""
     results = folder / "results.pt"
-    subprocess.run(
-        [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
-        input=json.dumps([asdict(job) for job in jobs]).encode(),
-        env=launch.environment(8, engine=engine) | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
-        cwd=ROOT,
-        timeout=deadline_s,
-        check=True,
-    )
-    returned: list[Any] = torch.load(results, weights_only=True)
-    return returned
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
+            input=json.dumps([asdict(job) for job in jobs]).encode(),
+            env=launch.environment(8, engine=engine) | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
+            cwd=ROOT,
+            timeout=deadline_s,
+            check=True,
+        )
+    returned: list[Any] = torch.load(results, weights_only=True) if results.exists() else []
+    return returned + [f"not run: all had {deadline_s:.0f} s"] * (len(jobs) - len(returned))
 
 
 def train_layout(*, rank: int, world_size: int, row: str) -> dict[str, object]:
@@ -79,4 +81,8 @@ def _run(job: Job) -> Any:
 
 
 if __name__ == "__main__":
-    torch.save([_run(Job(**job)) for job in json.load(sys.stdin)], sys.argv[1])
+    ran: list[Any] = []
+    for each in json.load(sys.stdin):
+        ran.append(_run(Job(**each)))
+        torch.save(ran, sys.argv[1] + ".new")  # after each: where time runs out, the others' are kept
+        Path(sys.argv[1] + ".new").replace(sys.argv[1])
