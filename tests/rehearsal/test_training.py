@@ -1,7 +1,7 @@
 """Entry scripts and commands on rehearsed GPUs, with and without Transformer Engine: nothing of Megatron is replaced.
 
-The rows that a session selects run one after another in two processes, one without and one with Transformer Engine:
-importing Megatron takes longer than a run.
+The rows that a session selects run one after another in one process for each kind of machine (without and with
+Transformer Engine, so many GPUs): importing Megatron takes longer than a run.
 """
 
 import math
@@ -45,12 +45,14 @@ class Row:
             commands; "profile"; or a layout of `tests.helpers.layouts`.
         flags: besides those of all.
         ranks: a run file's are those of the layout that is left of its own.
+        devices: of the machine, which ranks share where they are more.
         engine: Transformer Engine is installed, and small models are of its layers.
     """
 
     what: str
     flags: str = ""
     ranks: int = 2
+    devices: int = 8
     engine: bool = False
 
     @property
@@ -100,8 +102,10 @@ COMBINED = table(
 # Local layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 COMBINED += table(("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)))[1:]
 WHOLE = "--dynapipe-calibrate 0 --dynapipe-device-memory-limit 400"
+SHARED = f"{WHOLE} --distributed-backend gloo --train-iters 4 --eval-interval 4"
 DEMOS = table(*(("", Row(f"demo_{family}", WHOLE)) for family in ("gpt", "t5")))
-"""To their end, with all layers."""
+DEMOS += table(*(("", Row(f"demo_{family}", SHARED, devices=1)) for family in ("gpt", "t5")))[::2]
+"""With all layers: to their end, and begun as `make demo` does on a machine with one GPU."""
 DAILY_FILES = {"llama_like_8b": "no", "t5_11b_12+12layers": "no", "qwen3_30b_a3b": "with"}
 FILES = table(*((DAILY_FILES.get(path.stem, ""), Row(path.stem)) for path in sorted(ROOT.glob("configs/*.yaml"))))
 SMALL: dict[str, Any] = {
@@ -215,11 +219,12 @@ def outcomes(request, data, tmp_path_factory) -> Mapping[str, Any]:
         first = f"{LOCAL} {PIPELINE} --save {tmp_path_factory.getbasetemp() / family} --save-interval 1 --train-iters 1"
         entry_scripts.losses(family, data, first, ranks=2, report=tmp_path_factory.mktemp("first"))
     outcomes = {}
-    for engine in (False, True):
-        if selected := [row for row in rows if row.engine is engine]:
-            to_run, deadline_s = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected], 120 * len(rows)
-            ran = jobs.run_all(to_run, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=deadline_s)
-            outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
+    for devices, engine in sorted({(row.devices, row.engine) for row in rows}):
+        selected = [row for row in rows if (row.devices, row.engine) == (devices, engine)]
+        to_run = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
+        folder = tmp_path_factory.mktemp("ran")
+        ran = jobs.run_all(to_run, folder, devices=devices, engine=engine, deadline_s=120 * len(selected))
+        outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
     return outcomes
 
 

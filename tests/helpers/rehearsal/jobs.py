@@ -41,14 +41,17 @@ def layout(row: str, ranks: int) -> Job:
     return Job("tests.helpers.rehearsal.jobs:train_layout", {"row": row}, ranks)
 
 
-def run_all(jobs: Sequence[Job], folder: Path, *, engine: bool = False, deadline_s: float = 600) -> list[Any]:
+def run_all(
+    jobs: Sequence[Job], folder: Path, *, devices: int = 8, engine: bool = False, deadline_s: float = 600
+) -> list[Any]:
     """What each job's ranks returned; an error's text for jobs whose ranks did not end, or that were not run."""
     results = folder / "results.pt"
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
             input=json.dumps([asdict(job) for job in jobs]).encode(),
-            env=launch.environment(8, engine=engine) | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
+            env=launch.environment(devices, engine=engine)
+            | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
             cwd=ROOT,
             timeout=deadline_s,
             check=True,
