@@ -8,14 +8,16 @@ The ranks are forked with Megatron imported, on the devices that `sitecustomize`
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import ROOT
 from tests.helpers.processes import RanksFailedError, run_ranks
 from tests.helpers.rehearsal import launch
@@ -32,8 +34,7 @@ class Job:
 
 def entry(script: str, argv: Sequence[str], ranks: int) -> Job:
     """A run of an entry script."""
-    arguments = {"script": script, "argv": list(argv), "kill": None, "pictures": False}
-    return Job("tests.helpers.entry_scripts:run_entry", arguments, ranks)
+    return Job("tests.helpers.rehearsal.jobs:run_entry", {"script": script, "argv": list(argv)}, ranks)
 
 
 def layout(row: str, ranks: int) -> Job:
@@ -60,13 +61,61 @@ def run_all(
     return returned + [f"not run: all had {deadline_s:.0f} s"] * (len(jobs) - len(returned))
 
 
+def run_entry(*, rank: int, world_size: int, **given: Any) -> dict[str, Any]:
+    """On one rank: what `entry_scripts.run_entry` returns, and `late_groups`."""
+    late = late_groups()
+    ran = entry_scripts.run_entry(rank=rank, world_size=world_size, kill=None, pictures=False, **given)
+    return ran | {"late": late}
+
+
 def train_layout(*, rank: int, world_size: int, row: str) -> dict[str, object]:
-    """On one rank."""
+    """On one rank: what `trainer.train` returns, and `late_groups`."""
     from tests.helpers.layouts.layout import named
     from tests.helpers.layouts.trainer import train
 
     torch.cuda.set_device(rank)
-    return train(named(row), device="cuda", backend="nccl")
+    late = late_groups()
+    return train(named(row), device="cuda", backend="nccl") | {"late": late}
+
+
+def late_groups() -> list[str]:
+    """Groups that a list of instructions is the first to use, filled while this process trains.
+
+    NCCL makes a communicator at a group's first use, for which the host waits.
+    """
+    from megatron_dynapipe.runtime import PipelineExecutor
+
+    seen, late, in_list = set[str](), list[str](), False
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
+            name = f"{group.group_name}: {dist.get_process_group_ranks(group)}"
+            late.extend([name] * (in_list and name not in seen))
+            seen.add(name)
+            return method(group, *arguments, **named)
+
+        return call
+
+    for name in OF_GROUPS:
+        setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name)))
+    execute = PipelineExecutor.execute
+
+    def executed(*arguments: Any, **named: Any) -> Any:
+        nonlocal in_list
+        in_list = True
+        try:
+            return execute(*arguments, **named)
+        finally:
+            in_list = False
+
+    PipelineExecutor.execute = executed  # type: ignore[method-assign]
+    return late
+
+
+OF_GROUPS = (
+    *("allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "_reduce_scatter_base", "reduce_scatter"),
+    *("alltoall_base", "broadcast", "barrier", "send", "recv"),
+)
 
 
 def command(*, rank: int, world_size: int, argv: list[str]) -> int:
