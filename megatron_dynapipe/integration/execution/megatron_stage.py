@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.spans import pass_span
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
-from megatron_dynapipe.integration.models.experts import begin_micro_batch, finish_iteration, routers_of
+from megatron_dynapipe.integration.models.experts import finish_iteration, routers_of
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
@@ -31,10 +31,6 @@ ForwardStep = Callable[[Iterator[DeviceBatch], torch.nn.Module], tuple[Any, Call
 
 WeightDone = Callable[[Collection[torch.Tensor]], None]
 """Called after a weight's gradient has been added, with the weights of this second half that are still to come."""
-
-
-_TOLD = ("rows", "samples", "sample_count")
-"""What of a micro-batch's data is told to modules, and kept for its backward passes."""
 
 
 class MegatronStage:
@@ -81,7 +77,7 @@ class MegatronStage:
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
         self._gather, self._routers = row_gather(models), routers_of(models)
-        self._data: dict[int, DeviceBatch] = {}
+        self._told: dict[int, Sequence[Any]] = {}  # by micro-batch, for its backward passes
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
@@ -94,10 +90,10 @@ class MegatronStage:
         self._prepare(instruction)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
-        self._tell(self._data.get(instruction.micro_batch, {}))  # for what is computed again
+        self._tell(*self._told.get(instruction.micro_batch, ()))  # for what is computed again
         if isinstance(instruction, Backward):
             if instruction.chunk == 0:  # the last pass here that computes anything again
-                self._data.pop(instruction.micro_batch, None)
+                self._told.pop(instruction.micro_batch, None)
             self._before_backward(instruction)
         elif isinstance(instruction, Forward):
             self._before_forward(instruction)
@@ -116,8 +112,8 @@ class MegatronStage:
         """Run a chunk through Megatron's step function."""
         model, config = self._models[chunk], self._config
         is_last = self._is_last and chunk == len(self._models) - 1
-        self._data[micro_batch] = {name: data[name] for name in _TOLD if name in data}
-        self._tell(data)
+        self._told[micro_batch] = data.get("rows"), data.get("samples"), data.get("sample_count", 0)
+        self._tell(*self._told[micro_batch])
         set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         set_input_tensor(list(received) if received else [None])
         with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
@@ -139,10 +135,11 @@ class MegatronStage:
         self._tokens = self._tokens + tokens
         return output if is_last or isinstance(output, tuple | list) else (output,)
 
-    def _tell(self, data: DeviceBatch) -> None:
-        """Tell the last layer and the routers about a micro-batch's positions, before its passes."""
-        self._gather.rows = data.get("rows")
-        begin_micro_batch(self._routers, data.get("samples"), data.get("sample_count", 0))
+    def _tell(self, rows: torch.Tensor | None = None, samples: torch.Tensor | None = None, number: int = 0) -> None:
+        """Tell the last layer its rows, and routers the samples, of the micro-batch that runs next."""
+        self._gather.rows = rows
+        for router in self._routers:
+            router.begin(samples, number)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the optimizer's loss scale, if it has one."""

@@ -60,11 +60,13 @@ class PlannedRouter(TopKRouter):
         """The passes that follow are of a micro-batch.
 
         Args:
-            samples: int64[positions of this rank]: the number of each one's sample, `number` for padding; None adds no
+            samples: int64[s, b] on the device, the number of each position's sample, `number` for padding; None adds no
                 terms.
             number: of samples.
         """
-        self._samples, self._number = samples, number
+        if samples is not None and self.config.sequence_parallel:
+            samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._samples, self._number = None if samples is None else samples.flatten(), number
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As Megatron's, with the positions that count."""
@@ -163,22 +165,6 @@ def routers_of(models: Sequence[nn.Module]) -> list[PlannedRouter]:
     """The routers of model chunks that add terms."""
     routers = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
     return [router for router in routers if router.adds_terms]
-
-
-def begin_micro_batch(routers: Sequence[PlannedRouter], samples: Tensor | None, number: int) -> None:
-    """Tell routers which positions of the micro-batch that runs next are of which sample.
-
-    Args:
-        routers: of a rank's model chunks.
-        samples: int64[s, b] on the device, as `data.collate.sample_numbers`; None adds no terms.
-        number: of samples.
-    """
-    for router in routers:
-        if samples is not None and router.config.sequence_parallel:
-            own = samples.chunk(router.tp_group.size())[router.tp_group.rank()]
-            router.begin(own.flatten(), number)
-        else:
-            router.begin(None if samples is None else samples.flatten(), number)
 
 
 def forget_iteration(models: Sequence[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_dynapipe.data.collate import sample_numbers
 from megatron_dynapipe.integration.models import experts
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.experts import PlannedRouter, begin_micro_batch
+from megatron_dynapipe.integration.models.experts import PlannedRouter
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
@@ -64,7 +64,7 @@ def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
         for states, plan in micro_batches:
             lengths = plan.positions(ModelFamily.GPT)
             samples = torch.from_numpy(sample_numbers(lengths, *plan.shape[:2]))
-            begin_micro_batch([mine], samples, len(lengths))
+            mine.begin(samples, len(lengths))
             mine(states)[0].sum().mul(0.0).backward()
         return mine.weight.grad.flatten().tolist()
 
