@@ -19,14 +19,14 @@ def check_devices() -> None:
     Raises:
         ConfigError: the driver lists GPUs, they are not hidden, and PyTorch sees none.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (visible is not None and visible.split(",")[0].strip() in HIDDEN) or torch.cuda.is_available():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    if visible.split(",")[0].strip() in HIDDEN or torch.cuda.is_available():
         return
     if devices := len(capabilities()):
-        among = "" if visible is None else f" of CUDA_VISIBLE_DEVICES={visible}"
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise ConfigError(
-            f"expected PyTorch to see the {devices} GPUs that driver {version()} lists, got none{among}: PyTorch is"
-            f" {f'built for CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'}",
+            f"expected PyTorch to see the {devices} GPUs that driver {version()} lists, got none: PyTorch is {build},"
+            f" CUDA_VISIBLE_DEVICES is {visible}",
             hint="install a newer driver, or a PyTorch for this one; --dynapipe-device cpu trains on the CPU",
         )
 
@@ -52,10 +52,9 @@ def version() -> str:
 @contextlib.contextmanager
 def _management() -> Iterator[ctypes.CDLL | None]:
     """The library; None without a driver."""
-    try:
+    nvml = None
+    with contextlib.suppress(OSError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        nvml = None
     if nvml is None or nvml.nvmlInit_v2() != 0:
         yield None
         return

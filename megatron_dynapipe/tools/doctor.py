@@ -87,11 +87,7 @@ def check_torch() -> Finding:
 
 
 def check_device() -> Finding:
-    """The device that a run would compute on.
-
-    Raises:
-        ConfigError: the driver lists GPUs, and PyTorch sees none.
-    """
+    """The device that a run would compute on; raises as `driver.check_devices`."""
     import torch
 
     from megatron_dynapipe.runtime import driver

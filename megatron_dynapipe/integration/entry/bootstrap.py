@@ -71,11 +71,9 @@ def environment(*, tensor_parallel: int, capability: int, environ: Mapping[str, 
     return {name: value for name, value in settings.items() if name not in environ}
 
 
-def prepare_environment(
-    tensor_parallel: int, device: str, *, capabilities: Callable[[], list[int]] | None = None
-) -> None:
+def prepare_environment(tensor_parallel: int, device: str) -> None:
     """Set the variables for a run on GPUs, and say on rank 0 which; nothing happens where there is none."""
-    majors = [] if device == "cpu" else (capabilities or driver.capabilities)()
+    majors = [] if device == "cpu" else driver.capabilities()
     if not majors:
         return
     chosen = environment(tensor_parallel=tensor_parallel, capability=min(majors), environ=os.environ)

@@ -103,8 +103,7 @@ def gpt_batch(
 ) -> DeviceBatch:
     """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask or packed row.
 
-    Labels and their mask are [b, s], or those of `rows` alone ([1, n]), which `MegatronStage` has the model take; it
-    tells routers `samples`.
+    Labels and their mask are [b, s], or those of `rows` alone, [1, n]; `MegatronStage` tells modules rows and samples.
 
     Args:
         host: the collated micro-batch.

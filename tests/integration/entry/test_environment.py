@@ -44,8 +44,9 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_rank_0_says_what_was_set(clean, capsys):
-    bootstrap.prepare_environment(2, "auto", capabilities=lambda: [9, 9])
+def test_rank_0_says_what_was_set(clean, capsys, monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: [9, 9])
+    bootstrap.prepare_environment(2, "auto")
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
     assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_")
@@ -53,8 +54,9 @@ def test_rank_0_says_what_was_set(clean, capsys):
 
 
 @pytest.mark.parametrize(("device", "found"), [("cpu", [9]), ("auto", [])])
-def test_nothing_is_set_without_a_gpu(device, found, clean, capsys):
-    bootstrap.prepare_environment(1, device, capabilities=lambda: found)
+def test_nothing_is_set_without_a_gpu(device, found, clean, capsys, monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: found)
+    bootstrap.prepare_environment(1, device)
     assert "CUDA_MODULE_LOADING" not in os.environ and capsys.readouterr().out == ""
 
 
