@@ -4,6 +4,7 @@ The rows that a session selects run one after another in one process for each ki
 Transformer Engine, so many GPUs): importing Megatron takes longer than a run.
 """
 
+import functools
 import math
 import re
 import shlex
@@ -251,11 +252,15 @@ def test_a_run_ends(row, outcomes):
     assert norms and all(0 < norm < math.inf for norm in norms)
 
 
+@functools.cache
+def losses_on_cpu(family: str, data: Path, folder: Path) -> dict[str, float]:
+    flags = f"{LOCAL} {PIPELINE} --load {folder / family} {RESUMING}"
+    return entry_scripts.losses(family, data, flags, ranks=2, report=folder / f"{family}-on-cpu")
+
+
 @pytest.mark.parametrize("row", RESUMED)
-def test_losses_are_those_of_a_run_on_the_cpu(row, outcomes, data, tmp_path, tmp_path_factory):
-    ranks = ended(outcomes[row.name])
-    flags = f"{LOCAL} {PIPELINE} --load {tmp_path_factory.getbasetemp() / row.what} {RESUMING}"
-    on_cpu = entry_scripts.losses(row.what, data, flags, ranks=2, report=tmp_path)
+def test_losses_are_those_of_a_run_on_the_cpu(row, outcomes, data, tmp_path_factory):
+    ranks, on_cpu = ended(outcomes[row.name]), losses_on_cpu(row.what, data, tmp_path_factory.getbasetemp())
     assert ranks[-1]["losses"].keys() == on_cpu.keys() == {"2", "3", "4"}
     for iteration, loss in on_cpu.items():
         assert math.isclose(ranks[-1]["losses"][iteration], loss, rel_tol=1e-5), iteration
