@@ -41,11 +41,13 @@ class RequiredFields:
         tokens: the input's tokens, on the first stage (decoder-only: the sequence's).
         decoder_tokens: the decoder's input tokens, on the first decoder stage; encoder–decoder only.
         labels: labels and loss mask, on the last stage.
+        samples: the sample of each position, where routers of experts add terms; decoder-only.
     """
 
     tokens: bool = False
     decoder_tokens: bool = False
     labels: bool = False
+    samples: bool = False
 
     @property
     def text(self) -> bool:
@@ -71,6 +73,7 @@ class HostMicroBatch:
         tasks: int64 like labels, the task of each position's sample; None where nobody asks.
         rows: int64[n], position · b + sample of each label; then labels, loss mask and tasks are [1, n]. None where
             there is a label for each position.
+        samples: int64[s, b] of `sample_numbers`; None where nobody asks.
     """
 
     index: int
@@ -86,6 +89,7 @@ class HostMicroBatch:
     loss_mask: Tensor | None
     tasks: Tensor | None = None
     rows: Tensor | None = None
+    samples: Tensor | None = None
 
 
 class SampleReader(Protocol):
@@ -162,6 +166,7 @@ class Collator:
         if has_decoder:
             decoder_lengths = np.array(plan.target_lengths, np.int32) + 1
             check_fits(index, plan, "decoder", decoder_lengths, plan.shape.target_length)
+        samples = sample_numbers(plan.positions(family), *plan.shape[:2]) if self.required.samples else None
         return HostMicroBatch(
             index=index,
             family=family,
@@ -170,6 +175,7 @@ class Collator:
             decoder_lengths=None if decoder_lengths is None else torch.from_numpy(decoder_lengths),
             input_segments=rows.input_segments,
             decoder_segments=rows.target_segments,
+            samples=None if samples is None else torch.from_numpy(samples),
             **self._text(plan, has_decoder, rows),
         )
 
@@ -223,6 +229,20 @@ class Collator:
 
     def _filled(self, plan: MicroBatch, length: int) -> npt.NDArray[np.int64]:
         return np.full((plan.shape.size, length), self.special.pad_id, np.int64)
+
+
+def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> npt.NDArray[np.int64]:
+    """The place of each position's sample in its micro-batch, their number for padding: int64[s, b].
+
+    Args:
+        lengths: positions of every sample.
+        size: rows, b; one holds all samples, one after another.
+        positions: of a row, s.
+    """
+    if size == 1:
+        return np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))[:, None]
+    rows = np.array((*lengths, *[0] * (size - len(lengths))))
+    return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
 
 
 def _rows_alone(

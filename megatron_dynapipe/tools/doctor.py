@@ -87,16 +87,19 @@ def check_torch() -> Finding:
 
 
 def check_device() -> Finding:
-    """The device that a run would compute on."""
+    """The device that a run would compute on; raises as `driver.check_devices`."""
     import torch
 
+    from megatron_dynapipe.runtime import driver
+
     cores = len(os.sched_getaffinity(0))
+    driver.check_devices()
     if not torch.cuda.is_available():
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return Finding("ok", f"no CUDA device (PyTorch is {build}): runs use {cores} CPU cores")
     devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
     listed = ", ".join(f"{device.name} ({device.total_memory // 10**6:,} MB)" for device in devices)
-    return Finding("ok", f"{len(devices)} CUDA: {listed}; {cores} CPU cores")
+    return Finding("ok", f"{len(devices)} CUDA: {listed}; driver {driver.version()}; {cores} CPU cores")
 
 
 def check_megatron() -> Finding:

@@ -6,12 +6,13 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megatron_dynapipe.data.collate import RequiredFields
+from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, in_one_buffer, pinning
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.integration.execution.step_functions import copy_buffer
+from megatron_dynapipe.integration.execution.step_functions import copy_buffer, gpt_batch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import collator_of, micro_batch, write_dataset
+from tests.helpers.lists import packed
 from tests.helpers.plans import stage_entry
 
 ALL = RequiredFields(tokens=True, decoder_tokens=True, labels=True)
@@ -32,7 +33,7 @@ CUT = RowSegments.of([0, 4, 6], 8, {0: CutSegment(5, 4, False)})
 
 @pytest.mark.parametrize(
     ("required", "plan"),
-    [(ALL, PADDED), (ALL, PACKED), (RequiredFields(labels=True), PADDED), (RequiredFields(), PADDED)],
+    [(ALL, PADDED), (ALL, PACKED), (RequiredFields(samples=True), PADDED), (RequiredFields(), PADDED)],
 )
 def test_one_buffer_holds_the_same(required, plan, tmp_path):
     batch = collator_of(write_dataset(tmp_path), required)(0, plan, ModelFamily.T5)
@@ -47,6 +48,15 @@ def test_one_buffer_holds_the_same(required, plan, tmp_path):
         assert after[name].data_ptr() % 16 == after[name].untyped_storage().data_ptr() % 16, name
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == 1
     assert (copy.index, copy.family, copy.shape) == (batch.index, batch.family, batch.shape)
+
+
+def test_numbers_for_routers_come_to_a_device_in_the_same_copy():
+    """One of their own would pin memory inside a list."""
+    required, plan = RequiredFields(samples=True), packed(ModelFamily.GPT, (5, 3), (0, 0))
+    host = Collator(required=required, reader=None, special=None)(0, plan, ModelFamily.GPT)
+    assert host.samples.flatten().tolist()[:7] == [0, 0, 0, 0, 1, 1, 2]
+    made = gpt_batch(in_one_buffer(host, pin=False), torch.device("meta"), explicit_mask=False)
+    assert made["samples"].is_meta and made["samples"].shape == host.samples.shape and made["sample_count"] == 2
 
 
 def test_a_cut_row_is_copied_to_a_device_as_one_buffer(tmp_path):

@@ -103,33 +103,42 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
 
 def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool) -> dict:
-    """On one rank: what the script says, how it ends, and its losses."""
+    """On one rank: what the script says, how it ends, its losses and its gradients' norms."""
     from megatron_dynapipe.integration.supply import recorder
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
             _kill_children(kill)
 
-    losses = record_losses(after)
+    losses = record_losses(after, norms := dict[str, float]())
     if not pictures:
         recorder.draw = lambda panels, path: path
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         status = run_script(script, argv)
-    return {"status": status, "losses": losses, "stdout": output.getvalue(), "stderr": errors.getvalue()}
+    said = {"stdout": output.getvalue(), "stderr": errors.getvalue()}
+    return {"status": status, "losses": losses, "norms": norms, **said}
 
 
-def record_losses(after: Callable[[int], None] = lambda _: None) -> dict[str, float]:
-    """Losses by iteration, filled on the last stage while Megatron trains in this process."""
+def record_losses(
+    after: Callable[[int], None] = lambda _: None, norms: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Losses by iteration, filled on the last stage while Megatron trains in this process.
+
+    `norms` gets every rank's norms of gradients, but for iterations that the loss scale skips.
+    """
     from megatron.training import training
 
     losses: dict[str, float] = {}
     log = training.training_log
 
     @functools.wraps(log)  # start-up looks at what the function calls
-    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: object, **named: object):
+    def logged(loss_dict: dict, total: dict, learning_rate: float, iteration: int, *rest: Any, **named: object):
         if "lm loss" in loss_dict:
             losses[str(iteration)] = loss_dict["lm loss"].item()
+        *_, skipped, norm = rest[:4]
+        if norms is not None and not skipped:
+            norms[str(iteration)] = float(norm)
         after(iteration)
         return log(loss_dict, total, learning_rate, iteration, *rest, **named)
 

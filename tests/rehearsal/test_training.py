@@ -1,9 +1,10 @@
 """Entry scripts and commands on rehearsed GPUs, with and without Transformer Engine: nothing of Megatron is replaced.
 
-The rows that a session selects run one after another in two processes, one without and one with Transformer Engine:
-importing Megatron takes longer than a run.
+The rows that a session selects run one after another in one process for each kind of machine (without and with
+Transformer Engine, so many GPUs): importing Megatron takes longer than a run.
 """
 
+import functools
 import math
 import re
 import shlex
@@ -45,12 +46,14 @@ class Row:
             commands; "profile"; or a layout of `tests.helpers.layouts`.
         flags: besides those of all.
         ranks: a run file's are those of the layout that is left of its own.
+        devices: of the machine, which ranks share where they are more.
         engine: Transformer Engine is installed, and small models are of its layers.
     """
 
     what: str
     flags: str = ""
     ranks: int = 2
+    devices: int = 8
     engine: bool = False
 
     @property
@@ -100,8 +103,10 @@ COMBINED = table(
 # Local layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 COMBINED += table(("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)))[1:]
 WHOLE = "--dynapipe-calibrate 0 --dynapipe-device-memory-limit 400"
+SHARED = f"{WHOLE} --distributed-backend gloo --train-iters 4 --eval-interval 4"
 DEMOS = table(*(("", Row(f"demo_{family}", WHOLE)) for family in ("gpt", "t5")))
-"""To their end, with all layers."""
+DEMOS += table(*(("", Row(f"demo_{family}", SHARED, devices=1)) for family in ("gpt", "t5")))[::2]
+"""With all layers: to their end, and begun as `make demo` does on a machine with one GPU."""
 DAILY_FILES = {"llama_like_8b": "no", "t5_11b_12+12layers": "no", "qwen3_30b_a3b": "with"}
 FILES = table(*((DAILY_FILES.get(path.stem, ""), Row(path.stem)) for path in sorted(ROOT.glob("configs/*.yaml"))))
 SMALL: dict[str, Any] = {
@@ -215,11 +220,12 @@ def outcomes(request, data, tmp_path_factory) -> Mapping[str, Any]:
         first = f"{LOCAL} {PIPELINE} --save {tmp_path_factory.getbasetemp() / family} --save-interval 1 --train-iters 1"
         entry_scripts.losses(family, data, first, ranks=2, report=tmp_path_factory.mktemp("first"))
     outcomes = {}
-    for engine in (False, True):
-        if selected := [row for row in rows if row.engine is engine]:
-            to_run, deadline_s = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected], 120 * len(rows)
-            ran = jobs.run_all(to_run, tmp_path_factory.mktemp("ran"), engine=engine, deadline_s=deadline_s)
-            outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
+    for devices, engine in sorted({(row.devices, row.engine) for row in rows}):
+        selected = [row for row in rows if (row.devices, row.engine) == (devices, engine)]
+        to_run = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
+        folder = tmp_path_factory.mktemp("ran")
+        ran = jobs.run_all(to_run, folder, devices=devices, engine=engine, deadline_s=120 * len(selected))
+        outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
     return outcomes
 
 
@@ -228,6 +234,7 @@ def ended(ranks: Any) -> Sequence[dict[str, Any]]:
     assert not isinstance(ranks, str), ranks
     for rank in ranks:
         assert rank["status"] == 0, "\n".join(rank["stderr"][-3000:] for rank in ranks)
+        assert not rank["late"], "groups whose communicators are made inside a list"
         assert not re.findall(".*could not be measured.*", rank["stdout"] + rank["stderr"])
         warnings = [line for line in rank["stderr"].splitlines() if "Warning: " in line]
         assert not [line for line in warnings if not any(text in line for text in EXPECTED_WARNINGS)]
@@ -239,15 +246,21 @@ def test_a_run_ends(row, outcomes):
     if row.what == "profile":
         assert outcomes[row.name] == [0]
         return
-    losses = ended(outcomes[row.name])[-1]["losses"]
+    ranks = ended(outcomes[row.name])
+    losses, norms = ranks[-1]["losses"], [norm for rank in ranks for norm in rank["norms"].values()]
     assert losses and all(math.isfinite(loss) for loss in losses.values())
+    assert norms and all(0 < norm < math.inf for norm in norms)
+
+
+@functools.cache
+def losses_on_cpu(family: str, data: Path, folder: Path) -> dict[str, float]:
+    flags = f"{LOCAL} {PIPELINE} --load {folder / family} {RESUMING}"
+    return entry_scripts.losses(family, data, flags, ranks=2, report=folder / f"{family}-on-cpu")
 
 
 @pytest.mark.parametrize("row", RESUMED)
-def test_losses_are_those_of_a_run_on_the_cpu(row, outcomes, data, tmp_path, tmp_path_factory):
-    ranks = ended(outcomes[row.name])
-    flags = f"{LOCAL} {PIPELINE} --load {tmp_path_factory.getbasetemp() / row.what} {RESUMING}"
-    on_cpu = entry_scripts.losses(row.what, data, flags, ranks=2, report=tmp_path)
+def test_losses_are_those_of_a_run_on_the_cpu(row, outcomes, data, tmp_path_factory):
+    ranks, on_cpu = ended(outcomes[row.name]), losses_on_cpu(row.what, data, tmp_path_factory.getbasetemp())
     assert ranks[-1]["losses"].keys() == on_cpu.keys() == {"2", "3", "4"}
     for iteration, loss in on_cpu.items():
         assert math.isclose(ranks[-1]["losses"][iteration], loss, rel_tol=1e-5), iteration
@@ -257,6 +270,7 @@ def test_losses_are_those_of_a_run_on_the_cpu(row, outcomes, data, tmp_path, tmp
 def test_layers_of_transformer_engine_train_as_one_process_with_samples_one_by_one(row, outcomes):
     expected, results = reference(named(row.what).model), outcomes[row.name]
     assert not isinstance(results, str), results
+    assert not any(result["late"] for result in results)
     assert_close(gradients_of(results), gradients_of([expected]), 1e-4)
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)

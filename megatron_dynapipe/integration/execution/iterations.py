@@ -66,7 +66,7 @@ class IterationRunner:
             index, virtual_stage = instruction.micro_batch, instruction.chunk * self.steps.stages + self.steps.stage
             micro_batch = entry.micro_batches[index]
             self.shape = micro_batch.shape
-            context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage], micro_batch)
+            context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage])
 
         return run_iteration(
             self.steps,

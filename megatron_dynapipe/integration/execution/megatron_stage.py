@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.spans import pass_span
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
-from megatron_dynapipe.integration.models.experts import finish_iteration
+from megatron_dynapipe.integration.models.experts import finish_iteration, routers_of
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
@@ -76,7 +76,8 @@ class MegatronStage:
         self._during_weights, self._after_weights = during_weights, after_weights
         self._divided, self._halves = divided, weight_halves(models)
         self._halves.clear()
-        self._gather, self._rows = row_gather(models), dict[int, torch.Tensor | None]()
+        self._gather, self._routers = row_gather(models), routers_of(models)
+        self._told: dict[int, Sequence[Any]] = {}  # by micro-batch, for its backward passes
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
@@ -89,8 +90,10 @@ class MegatronStage:
         self._prepare(instruction)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
-        self._gather.rows = self._rows.get(instruction.micro_batch)  # for what is computed again
+        self._tell(*self._told.get(instruction.micro_batch, ()))  # for what is computed again
         if isinstance(instruction, Backward):
+            if instruction.chunk == 0:  # the last pass here that computes anything again
+                self._told.pop(instruction.micro_batch, None)
             self._before_backward(instruction)
         elif isinstance(instruction, Forward):
             self._before_forward(instruction)
@@ -109,7 +112,8 @@ class MegatronStage:
         """Run a chunk through Megatron's step function."""
         model, config = self._models[chunk], self._config
         is_last = self._is_last and chunk == len(self._models) - 1
-        self._rows[micro_batch] = self._gather.rows = data.get("rows")
+        self._told[micro_batch] = data.get("rows"), data.get("samples"), data.get("sample_count", 0)
+        self._tell(*self._told[micro_batch])
         set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         set_input_tensor(list(received) if received else [None])
         with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
@@ -130,6 +134,12 @@ class MegatronStage:
         self._gather.rows = None
         self._tokens = self._tokens + tokens
         return output if is_last or isinstance(output, tuple | list) else (output,)
+
+    def _tell(self, rows: torch.Tensor | None = None, samples: torch.Tensor | None = None, number: int = 0) -> None:
+        """Tell the last layer its rows, and routers the samples, of the micro-batch that runs next."""
+        self._gather.rows = rows
+        for router in self._routers:
+            router.begin(samples, number)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the optimizer's loss scale, if it has one."""

@@ -18,10 +18,9 @@ from torch import nn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
-from megatron_dynapipe.integration.models.experts import begin_micro_batch, begin_pass, gatherers_of, routers_of
+from megatron_dynapipe.integration.models.experts import begin_pass, gatherers_of
 from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.units import Recompute
 
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"
@@ -39,16 +38,15 @@ class MicroBatchContext:
         rotate_by_sample(models)
         add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
-        self._routers, self._gatherers = routers_of(models), gatherers_of(models)
+        self._gatherers = gatherers_of(models)
         self._randomness: LayerRandomness | None = None
         config = get_model_config(models[0])
         if config.attention_dropout or config.hidden_dropout:
             self._randomness = LayerRandomness(models, seed=seed)
 
-    def begin(self, iteration: int, micro_batch: int, mode: Recompute, planned: MicroBatch | None = None) -> None:
-        """Set the modules for a forward or backward pass of this micro-batch; of no plan's, where they warm up."""
+    def begin(self, iteration: int, micro_batch: int, mode: Recompute) -> None:
+        """Set the modules for a forward or backward pass of this micro-batch."""
         self._recompute.set(mode)
-        begin_micro_batch(self._routers, planned)
         begin_pass(self._gatherers)
         if self._randomness is not None:
             self._randomness.begin(iteration, micro_batch)

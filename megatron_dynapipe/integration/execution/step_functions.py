@@ -20,6 +20,7 @@ from megatron_dynapipe.data.segments import RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.models.experts import routers_of
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
@@ -41,6 +42,7 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
     return RequiredFields(
         tokens=any(chunk.pre_process for chunk in chunks),
         labels=any(chunk.post_process for chunk in chunks),
+        samples=bool(routers_of(models)),
     )
 
 
@@ -101,7 +103,7 @@ def gpt_batch(
 ) -> DeviceBatch:
     """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask or packed row.
 
-    Labels and their mask are [b, s], or those of `rows` alone ([1, n]), which `MegatronStage` has the model take.
+    Labels and their mask are [b, s], or those of `rows` alone, [1, n]; `MegatronStage` tells modules rows and samples.
 
     Args:
         host: the collated micro-batch.
@@ -111,8 +113,8 @@ def gpt_batch(
     """
     segments = host.input_segments
     packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
-    texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows)
-    tokens, labels, loss_mask, tasks, rows, *moved = copy_to(device, (*texts, *packed))
+    texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows, host.samples)
+    tokens, labels, loss_mask, tasks, rows, samples, *moved = copy_to(device, (*texts, *packed))
     length, row = host.shape.input_length, None
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
@@ -128,6 +130,8 @@ def gpt_batch(
         "task_rows": _task_rows(host),
         "packed_seq_params": row,
         "rows": rows,
+        "samples": samples,
+        "sample_count": len(host.input_lengths),
     }
 
 

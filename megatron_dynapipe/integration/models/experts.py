@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,8 +29,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.units import ModelFamily
 
 _LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 """The terms, and Megatron's names of them in its log."""
@@ -63,11 +60,13 @@ class PlannedRouter(TopKRouter):
         """The passes that follow are of a micro-batch.
 
         Args:
-            samples: int64[positions of this rank]: the number of each one's sample, `number` for padding; None adds no
+            samples: int64[s, b] on the device, the number of each position's sample, `number` for padding; None adds no
                 terms.
             number: of samples.
         """
-        self._samples, self._number = samples, number
+        if samples is not None and self.config.sequence_parallel:
+            samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._samples, self._number = None if samples is None else samples.flatten(), number
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As Megatron's, with the positions that count."""
@@ -166,40 +165,6 @@ def routers_of(models: Sequence[nn.Module]) -> list[PlannedRouter]:
     """The routers of model chunks that add terms."""
     routers = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
     return [router for router in routers if router.adds_terms]
-
-
-def begin_micro_batch(routers: Sequence[PlannedRouter], planned: MicroBatch | None) -> None:
-    """Tell routers which positions of the micro-batch that runs next are of which sample; None adds no terms."""
-    if not routers:
-        return
-    samples, number = None, 0
-    if planned is not None:
-        lengths = planned.positions(ModelFamily.GPT)
-        rows = sample_numbers(lengths, planned.shape.size, planned.shape.input_length)
-        number = len(lengths)
-        config, group = routers[0].config, routers[0].tp_group
-        if config.sequence_parallel:
-            rows = np.split(rows, group.size())[group.rank()]
-        device, samples = routers[0].weight.device, torch.from_numpy(rows.reshape(-1))
-        if device.type == "cuda":  # a copy from other memory would wait for the device's work
-            samples = samples.pin_memory()
-        samples = samples.to(device, non_blocking=True)
-    for router in routers:
-        router.begin(samples, number)
-
-
-def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The place of each position's sample in its micro-batch, their number for padding: int64[s, b].
-
-    Args:
-        lengths: positions of every sample.
-        size: rows, b; one holds all samples, one after another.
-        positions: of a row, s.
-    """
-    if size == 1:
-        return np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))[:, None]
-    rows = np.array((*lengths, *[0] * (size - len(lengths))))
-    return np.where(np.arange(positions)[:, None] < rows, np.arange(size), len(lengths))
 
 
 def forget_iteration(models: Sequence[nn.Module]) -> None:

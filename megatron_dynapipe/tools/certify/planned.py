@@ -16,13 +16,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_dynapipe.data.collate import HostMicroBatch
+from megatron_dynapipe.data.collate import HostMicroBatch, sample_numbers
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK
-from megatron_dynapipe.integration.models.experts import forget_iteration, sample_numbers
+from megatron_dynapipe.integration.models.experts import forget_iteration
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.tools.certify.parameters import gradients_of

@@ -141,41 +141,6 @@ def run_once() -> Callable[[Callable[[], None]], None]:
     return warm_up
 
 
-def groups_in_first_list(layout: Layout) -> tuple[int, list[str]]:
-    """How many process groups the first list of a warm pipeline uses, and those that nothing used before."""
-    before: set[str] = set()
-    inside: set[str] = set()
-    used = before
-    uses = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast", "send", "recv")
-    uses += ("allreduce_coalesced", "allgather", "reduce_scatter", "barrier")
-
-    def noting(method: Callable[..., object]) -> Callable[..., object]:
-        def call(group: dist.ProcessGroup, *arguments: object, **named: object) -> object:
-            used.add(f"{group.group_name}: {dist.get_process_group_ranks(group)}")
-            return method(group, *arguments, **named)
-
-        return call
-
-    for name in uses:
-        setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name)))
-    trainer = Trainer(layout)
-    runner = trainer.pipeline._runner.steps
-    runner.warm_up = run_once()
-    execute = runner._executor.execute
-
-    def first_list(*arguments: object, **named: object) -> object:
-        nonlocal used
-        used = inside
-        try:
-            return execute(*arguments, **named)
-        finally:
-            used = set()
-
-    runner._executor.execute = first_list
-    trainer.pipeline.run(trainer.batch)
-    return len(inside), sorted(inside - before)
-
-
 def activations(layout: Layout) -> list[list[tuple[bool, list[int]]]]:
     """Whether gradients are wanted, and the shape, of every call of an activation: in the warm-up, and after it."""
     trainer = Trainer(layout)

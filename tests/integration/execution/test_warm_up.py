@@ -24,16 +24,6 @@ def test_a_warm_pipeline_trains_as_a_cold_one(layout):
             assert relative_error(one[3], other[3]) == 0.0
 
 
-GROUPS = ("gpt 1x1x2, divided, overlapped *", "gpt 2x2x2, divided, overlapped, distributed optimizer")
-
-
-@pytest.mark.parametrize("layout", table(GROUPS))
-def test_no_group_is_first_used_inside_a_list(layout):
-    """NCCL makes a communicator at a group's first use, for which the host waits."""
-    for count, first in on_ranks("probes.groups_in_first_list", layout):
-        assert count > 0 and first == []
-
-
 def test_rows_with_biases_are_compiled_in_the_warm_up_alone():
     """Rows of a block or less too: they are padded to more than one, whose number would be compiled in."""
     import importlib

@@ -38,11 +38,11 @@ def errors(rank: int, world_size: int, dtype: str, elements: int, device: str = 
     from megatron_dynapipe.integration.hooks import cross_entropy
 
     cross_entropy.CPU_ELEMENTS = elements
-    torch.set_default_device(device)
-    draw = torch.Generator(device).manual_seed(5)
-    whole = (30 * torch.randn(ROWS, COLUMNS, VOCABULARY, generator=draw)).to(getattr(torch, dtype)).requires_grad_()
-    labels = torch.randint(VOCABULARY, (ROWS, COLUMNS), generator=draw)
-    outer = torch.rand(ROWS, COLUMNS, generator=draw)
+    draw = torch.Generator().manual_seed(5)
+    whole = (30 * torch.randn(ROWS, COLUMNS, VOCABULARY, generator=draw)).to(device, getattr(torch, dtype))
+    labels = torch.randint(VOCABULARY, (ROWS, COLUMNS), generator=draw).to(device)
+    outer = torch.rand(ROWS, COLUMNS, generator=draw).to(device)
+    whole.requires_grad_()
     expected = torch.nn.functional.cross_entropy(whole.double().movedim(-1, 1), labels, reduction="none")
     expected.backward(outer.double())
     share = VOCABULARY // world_size

@@ -12,12 +12,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from megatron_dynapipe.data.collate import sample_numbers
 from megatron_dynapipe.integration.models import experts
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.experts import PlannedRouter, begin_micro_batch
+from megatron_dynapipe.integration.models.experts import PlannedRouter
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
-from megatron_dynapipe.units import BatchLayout, Shape
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.lists import micro_batch
 from tests.helpers.processes import run_ranks
 from tests.integration.models.attention_ranks import config, start
@@ -61,7 +62,9 @@ def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
     def ours(*micro_batches) -> list[float]:
         mine.weight.grad = None
         for states, plan in micro_batches:
-            begin_micro_batch([mine], plan)
+            lengths = plan.positions(ModelFamily.GPT)
+            samples = torch.from_numpy(sample_numbers(lengths, *plan.shape[:2]))
+            mine.begin(samples, len(lengths))
             mine(states)[0].sum().mul(0.0).backward()
         return mine.weight.grad.flatten().tolist()
 
