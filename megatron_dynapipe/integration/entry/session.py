@@ -30,7 +30,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
 from megatron_dynapipe.integration.execution.task_losses import TaskLosses, named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.hooks.timers import add_times
@@ -219,7 +219,8 @@ class Session:
     @property
     def flops_left_out(self) -> float:
         """FLOPs of the latest training iteration's positions without labels, in the last MLP and the head."""
-        return 0.0 if self._trained is None else self._trained.entry.totals.left_out * self._run.label_flops
+        left_out = 0 if self._trained is None else self._trained.entry.totals.left_out
+        return left_out * label_flops(self._run.planner, self._run.shape)
 
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.

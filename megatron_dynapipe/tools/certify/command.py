@@ -1,8 +1,11 @@
 """A certificate of a run: the runs that are compared, started one after another by torchrun, and their verdict."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_dynapipe import config
 from megatron_dynapipe.data.meta import read_meta
@@ -28,7 +31,8 @@ def certify(
 
     Args:
         flags: of the training command.
-        ranks: of the planned run; None takes the fewest that its layout takes.
+        ranks: of the planned run; None takes those of two replicas where this machine has as many devices, or cores
+            where it has none, else the fewest that its layout takes.
         iterations: that both train, at least 2.
         full: keeps a model that is too large for one process.
         deadline_s: of each of the runs.
@@ -65,7 +69,11 @@ def certify(
                 raise ConfigError(f"the {role} run in {precision} {error}")
             return place
 
-        ranks = ranks or command_lines.least_ranks(words)
+        if ranks is None:
+            places = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+            ranks, replicas = command_lines.default_ranks(words, places=places)
+            if replicas == 1:
+                said(f"one replica: faults of the reduction over replicas do not show; --ranks {2 * ranks} has two")
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
         for half, added in command_lines.HALVES.items():
