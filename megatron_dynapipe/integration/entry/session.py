@@ -165,8 +165,7 @@ class Session:
 
     def _finish_task_losses(self) -> None:
         """At the end of an interval of the log: one reduction over replicas, for all tasks."""
-        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
-        self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True), group)
+        self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._recorder.add_task_losses(self._read_task_losses)
 
     def _read_task_losses(self) -> dict[str, tuple[float, float]]:
@@ -177,10 +176,8 @@ class Session:
 
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
-        # In a patched checkout the first tensor-parallel rank alone knows the samples' tasks.
-        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        named = named_losses(losses, self._tasks, group=group, replicas=replicas)
+        named = named_losses(losses, self._tasks, replicas=replicas)
         self._recorder.add_evaluation(self._split_of(iterator), named)
         return named
 

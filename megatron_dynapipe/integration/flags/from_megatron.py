@@ -301,7 +301,6 @@ def iterations_of_epochs(args: argparse.Namespace, family: ModelFamily) -> int:
 def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> SamplerSettings:
     longest_input, longest_target = maximum_lengths(args, family)
     loss_on = args.dynapipe_loss or read_meta(args.dynapipe_data).loss
-    broadcasts = args.use_dynapipe and args.tensor_model_parallel_size > 1  # a checkout's script labels as tokens
     return SamplerSettings(
         family=family,
         seed=args.seed,
@@ -309,7 +308,7 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         max_input_length=longest_input,
         max_target_length=longest_target,
         long_samples=LongSamples(args.dynapipe_long_samples),
-        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS and not broadcasts,
+        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
     )
 
 
