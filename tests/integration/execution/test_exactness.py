@@ -116,6 +116,7 @@ TARGETS = (
     "gpt 1x2x2, losses of targets, two chunks, overlapped, distributed optimizer, one replica without samples",
     "gpt 2x2x2, losses of targets, sequence parallel, overlapped, distributed optimizer",
     "gpt 1x1x4, losses of targets, overlapped, divided",
+    "gpt 2x1x1, losses of targets, fused loss, rows mixed",
 )
 PATTERNS = (
     "gpt 1x2x1, pattern *-*--*, layers 3+3, every second divided, recompute mixed *",
@@ -127,6 +128,7 @@ PATTERNS = (
     "gpt 1x3x1, pattern *-*-*, layers 2+1+2, full, divided",
     "gpt 1x2x2, pattern *-*-, layers 3+1, losses of targets, overlapped, every second divided",
     "gpt 1x2x1, pattern *-*, layers 1+2, losses of targets, slices of 16, full",
+    "gpt 1x2x1, pattern *-*-, layers 4+0, losses of targets, packed",
 )
 HALF = (
     "gpt 1x2x1, divided, fp16",
