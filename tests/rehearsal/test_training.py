@@ -239,7 +239,9 @@ def test_a_run_ends(row, outcomes):
     if row.what == "profile":
         assert outcomes[row.name] == [0]
         return
-    losses = ended(outcomes[row.name])[-1]["losses"]
+    ranks = ended(outcomes[row.name])
+    losses = ranks[-1]["losses"]
+    assert (row.what == "gpt" and "--bf16" in row.flags) <= (", MFU " in ranks[0]["stdout"])
     assert losses and all(math.isfinite(loss) for loss in losses.values())
 
 

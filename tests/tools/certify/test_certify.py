@@ -27,10 +27,12 @@ EXPERTS = (
 TARGETS = "--dynapipe-loss targets"
 T5 = "t5"
 """In place of flags of a GPT: the other family."""
+PATTERN = f"--hybrid-layer-pattern *-*--E {EXPERTS}"
 SHARED = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 
 RIGHT = (
     pytest.param("", STAGES, 3, id="three stages"),
+    pytest.param(PATTERN, f"{TWO} --dynapipe-layers-per-stage 1,5", 2, id="a pattern with experts"),
     *(
         pytest.param(model, flags, ranks, id=name, marks=pytest.mark.slow)
         for name, model, flags, ranks in (
@@ -40,7 +42,6 @@ RIGHT = (
             ("experts", EXPERTS, SHARED, 2),
             ("losses of targets", TARGETS, f"{TWO} --dynapipe-layers-per-stage 2.5,1.5 --dynapipe-slices 24", 2),
             ("a T5", T5, f"{TWO} --dynapipe-layers-per-stage 3,1 --dynapipe-layout packed", 4),
-            ("a pattern", f"--hybrid-layer-pattern *-*--E {EXPERTS}", f"{TWO} --dynapipe-layers-per-stage 1,5", 2),
         )
     ),
 )
