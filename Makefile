@@ -2,7 +2,7 @@
 # the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run demo demo-gpt test test-full check claims docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full test-upstream check claims docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
@@ -20,6 +20,7 @@ help:
 	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
+	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
 	@echo "make check      lint, types, import order, size, documents"
 	@echo "make claims     runs what docs/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
@@ -44,6 +45,12 @@ test: setup
 
 test-full: setup
 	$(PYTEST) tests $(SIDE_BY_SIDE)
+
+# CHECKOUTS="FOLDER FOLDER …", of Megatron-LM, one after another, whichever fails.
+test-upstream: setup
+	@test -n "$(CHECKOUTS)" || { echo 'error: expected CHECKOUTS="FOLDER …", checkouts of Megatron-LM, got none'; exit 2; }
+	@for folder in $(CHECKOUTS); do MEGATRON_CHECKOUT=$$folder $(PYTEST) tests/upstream || failed="$$failed $$folder"; done; \
+	test -z "$$failed" || { echo "error: failed with$$failed"; exit 1; }
 
 check: setup
 	$(PYTHON) -m ruff check .

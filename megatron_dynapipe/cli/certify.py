@@ -15,7 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " gradients, isolation of samples and repetition are compared in fp32, and in the run's precision."
     )
     add = parser.add_argument
-    add("--ranks", type=positive, metavar="N", help="ranks of the run (default: the fewest that its layout takes)")
+    add(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="ranks of the run (default: two replicas' where there is room)",
+    )
     add("--iterations", type=positive, default=3, metavar="N", help="iterations, at least 2 (%(default)s)")
     add("--full", action="store_true", help="do not reduce a model that is too large for one process")
     add("--deadline-s", type=above_zero, default=1800.0, metavar="S", help="of each run (%(default).0f)")

@@ -163,6 +163,19 @@ class PipelineLayout:
         """Modules of each virtual stage, the head left out."""
         return self.layers_per_stage if self.pattern else tuple(in_modules(self.layers_per_stage))
 
+    def over_labels(self, expert_kind: Kind | None, *, experts: bool) -> tuple[int, ...]:
+        """The modules, in order, that run positions with labels alone where not all have one.
+
+        They are the head and the MLP before it, unless that lies on an earlier stage.
+
+        Args:
+            expert_kind: of the MLPs with experts; None where there are none.
+            experts: whether those do so too; they may want all positions (`integration.models.experts`).
+        """
+        head, last = len(self.modules) - 1, self.modules[-2]
+        joined = last in (MLP, EXPERT_MLP) and head not in self.cuts
+        return (head - 1, head) if joined and (experts or last not in (EXPERT_MLP, expert_kind)) else (head,)
+
     def counts(self, kinds: Sequence[Kind]) -> IntArray:
         """Modules of each kind on every virtual stage: int64[virtual stages, kinds]."""
         modules = np.array([kinds.index(kind) for kind in self.modules])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostTables, Links, PipelineLayout, Quantity
-from megatron_dynapipe.cost.tables import EXPERT_MLP, HEAD, MLP
+from megatron_dynapipe.cost.tables import HEAD
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
@@ -105,8 +105,9 @@ class BatchProblem:
             follow one another.
         piece_costs: int64[modes, samples, 2, len(Quantity)], what pieces cost besides (`cost.pieces`).
         division: whether backward passes may be divided: where that is faster, or all that can be.
-        labels: int64[samples], positions that count, over which alone the head and the last MLP run; None where all do.
-        label_experts: whether experts do so too; they may want all positions (`integration.models.experts`).
+        labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
+            None where all do.
+        label_experts: whether experts are among those.
     """
 
     inputs: IntArray
@@ -144,10 +145,8 @@ class BatchProblem:
         labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
         if self.labels is not None:
             labels, labelled = np.ascontiguousarray(self.labels), np.array([-1, kinds.index(HEAD)])
-            last = layout.modules[-2]
-            has_experts = last in (EXPERT_MLP, self.modes[0].state.expert_kind)
-            if last in (MLP, EXPERT_MLP) and (self.label_experts or not has_experts):
-                doubled = kinds.index(last)  # which gets a kind of its own
+            if len(layout.over_labels(self.modes[0].state.expert_kind, experts=self.label_experts)) > 1:
+                doubled = kinds.index(layout.modules[-2])  # which gets a kind of its own
                 modules[-2] = labelled[0] = len(kinds)
         try:
             return core.BatchProblem(

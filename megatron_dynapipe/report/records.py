@@ -45,6 +45,9 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     """Memory of that GPU held by the allocator, at its peak: above `allocated_bytes` lie fragments and free memory."""
     allocator_retries: int = 0
     """Times that the allocator has had to give its cache back to find room, since the run began."""
+    at_peak_ns: int = 0
+    """Time that all devices would take for the iteration's operations at the peak of their data sheets; 0 where that is
+    not known."""
     of_limits: str = ""
     """How near a start's last iteration came to what no plan can beat, and what the rest was lost to: by rank 0."""
 

@@ -52,6 +52,8 @@ class Summary:
     target_lengths: Spread
     tokens_per_second: float
     """Real tokens, over all but the warm-up iteration where there are others."""
+    mfu: float | None
+    """Of the devices' peak, over the time that tokens per second are of; None where that is not known."""
     measured_ms: float
     """Median per iteration."""
     predicted_ms: float
@@ -116,7 +118,8 @@ def summarise(
         sizes=Spread.of(shape.size for shape in shapes),
         input_lengths=Spread.of(shape.input_length for shape in shapes),
         target_lengths=Spread.of(shape.target_length for shape in shapes),
-        tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(whole_ns(r) for r in timed) / 1e9),
+        tokens_per_second=sum(r.totals.real_tokens for r in timed) / (sum(map(whole_ns, timed)) / 1e9),
+        mfu=sum(r.at_peak_ns for r in timed) / sum(map(whole_ns, timed)) or None,
         measured_ms=median(run.measured_ns for run in runs) / NS_PER_MS,
         predicted_ms=median(predicted.values()) / NS_PER_MS,
         prediction_scale=scale,
@@ -131,7 +134,8 @@ def summarise(
 def format_summary(summary: Summary) -> str:
     """The summary as lines for the log."""
     lines = [
-        f"{summary.iterations} iterations, {summary.tokens_per_second:,.0f} tokens per second",
+        f"{summary.iterations} iterations, {summary.tokens_per_second:,.0f} tokens per second"
+        + (f", MFU {summary.mfu:.1%}" if summary.mfu else ""),
         f"padding efficiency {summary.padding_efficiency:.1%} "
         f"({summary.maximum_padding_efficiency:.1%} with every sample padded to the maximum)",
         f"micro-batches per iteration {summary.micro_batches} (min / median / max)"
@@ -182,6 +186,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             totals=group[0].totals,
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
+            at_peak_ns=max(r.at_peak_ns for r in group),
             of_limits=max(r.of_limits for r in group),
         )
         for iteration, group in sorted(by_iteration.items())

@@ -26,6 +26,8 @@ LAYOUTS = {
     "two stages": "--pipeline-model-parallel-size 2",
     "two tensor ranks": "--tensor-model-parallel-size 2",
     "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
+    "two tensor ranks, losses of targets": "--tensor-model-parallel-size 2 --dynapipe-loss targets",
+    "two stages, losses of targets": "--pipeline-model-parallel-size 2 --dynapipe-loss targets",
     "a pattern of two stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*-*|-*- --num-layers 8",
 }
 DAILY = "two stages, slices"

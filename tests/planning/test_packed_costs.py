@@ -84,10 +84,11 @@ def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataO
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_last_mlp_and_the_head_cost_what_counts(measured: bool, packed: bool) -> None:
+@pytest.mark.parametrize("split", [(2, 2), (4, 0)], ids=["joined", "head alone"])
+def test_the_last_mlp_and_the_head_cost_what_counts(split: tuple[int, int], measured: bool, packed: bool) -> None:
     """All that counts costs what everything does; times lie on a line between that and nothing."""
     gpt = ModelFamily.GPT
-    made = planner(gpt, micro_batch_layouts=tuple(BatchLayout))
+    made = planner(gpt, micro_batch_layouts=tuple(BatchLayout), layers_per_stage=split)
     problem = made.problem(made.samples(batch(gpt, 12)))
     if not measured:
         problem = replace(problem, modes=tuple(replace(tables, packed=None) for tables in problem.modes))

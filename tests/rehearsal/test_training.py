@@ -248,6 +248,7 @@ def test_a_run_ends(row, outcomes):
         return
     ranks = ended(outcomes[row.name])
     losses, norms = ranks[-1]["losses"], [norm for rank in ranks for norm in rank["norms"].values()]
+    assert (row.what == "gpt" and "--bf16" in row.flags) <= (", MFU " in ranks[0]["stdout"])
     assert losses and all(math.isfinite(loss) for loss in losses.values())
     assert norms and all(0 < norm < math.inf for norm in norms)
 

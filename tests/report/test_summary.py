@@ -116,3 +116,12 @@ def test_the_rank_with_the_most_fragments_says_what_to_leave_free():
     assert said.startswith("memory: rank 1's allocator held up to 800 MB for tensors of up to 500 MB, having given")
     assert "cache back 2 times: a --dynapipe-device-memory-limit 300 MB below the device's memory" in said
     assert "memory: " not in format_summary(summarise([record(0)], maximum=MAXIMUM))
+
+
+def test_the_use_of_the_peak_leaves_out_starts_and_is_not_known_everywhere():
+    """Half of the time at the peak would have done, of which a tenth waited for the plan."""
+    warm = [msgspec.structs.replace(record(n, measured_ms=18, wait_ms=2), at_peak_ns=10 * NS_PER_MS) for n in (1, 2)]
+    summary = summarise([record(0, measured_ms=500), *warm, *warm], maximum=MAXIMUM)
+    assert summary.mfu == 0.5 and "tokens per second, MFU 50.0%" in format_summary(summary)
+    unknown = summarise([record(0), record(1)], maximum=MAXIMUM)
+    assert unknown.mfu is None and "MFU" not in format_summary(unknown)

@@ -185,7 +185,8 @@ def patched_session(args: argparse.Namespace) -> Session:
     """A session under a patched checkout's own `pretrain_gpt.py`; raises ConfigError.
 
     That script takes a batch on the first tensor-parallel rank alone and broadcasts it, with the attention mask if
-    `--create-attention-mask-in-dataloader` (the default) asks for one.
+    `--create-attention-mask-in-dataloader` (the default) asks for one. Labels are on all of them besides, since `n`
+    positions with labels are taken out of what was broadcast (`RowInjection`).
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
@@ -193,7 +194,7 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     def required(fields: RequiredFields) -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
-        return fields if takes else replace(fields, tokens=False, labels=False)
+        return fields if takes else replace(fields, tokens=False)  # labels say which rows the last MLP runs over
 
     masked = args.create_attention_mask_in_dataloader
     make_batch = partial(gpt_batch, explicit_mask=masked, row_format=run.model.row_format)

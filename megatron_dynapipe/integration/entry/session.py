@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
@@ -30,7 +31,7 @@ from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
 from megatron_dynapipe.integration.execution.task_losses import TaskLosses, named_losses
 from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.hooks.timers import add_times
@@ -87,6 +88,7 @@ class Session:
         self._trained: PlannedIteration | None = None
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
+        self._peak_flops, self._knows_lengths = 0.0, False
         self._tasks: Sequence[str] = ()
         self._task_losses = TaskLosses((), is_last=False)
 
@@ -159,14 +161,13 @@ class Session:
         self._recorder.add(item, result.trace, reports)
         if (item.entry.iteration + 1) % self._run.log_interval == 0:
             self._finish_task_losses()
-        count_flops(item, self._device)
+        self._knows_lengths = count_flops(item, self._device)
         self._iterators["train"].prepare()
         return reports
 
     def _finish_task_losses(self) -> None:
         """At the end of an interval of the log: one reduction over replicas, for all tasks."""
-        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
-        self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True), group)
+        self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._recorder.add_task_losses(self._read_task_losses)
 
     def _read_task_losses(self) -> dict[str, tuple[float, float]]:
@@ -177,10 +178,8 @@ class Session:
 
     def _evaluated(self, iterator: Any, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
-        # In a patched checkout the first tensor-parallel rank alone knows the samples' tasks.
-        group = parallel_state.get_tensor_model_parallel_group() if self._run.in_checkout else None
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        named = named_losses(losses, self._tasks, group=group, replicas=replicas)
+        named = named_losses(losses, self._tasks, replicas=replicas)
         self._recorder.add_evaluation(self._split_of(iterator), named)
         return named
 
@@ -216,10 +215,16 @@ class Session:
         """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
         return self._labels is None or bool(self._labels)
 
-    @property
-    def flops_left_out(self) -> float:
-        """FLOPs of the latest training iteration's positions without labels, in the last MLP and the head."""
-        return 0.0 if self._trained is None else self._trained.entry.totals.left_out * self._run.label_flops
+    def flops(self, count: float) -> float:
+        """Floating-point operations of the latest training iteration, from their number over whole samples.
+
+        Positions without labels leave out those of the last MLP and the head.
+        """
+        left_out = 0 if self._trained is None else self._trained.entry.totals.left_out
+        executed = count - left_out * label_flops(self._run.planner, self._run.shape)
+        if self._peak_flops and self._knows_lengths:
+            self._recorder.at_peak_ns = round(executed / self._peak_flops * 1e9)
+        return executed
 
     def log_text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
@@ -295,6 +300,9 @@ class Session:
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
         self._first_iteration = inputs.splits[0].first_iteration
+        if self._device.type == "cuda" and run.model.dtype.itemsize == 2:  # data sheets say that of half precision
+            peak = peak_flops(torch.cuda.get_device_name(self._device)) or 0.0
+            self._peak_flops = peak * torch.distributed.get_world_size()
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
 
     def _record(self) -> Recorder:

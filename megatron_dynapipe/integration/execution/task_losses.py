@@ -50,6 +50,8 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
         def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             loss, tokens, report = loss_function(losses, *arguments, **keywords)
             flat = mask.reshape(-1).float()
+            if (rows := batch.get("rows")) is not None:
+                losses = losses.t().reshape(-1)[rows]
             counted = losses.detach().reshape(-1).float() * flat
             return loss, tokens, report | {BY_TASK: sums_by_task(counted, flat, tasks, batch.get("task_rows"))}
 
@@ -62,7 +64,6 @@ def named_losses(
     reports: Sequence[dict[str, torch.Tensor]],
     tasks: Sequence[str],
     *,
-    group: torch.distributed.ProcessGroup | None = None,
     replicas: torch.distributed.ProcessGroup | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The reports of an evaluation's micro-batches as one, with a loss for every task of its samples, by its name.
@@ -73,7 +74,6 @@ def named_losses(
     Args:
         reports: of each micro-batch; (sum, number) by name, which add up, or means, of which the mean is taken.
         tasks: all names.
-        group: whose first rank alone knows the tasks, and tells the others.
         replicas: over which Megatron reduces.
     """
     if not reports:
@@ -83,8 +83,6 @@ def named_losses(
     for report in reports:
         if (reported := report.get(BY_TASK)) is not None:
             sums[: len(reported)] += reported
-    if group is not None and len(tasks):
-        torch.distributed.broadcast(sums, torch.distributed.get_global_rank(group, 0), group)
     counts = sums[:, 1].clone()
     if replicas is not None and len(tasks):
         torch.distributed.all_reduce(counts, group=replicas)
@@ -115,16 +113,10 @@ class TaskLosses:
                     self._sums[: len(sums)] += sums
         return [{name: value for name, value in report.items() if name != BY_TASK} for report in reports]
 
-    def finish(
-        self,
-        replicas: torch.distributed.ProcessGroup,
-        group: torch.distributed.ProcessGroup | None = None,
-    ) -> None:
-        """Add up over replicas, once for all tasks, and begin anew; `group` as in `named_losses`."""
+    def finish(self, replicas: torch.distributed.ProcessGroup) -> None:
+        """Add up over replicas, once for all tasks, and begin anew."""
         if self._sums is None:
             return
-        if group is not None:
-            torch.distributed.broadcast(self._sums, torch.distributed.get_global_rank(group, 0), group)
         whole = self._sums.clone()
         torch.distributed.all_reduce(whole, group=replicas)
         both = torch.stack([self._sums, whole]).to("cpu", non_blocking=True)

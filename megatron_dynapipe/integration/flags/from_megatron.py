@@ -90,7 +90,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
-        label_flops=_label_flops(args, family),
+        shape=ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu"),
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
@@ -144,13 +144,6 @@ def _labels_reach_experts(args: argparse.Namespace) -> bool:
         any(coefficients) if isinstance(coefficients, list) else coefficients
     )
     return bool(args.num_experts) and not (balances or args.moe_z_loss_coeff or args.moe_router_enable_expert_bias)
-
-
-def _label_flops(args: argparse.Namespace, family: ModelFamily) -> float:
-    """Floating-point operations of a position in the last MLP, unless it runs all, and in the head."""
-    shape = ModelShape.of_megatron(vars(args), family, on_cpu=True)
-    mlp = 0 if shape.experts and not _labels_reach_experts(args) else shape.mlp_width
-    return 6.0 * shape.hidden * (shape.rows(1) + 2 * mlp)  # weights of the head, and an MLP's in and out
 
 
 def _planner(
@@ -308,7 +301,6 @@ def iterations_of_epochs(args: argparse.Namespace, family: ModelFamily) -> int:
 def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> SamplerSettings:
     longest_input, longest_target = maximum_lengths(args, family)
     loss_on = args.dynapipe_loss or read_meta(args.dynapipe_data).loss
-    broadcasts = args.use_dynapipe and args.tensor_model_parallel_size > 1  # a checkout's script labels as tokens
     return SamplerSettings(
         family=family,
         seed=args.seed,
@@ -316,7 +308,7 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         max_input_length=longest_input,
         max_target_length=longest_target,
         long_samples=LongSamples(args.dynapipe_long_samples),
-        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS and not broadcasts,
+        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
     )
 
 

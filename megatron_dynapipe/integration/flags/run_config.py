@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_dynapipe.cost import PipelineLayout, Split
+from megatron_dynapipe.cost import ModelShape, PipelineLayout, Split
+from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -70,7 +71,7 @@ class RunConfig:
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
         planners: planner processes of the job.
-        label_flops: floating-point operations, forward and backward, that a position without a label leaves out.
+        shape: sizes of the model.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
@@ -98,7 +99,7 @@ class RunConfig:
     store: StoreAddress | None
     store_bind: str
     planners: int
-    label_flops: float
+    shape: ModelShape
     ahead: int
     timeout_s: float
     calibrate_s: float
@@ -155,3 +156,13 @@ def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
     left = max((train.iterations or 0) - iteration, 0)
     train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
     return msgspec.structs.replace(inputs, splits=(train, *others))
+
+
+def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:
+    """Floating-point operations, forward and backward, that a position without a label leaves out."""
+    layout, weights = planner.layout, shape.rows(1)
+    expert_kind = None if shape.experts is None else EXPERT_MLP if shape.kinds > 1 else MLP
+    if len(layout.over_labels(expert_kind, experts=planner.label_experts)) > 1:
+        last = shape if layout.modules[-2] == expert_kind else shape.dense
+        weights += 2 * last.mlp_width  # in and out
+    return 6.0 * shape.hidden * weights

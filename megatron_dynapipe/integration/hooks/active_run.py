@@ -37,9 +37,8 @@ class PlannedRun(Protocol):
     def has_labels(self) -> bool:
         """Whether any token of the latest training iteration counts."""
 
-    @property
-    def flops_left_out(self) -> float:
-        """Floating-point operations of a model over whole samples that the latest training iteration left out."""
+    def flops(self, count: float) -> float:
+        """Floating-point operations of the latest training iteration, from their number over whole samples."""
 
     @property
     def forward_backward(self) -> Callable[..., Any]:
@@ -114,7 +113,7 @@ def count_samples(args: argparse.Namespace) -> None:
 
 def flops(count: float) -> float:
     """Floating-point operations of an iteration: Megatron's count, less what the active run left out."""
-    return count if _run is None else count - _run.flops_left_out
+    return count if _run is None else _run.flops(count)
 
 
 def evaluation(data_iterator: Any, batches: int | None) -> int | None:

@@ -64,15 +64,15 @@ def write_task_losses(losses: Mapping[str, tuple[float, float]], iteration: int)
         wandb.log(named, iteration)
 
 
-def count_flops(item: PlannedIteration, device: torch.device) -> None:
-    """Tell Megatron the real lengths of this rank's samples, from which it computes FLOPs per second.
+def count_flops(item: PlannedIteration, device: torch.device) -> bool:
+    """Tell Megatron the real lengths of this rank's samples, from which it computes FLOPs per second, if it does.
 
     Its formula is that of decoder-only models, so a T5's stay as Megatron counts them, from nominal lengths. Every
     rank calls it in every training iteration: what is told is reduced over all ranks.
     """
     update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # not in Megatron 0.18
     if update is None or item.entry.family is not ModelFamily.GPT:
-        return
+        return False
     lengths = [
         input_positions(ModelFamily.GPT, tokens)
         for batch in item.entry.micro_batches
@@ -82,3 +82,4 @@ def count_flops(item: PlannedIteration, device: torch.device) -> None:
     ends = torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     # Megatron copies it to the device: from memory that is not pinned, that waits for the device's work.
     update(ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends)
+    return True

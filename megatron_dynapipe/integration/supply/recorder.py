@@ -51,7 +51,12 @@ class Recorder:
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
         of_limits: says how near an iteration came to what no plan can beat; called at the end, on rank 0.
+
+    Attributes:
+        at_peak_ns: what the record of the iteration that was added last is to say.
     """
+
+    at_peak_ns = 0
 
     def __init__(
         self,
@@ -200,6 +205,7 @@ class Recorder:
             totals=item.entry.totals,
             shapes=tuple(batch.shape for batch in item.entry.micro_batches),
             packed=sum(batch.layout is BatchLayout.PACKED for batch in item.entry.micro_batches),
+            at_peak_ns=self.at_peak_ns,
             allocated_bytes=0 if memory is None else memory.allocated_bytes,
             reserved_bytes=0 if memory is None else memory.reserved_bytes,
             allocator_retries=0 if memory is None else memory.retries,

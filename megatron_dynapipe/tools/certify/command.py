@@ -1,8 +1,11 @@
 """A certificate of a run: the runs that are compared, started one after another by torchrun, and their verdict."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_dynapipe import config
 from megatron_dynapipe.data.meta import read_meta
@@ -28,7 +31,7 @@ def certify(
 
     Args:
         flags: of the training command.
-        ranks: of the planned run; None takes the fewest that its layout takes.
+        ranks: of the planned run; None takes those of two replicas where there is room, else the layout's fewest.
         iterations: that both train, at least 2.
         full: keeps a model that is too large for one process.
         deadline_s: of each of the runs.
@@ -65,7 +68,7 @@ def certify(
                 raise ConfigError(f"the {role} run in {precision} {error}")
             return place
 
-        ranks = ranks or command_lines.least_ranks(words)
+        ranks = ranks or _default_ranks(words, said)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
         for half, added in command_lines.HALVES.items():
@@ -73,3 +76,12 @@ def certify(
                 other = run("reference", half, [*command_lines.alone(words), *added], 1)
                 checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients
+
+
+def _default_ranks(words: Sequence[str], said: Callable[[str], None]) -> int:
+    """Those of two replicas where this machine has as many devices, or cores where it has none."""
+    places = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    ranks, replicas = command_lines.default_ranks(words, places=places)
+    if replicas == 1:
+        said(f"one replica: faults of the reduction over replicas do not show; --ranks {2 * ranks} has two")
+    return ranks

@@ -3,7 +3,7 @@
 The stated rule: a model whose weights, gradients and optimizer take more than `MOST_BYTES` in one process has its
 layers reduced to one to a virtual stage (two where the first is of another kind than the rest; of a HybridModel to its
 first modules, one to a virtual stage and one of each kind), then its widths halved, at equal numbers of heads and
-experts, until it fits; and iterations have at most `MOST_SAMPLES` samples.
+experts, until it fits; and iterations have at most `MOST_SAMPLES` samples, also where they were given in tokens.
 """
 
 import math
@@ -53,6 +53,7 @@ SIZES: dict[str, Any] = {
     "padded_vocab_size": 0,
     "make_vocab_size_divisible_by": 128,
     "global_batch_size": 1,
+    "tokens_per_global_batch": 0,
 }
 """Flags that the rule looks at, likewise."""
 WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -84,13 +85,15 @@ def early(words: Sequence[str]) -> Any:
     return config.early_flags(words, {**LAYOUT, **SIZES, "moe_layer_freq": ""})
 
 
-def least_ranks(words: Sequence[str]) -> int:
-    """The fewest ranks that the flags' layout takes."""
+def default_ranks(words: Sequence[str], *, places: int) -> tuple[int, int]:
+    """The ranks that the flags' layout takes at least, with two replicas where there are places; and its replicas."""
     args = early(words)
     tensor, experts = args.tensor_model_parallel_size, args.expert_model_parallel_size
     together: int = math.lcm(tensor, (args.expert_tensor_parallel_size or tensor) * experts)
-    stages: int = args.pipeline_model_parallel_size
-    return together * stages
+    replicas: int = together // tensor
+    ranks: int = together * args.pipeline_model_parallel_size
+    twice = replicas == 1 and 2 * ranks <= places and args.global_batch_size % 2 == 0
+    return (2 * ranks, 2) if twice else (ranks, replicas)
 
 
 def exact(words: Sequence[str]) -> list[str]:
@@ -135,7 +138,8 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
             few = amount(count, "parameter")
             raise ConfigError(f"expected a model that fits 4 GB once it is narrowed, got {few}", hint="pass --full")
         sizes |= {name: sizes[name] // 2 for name in WIDTHS}
-    sizes["global_batch_size"] = min(sizes["global_batch_size"], MOST_SAMPLES)
+    in_tokens = sizes.pop("tokens_per_global_batch") > 0  # which would decide how many samples there are
+    sizes["global_batch_size"] = MOST_SAMPLES if in_tokens else min(sizes["global_batch_size"], MOST_SAMPLES)
     layers = sizes["num_layers"]
     if pattern:
         before["hybrid_layer_pattern"] = args.hybrid_layer_pattern
@@ -149,9 +153,11 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
         added["num_virtual_stages_per_pipeline_rank"] = chunks
     if args.moe_layer_freq.startswith(("[", "(")):
         added["moe_layer_freq"] = f"[0]+[1]*{layers - 1}"
-    kept = config.without_flags(words, [_flag(name) for name in (*added, *SPLIT)])
+    kept = config.without_flags(words, [_flag(name) for name in (*added, *SPLIT, "tokens_per_global_batch")])
     kept += [f"{_flag(name)}={value}" for name, value in added.items()]
-    return kept, [f"{_flag(name)} {before[name]} → {size}" for name, size in changed.items()]
+    said = [f"{_flag(name)} {before[name]} → {size}" for name, size in changed.items()]
+    tokens = f"--tokens-per-global-batch {before['tokens_per_global_batch']} → {MOST_SAMPLES} samples"
+    return kept, said + [tokens] * in_tokens
 
 
 def _flag(name: str) -> str:

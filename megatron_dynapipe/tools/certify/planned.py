@@ -189,7 +189,8 @@ class _Probe:
                     record.moved[stage] = furthest, f"sample {sample}, {self.places[sample]}"
 
 
-def _most(some: Sequence[Part], others: Sequence[Part]) -> float:
-    """The largest relative difference of any parameter's gradient."""
+def _most(some: Sequence[Part], others: Sequence[Part]) -> tuple[float, str]:
+    """The largest relative difference of any parameter's gradient, and which parameter's."""
     before, after = ({f"{name} {offset}": values for name, offset, _, values in parts} for parts in (some, others))
-    return max(errors_by_name(after, before).values(), default=0.0)
+    errors = errors_by_name(after, before)
+    return max(((error, part.partition(" ")[0]) for part, error in errors.items()), default=(0.0, ""))

@@ -19,7 +19,8 @@ class RankRecord(msgspec.Struct, kw_only=True):
         losses, norms: of every iteration, as Megatron logs them; losses on the last stage alone.
         samples: by number, sum and number of the losses that count, in the first iteration, on the last stage.
         places: where the plan put each sample of this replica, in words; empty without a plan.
-        repeated: by which part of itself the first iteration's gradient moved when it was run again.
+        repeated: by which part of itself a parameter's gradient of the first iteration moved at most when that was run
+            again, and which parameter's.
         recomputed: the same where nothing is computed again.
         moved: by stage, the furthest that a sample moved while others changed, as a part of the largest state, and
             which sample.
@@ -31,8 +32,8 @@ class RankRecord(msgspec.Struct, kw_only=True):
     norms: list[float] = []
     samples: dict[int, tuple[float, float]] = {}
     places: dict[int, str] = {}
-    repeated: float = 0.0
-    recomputed: float = 0.0
+    repeated: tuple[float, str] = (0.0, "")
+    recomputed: tuple[float, str] = (0.0, "")
     moved: dict[int, tuple[float, str]] = {}
     device: str = "cpu"
     parts: dict[str, list[Part]] = {}

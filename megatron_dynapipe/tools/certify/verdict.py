@@ -45,8 +45,8 @@ def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, 
         _sequence("gradient norms", ranks[-1].norms, alone.norms),
         gradients,
         *_isolation(ranks),
-        Check(name="determinism", error=max(record.repeated for record in ranks), allowed=still),
-        Check(name="recomputation", error=max(record.recomputed for record in ranks), allowed=STILL),
+        _moved("determinism", [record.repeated for record in ranks], still),
+        _moved("recomputation", [record.recomputed for record in ranks], STILL),
     ], errors
 
 
@@ -77,6 +77,12 @@ def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> 
     """The largest relative difference of two runs' numbers of iterations."""
     errors = [abs(a - e) / max(abs(e), 1e-30) for a, e in zip(actual, expected, strict=True)]
     return Check(name=name, error=max(errors), where=f"iteration {errors.index(max(errors)) + 1}")
+
+
+def _moved(name: str, ranks: Sequence[tuple[float, str]], allowed: float) -> Check:
+    """The gradient that moved most."""
+    error, parameter = max(ranks)
+    return Check(name=name, error=error, allowed=allowed, where=parameter if error else "")
 
 
 def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:

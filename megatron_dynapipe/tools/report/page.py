@@ -71,6 +71,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("iterations", f"{summary.iterations:,}"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
+        ("MFU", _share(summary.mfu)),
         ("padding efficiency", f"{summary.padding_efficiency:.1%}"),
         ("if all were padded to the longest", f"{summary.maximum_padding_efficiency:.1%}"),
         ("time per iteration", f"{summary.measured_ms:,.1f} ms"),

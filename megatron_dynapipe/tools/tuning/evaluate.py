@@ -25,6 +25,7 @@ from typing import Self
 import msgspec
 
 from megatron_dynapipe.cost import CostModel, ModelState
+from megatron_dynapipe.cost.tables import HEAD
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
@@ -208,10 +209,12 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
 def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1.0) -> float:
     """FLOPs of the model's weights, forward and backward: six a weight and token, without the products of attention.
 
-    The last MLP and the head run `counted` of the tokens.
+    The head, and the last MLP where it does so, run `counted` of the tokens.
     """
-    weights = int(settings.layout.parameter_bytes(state).sum())
-    left_out = (1 - counted) * (state.modules[settings.layout.modules[-2]] + state.embedding_bytes)
+    layout = settings.layout
+    weights, bytes_of = int(layout.parameter_bytes(state).sum()), {**state.modules, HEAD: state.embedding_bytes}
+    over_labels = layout.over_labels(state.expert_kind, experts=settings.label_experts)
+    left_out = (1 - counted) * sum(bytes_of[layout.modules[module]] for module in over_labels)
     return 6.0 * settings.tensor_parallel * (weights - left_out) / _STORED_BYTES
 
 

@@ -275,7 +275,7 @@ def _evaluations(
         one = _Evaluation(candidate, bounds)
         state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
         one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
-        if rates.peak_flops is not None and not candidate.settings.expert_layers:
+        if rates.peak_flops is not None and state.expert_kind is None:
             devices = math.prod((candidate.data_parallel, candidate.tensor_parallel, candidate.pipeline_parallel))
             counted = fmean(work.counted for work in works[shared])
             one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state, counted)

@@ -14,6 +14,12 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert errors[worst] <= tolerance, (worst, errors[worst])
 
 
+def of_the_largest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any two elements, as a part of the largest element."""
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    return max(float((actual[name] - tensor).abs().max()) for name, tensor in expected.items()) / largest
+
+
 def gradients_of(results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """The whole model's gradients from every rank's results."""
     return whole([result["gradients"] for result in results])

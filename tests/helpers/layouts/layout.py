@@ -58,6 +58,7 @@ class Layout:
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
     engine: bool = False  # layers of Transformer Engine
+    fused_loss: bool = False  # Megatron's cross entropy in one kernel
     targets: bool = False  # losses of targets alone, of which some samples have none
 
     @property
@@ -135,6 +136,7 @@ PHRASES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16", "loss_scale": 64.0},
     "dropout": {"dropout": 0.1},
     "fused": {"fused": True},
+    "fused loss": {"fused_loss": True},
     "Transformer Engine's layers": {"fused": True, "engine": True},
     "gathered in passes": {"gather": True},
     "samples reversed": {"samples": ALL[::-1]},

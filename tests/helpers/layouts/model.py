@@ -67,6 +67,7 @@ def config(layout: Layout) -> TransformerConfig:
         bf16=layout.dtype == "bf16",
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=layout.fused,
+        cross_entropy_loss_fusion=layout.fused_loss,
         deallocate_pipeline_outputs=True,  # Megatron's default in training
         transformer_impl="transformer_engine" if layout.engine else "local",
         recompute_modules=list(layout.modules),

@@ -40,6 +40,19 @@ def replay(layout: Layout, *, modes: list[list[str]]) -> list[dict[str, object]]
     return results
 
 
+def changed_targets(layout: Layout) -> list[tuple[float, list[Part]]]:
+    """Loss and gradients of an iteration; with one bit of each target without a label changed; of one with a label."""
+    trainer = Trainer(layout)
+    results = [trainer.gradients()]
+    unlabelled = [given for given, wanted in trainer.batch if not wanted]  # whose last token is a target alone
+    labelled = [wanted for _, wanted in trainer.batch if wanted][:1]
+    for tokens_of in (unlabelled, labelled):
+        for tokens in tokens_of:
+            tokens[-1] ^= 1
+        results.append(trainer.gradients())
+    return results
+
+
 def overflow(layout: Layout) -> list[dict[str, object]]:
     """The gradients of each rank in turn become infinite: whether this rank updates, and its weights after it."""
     trainer = Trainer(layout)

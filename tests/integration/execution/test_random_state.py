@@ -11,6 +11,8 @@ DROPOUT = (
     "gpt 1x1x1, dropout",
     "gpt 1x2x1, two chunks, dropout *",
     "gpt 2x2x1, dropout",
+    "gpt 1x2x1, losses of targets, layers 3.5+0.5, packed, dropout *",
+    "gpt 2x2x1, losses of targets, sequence parallel, dropout",
     "t5 1x1x1, dropout",
     "t5 1x1x1, packed, dropout *",
     "t5 1x2x2, dropout",

@@ -1,4 +1,4 @@
-"""A patched checkout's own step function and attention, on padded and packed rows, against samples one by one."""
+"""A patched checkout's own step function and attention, on all kinds of rows, against samples one by one."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from tests.helpers.layouts.layout import on_ranks, reference, table
 LAYOUTS = (
     "gpt 1x2x1, Megatron's attention, recompute mixed, rows mixed",
     "gpt 1x2x1, two chunks, rotary positions, Megatron's attention, packed *",
+    "gpt 2x1x1, losses of targets, Megatron's attention, rows mixed *",
 )
 
 

@@ -29,13 +29,15 @@ class FakeSession:
     samples = 19
     tokens: int | None = None
     has_labels = True
-    flops_left_out = 7.0
 
     def forward_backward(self) -> str:
         return "planned"
 
     def evaluation(self, data_iterator: object) -> int:
         return 2
+
+    def flops(self, count: float) -> float:
+        return count - 7.0
 
     def log_text(self) -> str:
         return " micro-batches: 3 |"

@@ -22,14 +22,14 @@ from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.tools.certify import worker
 
 
-def work(*, rank: int, world_size: int, role: str, argv: list[str], folder: str, fault: str | None) -> str:
+def work(*, rank: int, world_size: int, role: str, family: str, argv: list[str], folder: str, fault: str | None) -> str:
     """One rank of a run of `certify`, with a fault; what it printed."""
     if fault is not None:
         globals()[fault]()
     sys.argv[1:] = argv
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        bootstrap.run(lambda: worker.train(role, "gpt", Path(folder)))
+        bootstrap.run(lambda: worker.train(role, family, Path(folder)))
     return output.getvalue()
 
 
@@ -75,6 +75,10 @@ def averaged_by_micro_batch() -> None:
 
 def embeddings_not_reduced() -> None:
     sys.modules[finalize_model_grads.__module__]._allreduce_word_embedding_grads = lambda *_, **__: None
+
+
+def shared_weights_not_reduced() -> None:
+    megatron_stage.reduce_shared_gradients = lambda _: None
 
 
 def positions_from_zero() -> None:

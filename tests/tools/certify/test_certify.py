@@ -24,10 +24,15 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-z-loss-coeff 0.01 --moe-aux-loss-coeff 0.5"
     " --moe-router-load-balancing-type seq_aux_loss"
 )
+TARGETS = "--dynapipe-loss targets"
+T5 = "t5"
+"""In place of flags of a GPT: the other family."""
+PATTERN = f"--hybrid-layer-pattern *-*--E {EXPERTS}"
 SHARED = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 
 RIGHT = (
     pytest.param("", STAGES, 3, id="three stages"),
+    pytest.param(PATTERN, f"{TWO} --dynapipe-layers-per-stage 1,5", 2, id="a pattern with experts"),
     *(
         pytest.param(model, flags, ranks, id=name, marks=pytest.mark.slow)
         for name, model, flags, ranks in (
@@ -35,26 +40,29 @@ RIGHT = (
             ("dropout", "", DROPOUT, 2),
             ("tensor parallel", "--swiglu", "--tensor-model-parallel-size 2 --sequence-parallel", 2),
             ("experts", EXPERTS, SHARED, 2),
-            ("a pattern", f"--hybrid-layer-pattern *-*--E {EXPERTS}", f"{TWO} --dynapipe-layers-per-stage 1,5", 2),
+            ("losses of targets", TARGETS, f"{TWO} --dynapipe-layers-per-stage 2.5,1.5 --dynapipe-slices 24", 2),
+            ("a T5", T5, f"{TWO} --dynapipe-layers-per-stage 3,1 --dynapipe-layout packed", 4),
         )
     ),
 )
 
 FAULTS = {
-    # fault: flags, ranks, the checks that miss, what is said there
-    "offsets_swapped": (STAGES, 3, "isolation, middle stages", "stage 1: sample "),
-    "weight_dropped": (STAGES, 3, "losses by sample", " tokens count"),
-    "averaged_by_micro_batch": (STAGES, 3, "gradients", "times: means of means"),
+    # fault: model, flags, ranks, the check that misses, what is said there
+    "offsets_swapped": ("", STAGES, 3, "isolation, middle stages", "stage 1: sample "),
+    "weight_dropped": ("", STAGES, 3, "losses by sample", " tokens count"),
+    "averaged_by_micro_batch": ("", STAGES, 3, "gradients", "times: means of means"),
     "embeddings_not_reduced": (
+        "",
         STAGES,
         3,
         "gradients",
         "word_embeddings.weight: the copies of ranks 0 and 2 differ",
     ),
-    "positions_from_zero": (PIECES, 3, "losses by sample", ", in pieces"),
-    "neighbours_key_seen": (STAGES, 3, "isolation, first stage", "stage 0: sample "),
-    "replica_counted_twice": ("", 2, "gradients", "samples of replica 1 count 2.00 times"),
-    "mask_drawn_anew": (DROPOUT, 1, "recomputation", ""),
+    "shared_weights_not_reduced": (T5, TWO, 2, "gradients", "copies of ranks 0 and 1 differ"),
+    "positions_from_zero": ("", PIECES, 3, "losses by sample", ", in pieces"),
+    "neighbours_key_seen": ("", STAGES, 3, "isolation, first stage", "stage 0: sample "),
+    "replica_counted_twice": ("", "", 2, "gradients", "samples of replica 1 count 2.00 times"),
+    "mask_drawn_anew": ("", DROPOUT, 1, "recomputation", "decoder.layers."),
 }
 
 
@@ -64,10 +72,11 @@ def runs(data, tmp_path_factory):
     references = {}
 
     def run(role, model, flags, ranks, fault=None):
-        folder = tmp_path_factory.mktemp(role)
-        argv = entry_scripts.words("gpt", data, f"{model} --train-iters 3 {flags}", report=folder / "report")
+        folder, family = tmp_path_factory.mktemp(role), T5 if model == T5 else "gpt"
+        words = f"{model.removeprefix(T5)} --train-iters 3 {flags}"
+        argv = entry_scripts.words(family, data, words, report=folder / "report")
         run_ranks("tests.tools.certify.faults:work", ranks,
-                  {"role": role, "argv": argv, "folder": str(folder), "fault": fault})  # fmt: skip
+                  {"role": role, "family": family, "argv": argv, "folder": str(folder), "fault": fault})  # fmt: skip
         return folder
 
     def planned(model, flags, ranks, fault=None, half=""):
@@ -92,15 +101,17 @@ def test_right_runs_are_certified(runs, model, flags, ranks):
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow if i else []) for i, f in enumerate(FAULTS)])
 def test_a_fault_is_found_and_named(runs, fault):
-    flags, ranks, check, said = FAULTS[fault]
-    checks, _ = checks_fp32(*runs("", flags, ranks, fault))
+    model, flags, ranks, check, said = FAULTS[fault]
+    checks, _ = checks_fp32(*runs(model, flags, ranks, fault))
     missed = {line.name: line.where for line in checks if not line.holds}
     assert check in missed and said in missed[check], missed
 
 
 def test_gpus_may_add_up_in_another_order_and_cpus_may_not(tmp_path):
     part = ("norm.weight", [0], [1], torch.ones(1))
-    record = RankRecord(losses=[1.0], norms=[1.0], samples={0: (1.0, 1.0)}, parts={"gradients": [part]}, repeated=1e-6)
+    record = RankRecord(
+        losses=[1.0], norms=[1.0], samples={0: (1.0, 1.0)}, parts={"gradients": [part]}, repeated=(1e-6, part[0])
+    )
     for device, holds in (("cpu", False), ("cuda", True)):
         (folder := tmp_path / device).mkdir()
         msgspec.structs.replace(record, device=device).write(folder, 0)

@@ -63,16 +63,28 @@ def test_a_pattern_keeps_its_first_modules(pattern, layout, expected):
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
+    ("layout", "places", "expected"),
     [
-        ("", 1),
-        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8),
-        ("--expert-model-parallel-size 4", 4),
-        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+        ("", 1, (1, 1)),
+        ("", 2, (2, 2)),
+        ("--global-batch-size 15", 2, (1, 1)),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 15, (8, 1)),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 16, (16, 2)),
+        ("--expert-model-parallel-size 4", 16, (4, 4)),
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, (2, 1)),
     ],
 )
-def test_the_fewest_ranks_of_a_layout(layout, ranks):
-    assert flags.least_ranks(layout.split()) == ranks
+def test_two_replicas_where_there_are_places(layout, places, expected):
+    words = ["--global-batch-size", "16", *layout.split()]
+    assert flags.default_ranks(words, places=places) == expected
+
+
+def test_a_batch_in_tokens_is_reduced_too():
+    model = "--num-layers 4 --hidden-size 8192 --num-attention-heads 64 --global-batch-size 8"
+    kept, changes = flags.reduced([*model.split(), "--tokens-per-global-batch=65536"], vocabulary=50_000)
+    assert sizes(kept, "tokens_per_global_batch", "global_batch_size") == [0, flags.MOST_SAMPLES]
+    assert "--tokens-per-global-batch 65536 → 32 samples" in changes
+    assert flags.reduced(kept, vocabulary=50_000) == (kept, [])
 
 
 def test_one_process_has_no_layout_and_no_folders():
