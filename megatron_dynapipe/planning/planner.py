@@ -231,7 +231,7 @@ class Planner:
             begun = self._begun_ns(cut.problem, cut.partitioned, least)
             if begun < least:
                 best, least = cut, begun
-            longer = longer + 1 if best is not None and begun > least * (1 + LEAST_GAIN) else 0
+            longer = longer + 1 if begun > least * (1 + LEAST_GAIN) else 0
             if longer == 2:
                 break  # smaller pieces take longer still
         return best

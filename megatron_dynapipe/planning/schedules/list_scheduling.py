@@ -1,8 +1,9 @@
 """List scheduling: every stage takes the next pass that can start, within its memory.
 
-Passes keep one sequence on all stages, forward and backward (that of 1F1B, interleaved where stages have several
-chunks; smaller groups pass a chunk together but under the strict rule, which could stall), so that a stage only ever chooses between *the* next forward and *the* next backward. It takes the one that
-can start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
+Passes keep one sequence on all stages, forward and backward, so that a stage only ever chooses between *the* next
+forward and *the* next backward. With several chunks it is that of interleaved 1F1B under the strict rule; under others
+smaller groups of micro-batches pass a chunk together, which fixed depths could stall. A stage takes the pass that can
+start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
 their backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must besides
 leave room for every backward.
 

@@ -79,12 +79,7 @@ def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int, *, 
 def sequences(
     micro_batches: int, stages: int, chunks: int, *, full: bool = True
 ) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
-    """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk.
-
-    Args:
-        micro_batches, stages, chunks: how many there are.
-        full: groups have at least as many micro-batches as there are stages; else at most as many.
-    """
+    """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk."""
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     first = 0
@@ -99,9 +94,9 @@ def sequences(
 def _groups(micro_batches: int, stages: int, full: bool) -> list[int]:
     """Micro-batches that pass a chunk together: even groups of at least as many as there are stages, or at most.
 
-    With full groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a backward
-    that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is the case
-    in which the number divides.
+    With full groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a
+    backward that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is
+    the case in which the number divides.
     """
     count = max(micro_batches // stages if full else -(-micro_batches // stages), 1)
     small, larger = divmod(micro_batches, count)
