@@ -238,13 +238,12 @@ class Planner:
 
     def _begun_ns(self, problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> int:
         """Time of what a search begins with, by the first rules of transfers that allow any; `NEVER` above `most`."""
-        rules = self.settings.transfers.relaxed()
-        while True:
-            begun = begun_ns(problem, partitioned, most)
-            following = next(rules, None) if begun >= NEVER and most >= NEVER else None
-            if following is None:
-                return begun
-            problem = replace(problem, transfers=following)
+        begun = begun_ns(problem, partitioned, most)
+        for rules in self.settings.transfers.relaxed():
+            if begun < NEVER:
+                break
+            begun = begun_ns(replace(problem, transfers=rules), partitioned, most)
+        return begun
 
     def samples(self, batch: GlobalBatch) -> Samples:
         """The batch's lengths in padded positions.
