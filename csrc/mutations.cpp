@@ -278,7 +278,7 @@ bool Mutations::exchange_modes(ReplicaState& replica) {
 
 bool Mutations::recompute(ReplicaState& replica) {
     if (problem_.modes.size() < 2) return false;
-    if (random_.below(2)) return exchange_modes(replica);
+    if (problem_.may_pack && random_.below(2)) return exchange_modes(replica);
     const MicroBatch*& slot = replica.micro_batches[any(replica)];
     Modes modes = slot->modes;
     const uint64_t mode = random_.below(problem_.modes.size()), stages = modes.size();
