@@ -33,13 +33,12 @@ void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>&
                 forward_place[row * chunks + chunk] = forward_.size();
                 forward_.push_back({row, chunk, -1, 0});
             }
-        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk)
             for (int64_t at = first; at < end; ++at) {
                 const int64_t row = turned.empty() ? at : turned[at];
                 backward_place[row * chunks + chunk] = backward_.size();
                 backward_.push_back({row, chunk, -1, 0});
             }
-        }
         first = end;
     }
     for (Item& item : forward_) {
