@@ -199,21 +199,25 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
     ascending = sorted(range(len(work)), key=lambda item: (work[item], item))
     step = parts if equal_counts else 1
     heap = []
-    for number, first in enumerate(range(0, len(ascending), step)):
-        sums = [(work[item], [item]) for item in ascending[first : first + step]]
-        heap.append(_entry(sums + [(0, [])] * (parts - len(sums)), number))
+    for first in range(0, len(ascending), step):
+        sums = [(work[item], 1, [item]) for item in ascending[first : first + step]]
+        heap.append(_entry(sums + [(0, 0, [])] * (parts - len(sums))))
     heapq.heapify(heap)
-    for number in range(len(heap), 2 * len(heap) - 1):
+    while len(heap) > 1:
         one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
-        joined = [(a + b, ours + theirs) for (a, ours), (b, theirs) in zip(one, reversed(other), strict=True)]
-        heapq.heappush(heap, _entry(joined, number))
-    return [sorted(items) for _, items in heap[0][-1]]
+        joined = [
+            (a + b, n + m, ours + theirs) for (a, n, ours), (b, m, theirs) in zip(one, reversed(other), strict=True)
+        ]
+        heapq.heappush(heap, _entry(joined))
+    return [sorted(items) for *_, items in heap[0][-1]]
 
 
-_Sums = list[tuple[int, list[int]]]
+_Sums = list[tuple[int, int, list[int]]]
+"""Of each part: work, number of items, items as they came to it."""
 
 
-def _entry(sums: _Sums, number: int) -> tuple[int, int, int, _Sums]:
-    """A heap's entry: the largest spread first, of equal ones that of the largest part, then the first made."""
-    descending = sorted(sums, key=lambda part: (-part[0], -len(part[1])))
-    return descending[-1][0] - descending[0][0], -descending[0][0], number, descending
+def _entry(sums: _Sums) -> tuple[int, int, int, list[int], _Sums]:
+    """A heap's entry: the largest spread first, of equal ones that of the largest part, by work, number, last items."""
+    descending = sorted(sums, reverse=True)
+    work, count, items = descending[0]
+    return descending[-1][0] - work, -work, -count, [-item for item in items], descending
