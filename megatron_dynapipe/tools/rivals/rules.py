@@ -3,17 +3,18 @@
 dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
              d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
              is a multiple of the replicas (and of the stages, with virtual ones)
-verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
+verl         verl-project/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, 1dda039b): samples are
              divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
              micro-batches at both ends
 slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
-nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 02508a40):
+nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 7ea279ab):
              modified first fit decreasing, then last samples of the rows that have most move to rows of their own;
              under pipelines every row is padded to the longest (`tools.rivals.padded_rows`)
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
 micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+`tests/upstream/test_packing.py` holds them against these files.
 Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `tools.rivals.dynamic_cp`.
 """
 
