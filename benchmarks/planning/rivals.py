@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:
 NAMES = {"gpt": "GPT", "t5": "T5 XXL", "gpt-llama-8b": "LLaMA 3 8B", "gpt-qwen-7b": "Qwen 2.5 7B"}
 ABOUT = ("costs", "setting", "labels", "maximum")
 COLUMNS = ("costs", "setting", "maximum", "batches", *(f"`{name}`" for name in TRAINERS))
-COLUMNS += ("**fastest**", "worst", "of the limit", "at the limit")
+COLUMNS += ("**fastest**", "worst", "of the limit", "at the limit", "date")
 
 
 def main() -> None:
@@ -77,6 +78,7 @@ def figures(compared: dict[str, Any]) -> dict[str, Any]:
         "worst": min((other / plan for other, plan, _ in both), default=math.nan),
         "of_limit": mean([limit / plan for _, plan, limit in both] or [math.nan]),
         "at_limit": mean([other / limit for other, _, limit in both] or [math.nan]),
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -85,6 +87,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     counted = ", targets alone count" if row["labels"] else ""
     over = [number(row["over"].get(name), "{:.3f}") for name in TRAINERS]
     ends = [f"**{row['fastest']:.3f}**", f"{row['worst']:.3f}", f"{row['of_limit']:.0%}", f"{row['at_limit']:.2f}"]
+    ends.append(row["date"])
     return [row["costs"], row["setting"] + counted, f"{row['maximum']:,}", f"{row['batches']}", *over, *ends]
 
 
@@ -105,11 +108,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (axes,) = charts.canvas(1, len(devices), width=6.4, height=1.0 + 0.32 * most)
     for axis, device in zip(axes, devices, strict=True):
         own = [row for row in rows if row["costs"] == device]
-        named = {f"{_name(row)}, {row['maximum']:,}": row["fastest"] for row in own}
-        charts.bars(axis, named, title=f"costs of {device.upper()}s", x="times as fast as the fastest", form="{:.2f}")
-        for mark, key, label in (("|", "worst", "worst batch"), ("D", "at_limit", "no plan can pass")):
-            axis.plot([row[key] for row in own], range(len(own)), mark, color="#b5343c", label=label, markersize=5)
-        axis.set_xlim(0.9, 1.05 * max(row["at_limit"] for row in own))
+        named = {f"{_name(row)}, {row['maximum']:,}: {row['fastest']:.2f}": row["fastest"] for row in own}
+        charts.bars(
+            axis, named, title=f"costs of {device.upper()}s", x="times as fast as the fastest of others", form=""
+        )
+        for mark, key, label in (("|", "worst", "worst batch"), ("D", "at_limit", "what no plan can pass")):
+            places = {"markersize": 6, "zorder": 9, "linestyle": ""}
+            axis.plot([row[key] for row in own], range(len(own)), marker=mark, color="#b5343c", label=label, **places)
+        axis.set_ylim(most - 0.5, -0.5)
+        axis.set_xlim(1.0, 0.03 + max(row["at_limit"] for row in own))
     charts.legend(figure, [axes])
     charts.save(figure, path)
 
