@@ -60,21 +60,29 @@ public:
         return {std::move(best.order), std::move(found)};
     }
 
+    using Partitions = std::vector<std::tuple<Ints, Ints>>;  // sizes and modes of each
+
+    // What a search of less than `most` ns begins with takes, or NEVER.
+    int64_t begin(const Ints& order, const Partitions& partitions, int64_t most) {
+        const Integers places = checked_order(order);
+        const std::vector<std::vector<Run>> checked = checked_partitions(partitions);
+        nb::gil_scoped_release release;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        return dynapipe::begin(problem_, *costs_, begun(places), checked, most);
+    }
+
     // Of every replica: samples of its micro-batches one after another, how many each has, modes, whether they are packed,
     // and passes.
     using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>>;
 
-    std::vector<Replica> run_search(const Ints& order, const std::vector<std::tuple<Ints, Ints>>& partitions,
-                                    int64_t evaluations, uint64_t seed) {
+    std::vector<Replica> run_search(const Ints& order, const Partitions& partitions, int64_t evaluations, uint64_t seed) {
         const Integers places = checked_order(order);
         require(evaluations >= kDefaultEvaluations, "at least 0 evaluations");
-        std::vector<std::vector<Run>> checked;
-        for (const auto& [sizes, modes] : partitions) checked.push_back(checked_partition(sizes, modes));
+        const std::vector<std::vector<Run>> checked = checked_partitions(partitions);
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        if (!begun_ || begun_->order != places) begun_ = std::make_unique<Begun>(problem_, *costs_, places);
-        dynapipe::Found found = search(problem_, *costs_, *begun_, checked, evaluations, seed);
+        dynapipe::Found found = search(problem_, *costs_, begun(places), checked, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r) {
             auto& [samples, sizes, modes, packed, passes] = result.emplace_back();
             for (const MicroBatch* batch : found.replicas[r].micro_batches) {
@@ -165,6 +173,17 @@ private:
         }
         require(places.size() == seen.size(), "orders that name every sample once");
         return places;
+    }
+
+    Begun& begun(const Integers& order) {
+        if (!begun_ || begun_->order != order) begun_ = std::make_unique<Begun>(problem_, *costs_, order);
+        return *begun_;
+    }
+
+    std::vector<std::vector<Run>> checked_partitions(const Partitions& partitions) const {
+        std::vector<std::vector<Run>> checked;
+        for (const auto& [sizes, modes] : partitions) checked.push_back(checked_partition(sizes, modes));
+        return checked;
     }
 
     std::vector<Run> checked_partition(const Ints& sizes, const Ints& modes) const {
@@ -328,6 +347,7 @@ NB_MODULE(_native, module) {
         .def(nb::init<const nb::kwargs&>())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
+        .def("begin", &BatchProblem::begin, "order"_a.noconvert(), "partitions"_a.noconvert(), "most"_a)
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
              "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),

@@ -11,12 +11,15 @@ constexpr int64_t kPoints = 64;  // of a trace, about
 
 }  // namespace
 
-// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages.
-void ListScheduler::number(int64_t count, const std::vector<int32_t>& turned) {
-    if (numbered_ == count && turned_ == turned) return;
+// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages, or of at
+// most as many.
+void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>& turned) {
+    if (numbered_ == count && full_ == full && turned_ == turned) return;
     numbered_ = count;
+    full_ = full;
     turned_ = turned;
-    const int64_t chunks = shape_.chunks, groups = std::max<int64_t>(count / shape_.stages, 1);
+    const int64_t chunks = shape_.chunks, stages = shape_.stages;
+    const int64_t groups = std::max<int64_t>((count + (full ? 0 : stages - 1)) / stages, 1);
     items_ = count * chunks;
     forward_.clear();
     backward_.clear();
@@ -369,7 +372,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
 
 int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                            const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
-    number(costs.size(), turned);
+    number(costs.size(), policy.rule == Rule::kStrict, turned);
     if (trace) trace->begin(0);
     return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)
                        : run_chunked<false>(costs, policy, bound, kinds, before, trace);

@@ -172,7 +172,7 @@ private:
     int64_t most_sent(int64_t s, int64_t count) const {
         return s + 1 < shape_.stages ? std::min(kSentAhead, count * shape_.chunks) : count * (shape_.chunks - 1);
     }
-    void number(int64_t count, const std::vector<int32_t>& turned);
+    void number(int64_t count, bool full, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound, bool divided);
     void mark(Trace& trace) const;
     void keep(Trace& trace, const Costs& costs, const Policy& policy);
@@ -181,7 +181,7 @@ private:
 
     const PipelineShape& shape_;
     int64_t numbered_ = -1, items_ = 0, largest_group_ = 0, left_ = 0;
-    bool divided_ = false;
+    bool divided_ = false, full_ = false;
     std::vector<int32_t> turned_;
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;

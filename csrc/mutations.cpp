@@ -254,8 +254,31 @@ bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
     return true;
 }
 
+// A virtual stage of the rank that works for the longest.
+size_t Mutations::busiest_stage(const ReplicaState& replica) {
+    std::vector<int64_t> work(problem_.stages(), 0);
+    for (const MicroBatch* batch : replica.micro_batches)
+        for (size_t v = 0; v < batch->modes.size(); ++v)
+            work[v % work.size()] += batch->costs->forward[v] + batch->costs->backward[v];
+    const size_t chunk = random_.below(problem_.chunks());
+    return chunk * work.size() + (std::max_element(work.begin(), work.end()) - work.begin());
+}
+
+// Exchanges the modes of two micro-batches, on one virtual stage or from one on: memory stays about as full.
+bool Mutations::exchange_modes(ReplicaState& replica) {
+    auto& batches = replica.micro_batches;
+    const size_t one = any(replica), other = any(replica), stages = problem_.modules.size();
+    const size_t from = random_.below(2) ? busiest_stage(replica) : random_.below(stages);
+    const size_t to = random_.below(2) ? from + 1 : stages;
+    Modes mine = batches[one]->modes, theirs = batches[other]->modes;
+    std::swap_ranges(mine.begin() + from, mine.begin() + to, theirs.begin() + from);
+    return mine != batches[one]->modes && put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
+           put(batches[other], batches[other]->samples, std::move(theirs), batches[other]->packed);
+}
+
 bool Mutations::recompute(ReplicaState& replica) {
     if (problem_.modes.size() < 2) return false;
+    if (problem_.may_pack && random_.below(2)) return exchange_modes(replica);
     const MicroBatch*& slot = replica.micro_batches[any(replica)];
     Modes modes = slot->modes;
     const uint64_t mode = random_.below(problem_.modes.size()), stages = modes.size();

@@ -61,6 +61,8 @@ private:
     bool split(ReplicaState& replica);
     bool merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool recompute(ReplicaState& replica);
+    bool exchange_modes(ReplicaState& replica);
+    size_t busiest_stage(const ReplicaState& replica);
     bool change_layout(ReplicaState& replica);
     bool reassign(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool change_policy(ReplicaState& replica);

@@ -106,8 +106,8 @@ bool Starts::cost(int64_t size) {
     return true;
 }
 
-// Work of the busiest stage and one row on all stages, at so many rows to a replica, with the first mode that covers a
-// sample; kUnreachable where none does.
+// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica, with the first mode that
+// covers a sample; kUnreachable where none does.
 int64_t Starts::estimate(int64_t size, int64_t rows) {
     std::vector<int64_t> work(problem_.stages(), 0);
     std::vector<Share> its;
@@ -119,7 +119,7 @@ int64_t Starts::estimate(int64_t size, int64_t rows) {
             work[v % problem_.stages()] += time(its[costs_.type_of()[v]]);
     }
     const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
-    return *std::max_element(work.begin(), work.end()) / problem_.replicas + sum / (problem_.replicas * rows);
+    return *std::max_element(work.begin(), work.end()) / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
 }
 
 // The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.

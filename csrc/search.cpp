@@ -44,6 +44,8 @@ public:
           by_default_(evaluations == kDefaultEvaluations) {}
 
     Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
+    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
+                                 int64_t most);
 
 private:
     Found improved(std::vector<Solution> solutions);
@@ -51,8 +53,6 @@ private:
         --left_;
         return evaluator_.makespan(replica, bound, kinds);
     }
-    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
-                                 const std::vector<MicroBatches>& packed);
     Solution assigned(const MicroBatches& batches);
     void lighten(Solution& solution);
     void begin_padded(ReplicaState& replica);
@@ -145,10 +145,11 @@ Solution Search::assigned(const MicroBatches& batches) {
     return solution;
 }
 
+// Of those that are not much longer than `most`.
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
-                                     const std::vector<MicroBatches>& packed) {
+                                     const std::vector<MicroBatches>& packed, int64_t most) {
     std::vector<Solution> solutions;
-    int64_t least = kUnreachable;
+    int64_t least = most;
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
         const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
@@ -172,6 +173,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     const int64_t left = left_;
     for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
     for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty()) {
         for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight);
         for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight);
@@ -223,7 +225,7 @@ void Search::compete(std::vector<Solution>& solutions) {
 // Nothing where every start is longer than `most`.
 Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
                   int64_t most) {
-    std::vector<Solution> solutions = starts(partitions, packed);
+    std::vector<Solution> solutions = starts(partitions, packed, kUnreachable);
     if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
     return improved(std::move(solutions));
@@ -366,6 +368,14 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 }
 
 }  // namespace
+
+int64_t begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+              int64_t most) {
+    if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
+    Search search(problem, costs, begun.maker, problem.division, 0, 0);
+    const std::vector<Solution> solutions = search.starts(partitions, begun.packed, most);
+    return solutions.empty() ? kUnreachable : solutions[0].slowest();
+}
 
 Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
              int64_t evaluations, uint64_t seed) {

@@ -26,7 +26,7 @@ struct Run {
 
 constexpr int64_t kDefaultEvaluations = -1;
 
-// The micro-batches of searches in one order of the samples, kept, since a full search often follows a quick one.
+// The micro-batches of searches in one order of the samples, kept, since a search often follows its beginning.
 struct Begun {
     Begun(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
         : order(places), maker(problem, costs, places) {}
@@ -35,6 +35,10 @@ struct Begun {
     BatchMaker maker;
     std::vector<MicroBatches> packed;  // rows to begin with
 };
+
+// The makespan of the best start; kUnreachable where none is shorter than `most`, or only a little longer.
+int64_t begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+              int64_t most);
 
 // The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
 Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,

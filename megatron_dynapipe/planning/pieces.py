@@ -109,16 +109,12 @@ class CutBatch:
         samples: whole ones and pieces; ids and tokens are those of the whole samples.
         problem: of planning them.
         partitioned: where their search begins: with packed rows alone.
-        begun_ns: predicted time of what the search begins with.
-        gain: how much longer whole samples take at the beginning, relative to that.
     """
 
     pieces: Pieces
     samples: Samples
     problem: BatchProblem
     partitioned: OrderedPartitions
-    begun_ns: int = 0
-    gain: float = 0.0
 
 
 def can_cut(problem: BatchProblem) -> bool:

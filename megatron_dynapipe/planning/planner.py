@@ -6,7 +6,6 @@ GlobalBatch ── lengths ──► Samples ── order ──► candidate or
 """
 
 import hashlib
-import math
 from dataclasses import replace
 
 import msgspec
@@ -19,14 +18,14 @@ from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
-from megatron_dynapipe.planning.native import fast_verify
+from megatron_dynapipe.planning.native import NEVER, fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
 from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
-from megatron_dynapipe.planning.search import notice
+from megatron_dynapipe.planning.search import begun_ns, notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
@@ -208,11 +207,13 @@ class Planner:
         s = self.settings
         if not s.may_cut or problem.forward_only or not can_cut(problem):
             return None
-        quick = replace(s.schedule, search_evaluations=0)
         element_bytes, multiple = s.element_bytes, LENGTH_MULTIPLE * s.tensor_parallel
         limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
         best: CutBatch | None = None
-        longer = 0
+        least, longer = NEVER, 0
+        if limits and partitioned is not None and not isinstance(s.slices, int):
+            whole = self._begun_ns(problem, partitioned, NEVER)
+            least = whole if whole >= NEVER else int(whole / (1 + LEAST_GAIN))
         for most in limits:
             cut = cut_batch(
                 samples,
@@ -226,20 +227,23 @@ class Planner:
             if cut is None:
                 continue
             if isinstance(s.slices, int):
-                return replace(cut, gain=math.inf)
-            scheduled = self._schedule(cut.problem, cut.partitioned, searchable=True, chosen=quick)
-            if scheduled is None:
-                continue
-            if best is None or scheduled.makespan_ns < best.begun_ns:
-                best = replace(cut, begun_ns=scheduled.makespan_ns)
-            longer = longer + 1 if scheduled.makespan_ns > best.begun_ns * (1 + LEAST_GAIN) else 0
+                return cut
+            begun = self._begun_ns(cut.problem, cut.partitioned, least)
+            if begun < least:
+                best, least = cut, begun
+            longer = longer + 1 if begun > least * (1 + LEAST_GAIN) else 0
             if longer == 2:
                 break  # smaller pieces take longer still
-        if best is None or partitioned is None:
-            return best
-        whole = self._schedule(problem, partitioned, searchable=True, chosen=quick)
-        best = replace(best, gain=math.inf if whole is None else whole.makespan_ns / best.begun_ns - 1)
-        return best if best.gain > LEAST_GAIN else None
+        return best
+
+    def _begun_ns(self, problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> int:
+        """Time of what a search begins with, by the first rules of transfers that allow any; `NEVER` above `most`."""
+        begun = begun_ns(problem, partitioned, most)
+        for rules in self.settings.transfers.relaxed():
+            if begun < NEVER:
+                break
+            begun = begun_ns(replace(problem, transfers=rules), partitioned, most)
+        return begun
 
     def samples(self, batch: GlobalBatch) -> Samples:
         """The batch's lengths in padded positions.

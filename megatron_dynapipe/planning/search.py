@@ -10,7 +10,8 @@ the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A m
     move           moves a sample of a packed row to another micro-batch, or exchanges two
     split          one micro-batch into two
     merge          two into one, padded ones where they are neighbours
-    recompute      gives a micro-batch another mode, on all virtual stages, from one on, or on one
+    recompute      gives a micro-batch another mode, on all virtual stages, from one on, or on one, or exchanges two's
+                   modes there: half the time on the busiest stage
     layout         packs a padded micro-batch into a row, or the other way round
     change policy  changes how many micro-batches a stage may hold in flight, or the policy's rule
     reassign       gives a micro-batch to another replica, or exchanges two
@@ -81,6 +82,20 @@ def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunk
     return min(evaluations, LARGE_BUDGET * replicas // most)
 
 
+def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Partition]:
+    """The partitions that have a micro-batch for each replica."""
+    return [partition for partition in partitioned.partitions if len(partition.sizes) >= problem.replicas]
+
+
+def begun_ns(problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> int:
+    """Predicted time of what a search begins with; `NEVER` where nothing fits, or all is clearly more than `most`."""
+    begin = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
+    try:
+        return problem.native.begin(order=partitioned.order, partitions=begin, most=most)
+    except ValueError as error:
+        raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
+
+
 def search(
     problem: BatchProblem, partitioned: OrderedPartitions, *, evaluations: int | None, seed: int
 ) -> list[ReplicaSolution]:
@@ -96,8 +111,7 @@ def search(
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
     layout, order = problem.layout, partitioned.order
-    partitions, least = partitioned.partitions, problem.replicas
-    enough = [partition for partition in partitions if len(partition.sizes) >= least]  # one to each replica
+    enough = _enough(problem, partitioned)
     if evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
     elif evaluations is None:

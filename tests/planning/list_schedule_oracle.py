@@ -11,7 +11,7 @@ def list_schedule_by_rules(problem: ScheduleProblem, policy: Policy) -> PassOrde
     """The order of `list_schedule`."""
     run = _Run(problem, policy)
     taken = run.run()
-    return None if taken is None else order_of(taken, problem.micro_batches, problem.chunks)
+    return None if taken is None else order_of(taken, problem, policy.rule)
 
 
 class _Stage:
@@ -30,8 +30,9 @@ class _Run:
         self.problem, self.rule = problem, policy.rule
         count, stages, chunks = problem.micro_batches, problem.stages, problem.chunks
         self.stages = [_Stage(held) for held in problem.model_state_bytes.tolist()]
-        self.forwards, self.backwards = sequences(count, stages, chunks)
-        more = forwards_of_earlier_chunks(count, stages, chunks)
+        full = policy.rule is Rule.STRICT
+        self.forwards, self.backwards = sequences(count, stages, chunks, full=full)
+        more = forwards_of_earlier_chunks(count, stages, chunks, full=full)
         self.depths = [depth + more for depth in policy.depths]
         self.input_ready = {(row, 0): 0 for row in range(count)}
         self.gradient_ready: dict[tuple[int, int], int] = {}

@@ -1,8 +1,9 @@
 """List scheduling: every stage takes the next pass that can start, within its memory.
 
-Passes keep one sequence on all stages, forward and backward (that of 1F1B, interleaved where stages have several
-chunks), so that a stage only ever chooses between *the* next forward and *the* next backward. It takes the one that
-can start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
+Passes keep one sequence on all stages, forward and backward, so that a stage only ever chooses between *the* next
+forward and *the* next backward. With several chunks it is that of interleaved 1F1B under the strict rule; under others
+smaller groups of micro-batches pass a chunk together, which fixed depths could stall. A stage takes the pass that can
+start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
 their backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must besides
 leave room for every backward.
 
@@ -69,12 +70,12 @@ def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
     )
     if makespan >= NEVER:
         return None
-    return order_of(np.array(forwards).reshape(problem.stages, -1).tolist(), problem.micro_batches, problem.chunks)
+    return order_of(np.array(forwards).reshape(problem.stages, -1).tolist(), problem, policy.rule)
 
 
-def order_of(forwards: Sequence[Sequence[int]], micro_batches: int, chunks: int) -> PassOrder:
+def order_of(forwards: Sequence[Sequence[int]], problem: ScheduleProblem, rule: Rule) -> PassOrder:
     """The passes of every stage from 1 per forward and 0 per backward, as the native core returns them."""
-    in_order = sequences(micro_batches, len(forwards), chunks)
+    in_order = sequences(problem.micro_batches, problem.stages, problem.chunks, full=rule is Rule.STRICT)
     return tuple(_passes(stage, *in_order) for stage in forwards)
 
 

@@ -71,17 +71,19 @@ def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
     return tuple((2 if chunks > 1 else 1) * (stages - 1 - stage) + 1 for stage in range(stages))
 
 
-def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int) -> int:
+def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int, *, full: bool = True) -> int:
     """Forwards that a stage runs of the largest group before the group reaches its last chunk."""
-    return (chunks - 1) * max(_groups(micro_batches, stages), default=0)
+    return (chunks - 1) * max(_groups(micro_batches, stages, full), default=0)
 
 
-def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
+def sequences(
+    micro_batches: int, stages: int, chunks: int, *, full: bool = True
+) -> tuple[tuple[Forward, ...], tuple[Backward, ...]]:
     """The order of forwards and of backwards that all stages share: group by group, and in a group chunk by chunk."""
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     first = 0
-    for size in _groups(micro_batches, stages):
+    for size in _groups(micro_batches, stages, full):
         rows = range(first, first + size)
         forwards += [Forward(row, chunk) for chunk in range(chunks) for row in rows]
         backwards += [Backward(row, chunk) for chunk in reversed(range(chunks)) for row in rows]
@@ -89,14 +91,14 @@ def sequences(micro_batches: int, stages: int, chunks: int) -> tuple[tuple[Forwa
     return tuple(forwards), tuple(backwards)
 
 
-def _groups(micro_batches: int, stages: int) -> list[int]:
-    """Micro-batches that pass a chunk together: even groups of at least as many as there are stages.
+def _groups(micro_batches: int, stages: int, full: bool) -> list[int]:
+    """Micro-batches that pass a chunk together: even groups of at least as many as there are stages, or at most.
 
-    With groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a backward
-    that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is the case
-    in which the number divides.
+    With full groups of g ≥ stages (or a single one), and depths by the largest, a stage's forward never waits for a
+    backward that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is
+    the case in which the number divides.
     """
-    count = max(micro_batches // stages, 1)
+    count = max(micro_batches // stages if full else -(-micro_batches // stages), 1)
     small, larger = divmod(micro_batches, count)
     return [small + (group < larger) for group in range(count)]
 
