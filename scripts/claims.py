@@ -35,6 +35,7 @@ class Claim(NamedTuple):
     """A row of the page.
 
     Attributes:
+        text: of what is printed, whole.
         bound: "≥" or "≤" in place of a tolerance, where the number may be larger or smaller.
         low: the least of the interval's low end; None where no interval is asked for.
     """
@@ -42,6 +43,7 @@ class Claim(NamedTuple):
     sentence: str
     command: str
     minutes: float
+    text: str
     printed: str
     value: float
     tolerance: float
@@ -75,7 +77,7 @@ def claims(page: str) -> list[Claim]:
                 raise ValueError(f"expected text, then a number with ±, ≥ or ≤, got {text!r}")
             printed, bound, value, tolerance, low = expected.groups()
             numbers = (_number(value), _number(tolerance or "0"), (bound or "").strip(), _number(low) if low else None)
-            rows.append(Claim(cells[0], cells[1].strip("`"), _number(cells[2]), printed, *numbers))
+            rows.append(Claim(cells[0], cells[1].strip("`"), _number(cells[2]), text, printed, *numbers))
     return rows
 
 
@@ -124,7 +126,7 @@ def main() -> None:
             holds, said = (False, failure) if failure else claim.holds(printed)
             outcome = "pass" if holds else "MISS"
         counts[outcome] += 1
-        print(f"{outcome}  {claim.sentence}: {said}", flush=True)
+        print(f"{outcome}  {claim.sentence} [{claim.text}]: {said}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     sys.exit(counts["MISS"] > 0)
 

@@ -75,11 +75,11 @@ def test_failures_are_missed_and_long_claims_named(monkeypatch, tmp_path, capsys
         SCRIPT["main"]()
     assert ended.value.code == 1
     assert capsys.readouterr().out.splitlines() == [
-        "pass  ends well: 0",
-        "pass  says it on stderr: 7",
-        "MISS  fails: exit status 1: no data",
-        "pass  has two: 1",
-        "MISS  has two: 3",
-        "skip  takes long: 31 minutes, more than --minutes 30",
+        "pass  ends well [exit status 0 ± 0]: 0",
+        "pass  says it on stderr [ ≥ 7]: 7",
+        "MISS  fails [right ≥ 7]: exit status 1: no data",
+        "pass  has two [a ≥ 1]: 1",
+        "MISS  has two [b ≤ 2]: 3",
+        "skip  takes long [ ≥ 7]: 31 minutes, more than --minutes 30",
         "3 pass, 2 MISS, 1 skip",
     ]
