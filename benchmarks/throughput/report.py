@@ -53,7 +53,8 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table."""
-    columns = ["model", "layout", "maximum length", "method", "tokens/s", f"ratio to {rows[0]['against']} (95%)"]
+    against = " or ".join(sorted({row["against"] for row in rows}))
+    columns = ["model", "layout", "maximum length", "method", "tokens/s", f"ratio to {against} (95%)"]
     columns += ["padding efficiency", "idle", "planning / iteration", "memory MB", "first loss"]
     lines = []
     for row in rows:

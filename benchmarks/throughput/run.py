@@ -2,7 +2,9 @@
 
     python benchmarks/throughput/run.py [--quick] [--data DATASET] [--model t5|gpt] [--methods a,b,…]
         [--ranks 2 | --layouts 1,1,2;2,1,1;1,2,1] [--max-lengths 512,1536] [--device auto|cpu|cuda]
-        [--cost-model FILE] [--json FILE] [--output FOLDER] [-- FLAGS of the runs, of Megatron or --dynapipe-…]
+        [--cost-model FILE] [--against a[,b]] [--json FILE] [--output FOLDER] [-- FLAGS of the runs, of Megatron or
+        --dynapipe-…]
+    python benchmarks/throughput/run.py --draw FILE … --output FOLDER
 
 One command compares all methods on every model × layout × maximum length. Layouts are data, tensor and pipeline
 parallel ranks, by default RANKS pipeline stages; longer samples than a maximum length are truncated. A job of processes
@@ -13,8 +15,8 @@ layer split, one recompute mode, and of all sizes of micro-batches the one of le
 the best layer split of each layout. Costs are measured first (`profile`), unless a file is given.
 
     tokens/s    real tokens, without padding, of all replicas and batches over their time
-    ratio       the method's tokens/s over those of the planned runs, or of --against, with a 95% interval (bootstrap
-                over batches and rounds)
+    ratio       the method's tokens/s over those of the planned runs, or of --against (of several the fastest, which
+                the column names), with a 95% interval (bootstrap over batches and rounds)
     idle        share of the time in which a stage computes nothing, mean of all ranks
     planning    time on one core to plan an iteration, and as a share of the iteration. It is not part of the iteration:
                 in training another process plans ahead, so that ranks wait only where this share comes near 1 for each
@@ -28,6 +30,7 @@ host. Not yet run on a GPU; `--size gpu --device cpu` does the same without one,
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -53,6 +56,9 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     check(parser, args)
+    if args.draw:
+        write([row for path in args.draw for row in json.loads(path.read_text())["rows"]], args.output)
+        return
     given = ["--dynapipe-device", args.device, *config.expand(args.flags)]
     machine = machine_of(config.early_flags(given).dynapipe_device)
     size = size_of(args.size, machine, demo=args.demo)
@@ -90,7 +96,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="dataset folder (default: the demo's; on GPUs a synthetic one, which is made)")
     add("--model", choices=tuple(CONFIGS["demo"]), help="default: both")
     add("--methods", help=f"of {','.join(EVERY)}")
-    add("--against", metavar="METHOD", help="what ratios are to (planned, or else the first method)")
+    add(
+        "--against", metavar="METHOD[,…]", help="what ratios are to, the fastest of them (planned, or the first method)"
+    )
     add("--ranks", type=int, help="pipeline stages (default: one on each GPU, without GPUs 2)")
     add(
         "--layouts",
@@ -119,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--profile-minutes", type=float, help="to measure costs (default 2; with --quick 0.7); 0: costs are computed")
     add("--json", type=Path, help="where to write the figures")
     add("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
+    add("--draw", type=Path, nargs="+", metavar="FILE", help="write --output of these JSON files, without training")
     add("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")
     add("flags", nargs=argparse.REMAINDER, help="after --: more flags of the runs")
     return parser
@@ -127,8 +136,13 @@ def make_parser() -> argparse.ArgumentParser:
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a message where arguments do not go together."""
     methods = chosen_methods(args)
-    if args.against not in (None, *methods):
-        parser.error(f"expected --against one of the methods {', '.join(methods)}, got {args.against}")
+    if args.draw and not args.output:
+        parser.error("expected the --output folder that --draw writes, got none")
+    against = args.against.split(",") if args.against else []
+    if unknown := set(against) - set(methods):
+        parser.error(f"expected --against of the methods {', '.join(methods)}, got {', '.join(sorted(unknown))}")
+    if len(against) > 1 and args.together:
+        parser.error(f"expected one method --against with --together, whose jobs are never all up, got {args.against}")
     if unknown := set(methods) - set(EVERY):
         parser.error(f"expected --methods of {', '.join(EVERY)}, got {', '.join(sorted(unknown))}")
     if args.ranks and args.layouts:

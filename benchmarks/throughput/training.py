@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
     costs = args.cost_model or profile(case, setting)
     flags = [*setting.flags(case), *(["--dynapipe-cost-model", str(costs)] if costs else [])]
     on_gpus = setting.machine.gpus > 0
-    together = args.together or (TOGETHER_ON_GPUS if on_gpus and setting.size == "gpu" else len(methods))
+    against = args.against.split(",") if args.against else ["planned" if "planned" in methods else methods[0]]
+    in_groups = on_gpus and setting.size == "gpu" and len(against) == 1
+    together = args.together or (TOGETHER_ON_GPUS if in_groups else len(methods))
     spec = Spec(
         method="",
         model=case.model,
@@ -74,9 +77,9 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
             if alike not in splits:
                 splits[alike] = chosen_split(case, specs[method])
             specs[method] = msgspec.structs.replace(specs[method], layers_per_stage=splits[alike])
-    base = args.against or ("planned" if "planned" in methods else methods[0])
     rounds = 1 if args.demo else args.rounds
-    found = train(case, specs, base, groups(methods, base, together), batches=batches, rounds=rounds)
+    found = train(case, specs, against[0], groups(methods, against[0], together), batches=batches, rounds=rounds)
+    base = min(against, key=lambda method: mean_ms(found[method][0]))
     return [
         figures(
             {
@@ -87,7 +90,8 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
                 "max_seq_len": longest_of(case, flags),
                 "layers_per_stage": specs[method].layers_per_stage,
             },
-            *found[method],
+            found[method][0],
+            found[base][0] if len(against) > 1 else found[method][1],
             base,
         )
         for method in methods
@@ -142,6 +146,11 @@ def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[st
 def is_slow(results: dict[str, Results], method: str) -> bool:
     """Whether a method's warm-up took many times as long as that of the fastest."""
     return results[method][0]["ms"] > SLOW * min(each[0]["ms"] for each in results.values())
+
+
+def mean_ms(results: Results) -> float:
+    """Of a method's turns after the warm-up."""
+    return statistics.mean(each["ms"] for turn, each in results.items() if turn)
 
 
 def profile(case: Case, setting: Setting) -> Path | None:

@@ -4,8 +4,9 @@ from benchmarks.cost_accuracy.published import ROWS, median_error, order, predic
 
 
 def test_published_iterations_are_predicted() -> None:
-    """Of 27 rows, and of the pairs of layouts of one model."""
+    """Of every source, and of the pairs of rows that differ in tensor or pipeline parallelism alone."""
     predictions = [(row, predict(row)) for row in ROWS]
-    assert median_error(predictions) <= 0.15
+    for source in {row.source for row in ROWS}:
+        assert median_error([found for found in predictions if found[0].source == source]) <= 0.15
     right, pairs = order(predictions)
-    assert pairs == 8 and right / pairs >= 0.8
+    assert pairs == 83 and right / pairs >= 0.8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import interval, ratio_of_sums
-from benchmarks.throughput import comparison, devices, methods, report, rows, synthetic, training
+from benchmarks.throughput import comparison, devices, methods, report, rows, run, synthetic, training
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import A100_RATES
 from megatron_dynapipe.data.meta import read_meta
@@ -69,6 +69,50 @@ def test_the_chart_has_a_panel_for_every_case(monkeypatch, tmp_path):
         "demo GPT, layout 1,1,2, up to 1,536 tokens",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"throughput.json", "throughput.md", "throughput.png"}
+
+
+def test_of_several_methods_the_fastest_is_what_ratios_are_to(monkeypatch, tmp_path):
+    """All are up at once, and their rows are drawn again from the file."""
+    ms = {"planned": 500, "packed_rows": 900, "packed_rows_interleaved": 800}
+    found = {method: {0: WARM_UP, 1: TIMED | {"ms": of}} for method, of in ms.items()}
+    monkeypatch.setattr(
+        training, "train", lambda *_, **__: {method: (own, found["packed_rows"]) for method, own in found.items()}
+    )
+    words = [
+        "--methods",
+        ",".join(ms),
+        "--against",
+        "packed_rows,packed_rows_interleaved",
+        "--cost-model",
+        "costs.json",
+    ]
+    args = run.make_parser().parse_args(words)
+    monkeypatch.setattr(training, "chosen_split", lambda *_: [1, 1])
+    layout = comparison.Layout(data=1, tensor=1, pipeline=2)
+    setting = training.Setting(
+        args=args, machine=devices.machine_of("cpu"), size="demo", data=tmp_path, folder=tmp_path
+    )
+    told = training.compare(comparison.Case(model="gpt", layout=layout, length=512), [*ms], setting)
+    assert [row["ratio_to_packed_rows_interleaved"][1] for row in told] == pytest.approx([1.6, 8 / 9, 1])
+    (tmp_path / "told.json").write_text(report.to_json(told))
+    monkeypatch.setattr("sys.argv", ["run.py", "--draw", str(tmp_path / "told.json"), "--output", str(tmp_path)])
+    run.main()
+    assert "ratio to packed_rows_interleaved (95%)" in (tmp_path / "throughput.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--methods planned,verl --against verl,slime", "of the methods planned, verl, got slime"),
+        ("--methods planned,verl --against planned,verl --together 2", "one method --against with --together"),
+        ("--draw rows.json", "the --output folder that --draw writes, got none"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(words, says, capsys):
+    parser = run.make_parser()
+    with pytest.raises(SystemExit):
+        run.check(parser, parser.parse_args(words.split()))
+    assert says in capsys.readouterr().err
 
 
 def test_layouts_and_lengths_are_read_and_multiplied():

@@ -77,6 +77,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
         of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
+        limit_ms: of a planned batch, the time of every sample's least work over all devices, the first of these limits.
         idle: share of all stages' time in which no pass runs.
     """
 
@@ -88,6 +89,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     shapes: int
     idle: float
     of_limits: str | None = None
+    limit_ms: float | None = None
 
 
 def predict_fastest(
@@ -135,8 +137,9 @@ def predict(
     prediction = prediction_of(plan, tokens=batch.tokens)
     if method != "dynapipe":
         return prediction
-    causes = limits(planner, planned, plan).causes(plan.totals.predicted_ns)
-    return msgspec.structs.replace(prediction, of_limits=causes)
+    bounds = limits(planner, planned, plan)
+    causes = bounds.causes(plan.totals.predicted_ns)
+    return msgspec.structs.replace(prediction, of_limits=causes, limit_ms=bounds.devices / 1e6)
 
 
 def _predict_rows(

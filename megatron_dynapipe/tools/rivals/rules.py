@@ -3,17 +3,18 @@
 dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
              d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
              is a multiple of the replicas (and of the stages, with virtual ones)
-verl         volcengine/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, b178a3cd): samples are
+verl         verl-project/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, 1dda039b): samples are
              divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
              micro-batches at both ends
 slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
-nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 02508a40):
+nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 7ea279ab):
              modified first fit decreasing, then last samples of the rows that have most move to rows of their own;
              under pipelines every row is padded to the longest (`tools.rivals.padded_rows`)
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
 micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+`tests/upstream/test_packing.py` holds them against these files.
 Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `tools.rivals.dynamic_cp`.
 """
 
@@ -199,21 +200,25 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
     ascending = sorted(range(len(work)), key=lambda item: (work[item], item))
     step = parts if equal_counts else 1
     heap = []
-    for number, first in enumerate(range(0, len(ascending), step)):
-        sums = [(work[item], [item]) for item in ascending[first : first + step]]
-        heap.append(_entry(sums + [(0, [])] * (parts - len(sums)), number))
+    for first in range(0, len(ascending), step):
+        sums = [(work[item], 1, [item]) for item in ascending[first : first + step]]
+        heap.append(_entry(sums + [(0, 0, [])] * (parts - len(sums))))
     heapq.heapify(heap)
-    for number in range(len(heap), 2 * len(heap) - 1):
+    while len(heap) > 1:
         one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
-        joined = [(a + b, ours + theirs) for (a, ours), (b, theirs) in zip(one, reversed(other), strict=True)]
-        heapq.heappush(heap, _entry(joined, number))
-    return [sorted(items) for _, items in heap[0][-1]]
+        joined = [
+            (a + b, n + m, ours + theirs) for (a, n, ours), (b, m, theirs) in zip(one, reversed(other), strict=True)
+        ]
+        heapq.heappush(heap, _entry(joined))
+    return [sorted(items) for *_, items in heap[0][-1]]
 
 
-_Sums = list[tuple[int, list[int]]]
+_Sums = list[tuple[int, int, list[int]]]
+"""Of each part: work, number of items, items as they came to it."""
 
 
-def _entry(sums: _Sums, number: int) -> tuple[int, int, int, _Sums]:
-    """A heap's entry: the largest spread first, of equal ones that of the largest part, then the first made."""
-    descending = sorted(sums, key=lambda part: (-part[0], -len(part[1])))
-    return descending[-1][0] - descending[0][0], -descending[0][0], number, descending
+def _entry(sums: _Sums) -> tuple[int, int, int, list[int], _Sums]:
+    """A heap's entry: the largest spread first, of equal ones that of the largest part, by work, number, last items."""
+    descending = sorted(sums, reverse=True)
+    work, count, items = descending[0]
+    return descending[-1][0] - work, -work, -count, [-item for item in items], descending
