@@ -27,7 +27,7 @@ BOUNDS = {
     "lines of the package": 47_073,
     "lines of its core": 31_712,  # to come down to 31,500; labels brought 550, HybridModel 450, losses by task 130
     "kinds of values": 209,
-    "lines of tests": 35_838,  # to come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900
+    "lines of tests": 35_815,  # to come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900
     "lines of benchmarks": 8_196,  # to come down to 7,500; rivals, published figures, claims, HybridModel brought 620
     "flags": 27,
 }
