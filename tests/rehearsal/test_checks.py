@@ -1,7 +1,6 @@
 """`benchmarks/` on rehearsed GPUs: what of its checks needs no kernel, and training compared with Megatron's own."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import pytest
 
 from benchmarks.common import ROOT
 from tests.helpers.rehearsal import build, launch
-from tests.store.servers import free_port
 
 pytestmark = [
     pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
@@ -61,24 +59,3 @@ def test_methods_are_compared_on_gpus(family, engine, tmp_path):
     assert output.exists(), said
     losses = [row["first_loss"] for row in json.loads(output.read_text())["rows"]]
     assert losses == pytest.approx([8.32] * len(methods.split(",")), abs=0.1), said  # the logarithm of the vocabulary
-
-
-def test_two_nodes_train_together(data, tmp_path):
-    """Two torchruns, each with two GPUs of its own and a planner."""
-    flags = "--dynapipe-calibrate 0 --train-iters 2 --global-batch-size 16 --bf16"
-    given = {"PYTHON": sys.executable, "GPUS_PER_NODE": "2", "CONFIG": "configs/demo_gpt.yaml", "OMP_NUM_THREADS": "1"}
-    environment = launch.environment(2) | given | {"MASTER_PORT": str(free_port())}
-    words = ["examples/two_nodes.sh", "127.0.0.1"]
-    nodes = []
-    for node in "01":
-        own = f"{flags} --dynapipe-data {data} --dynapipe-report-dir {tmp_path / node}".split()
-        with (tmp_path / f"log-{node}").open("w") as log:
-            nodes.append(subprocess.Popen([*words, node, *own], stdout=log, stderr=log, cwd=ROOT, env=environment))
-    try:
-        ended = [node.wait(240) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    said = "".join(log.read_text() for log in tmp_path.glob("log-*"))
-    assert ended == [0, 0] and len(re.findall(r"lm loss: 6\.", said)) == 2, said[-5000:]  # of 512 tokens
-    assert all((tmp_path / node / f"planner-{node}.log").exists() for node in "01")

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -192,9 +191,12 @@ def patched_session(args: argparse.Namespace) -> Session:
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
     _settle_evaluations(args, run)
 
-    def required(fields: RequiredFields) -> RequiredFields:
+    def required() -> RequiredFields:
         takes = parallel_state.get_tensor_model_parallel_rank() == 0
-        return fields if takes else replace(fields, tokens=False)  # labels say which rows the last MLP runs over
+        return RequiredFields(
+            tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
 
     masked = args.create_attention_mask_in_dataloader
     make_batch = partial(gpt_batch, explicit_mask=masked, row_format=run.model.row_format)

@@ -57,7 +57,7 @@ class Session:
     Args:
         run: what was asked for.
         resumed: the inputs of plans from where training goes on; called once Megatron knows where that is.
-        required: which of the tensors that the models read this rank's stage reads.
+        required: which tensors this rank's stage reads, once the pipeline exists; by default those that the models do.
         make_batch: host tensors to what the step function takes; by default what the models take.
         wrap_step: makes of Megatron's step function the one that is called.
 
@@ -70,7 +70,7 @@ class Session:
         run: RunConfig,
         *,
         resumed: Callable[[], PlanInputs],
-        required: Callable[[RequiredFields], RequiredFields] = lambda fields: fields,
+        required: Callable[[], RequiredFields] | None = None,
         make_batch: MakeBatch | None = None,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
     ) -> None:
@@ -274,7 +274,7 @@ class Session:
         if run.reserves_all_memory:
             limit = inputs.planner.memory_limit_bytes
             self._control.run_on_all(lambda: reserve(limit, self._device))
-        required = self._required(required_fields(self._modules))
+        required = self._required() if self._required else required_fields(self._modules)
         dtype = run.model.state_dtype
         steps = open_runner(
             self._control, inputs.planner, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=False
