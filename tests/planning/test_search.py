@@ -110,7 +110,10 @@ def test_a_beginning_is_known_not_to_be_as_fast_as_asked():
     made = planner(GPT, 4)
     made = Planner(msgspec.structs.replace(made.settings, micro_batch_layouts=tuple(BatchLayout)), made.cost_model)
     samples = made.samples(batch(60, GPT, 0))
-    rows, problem = OrderedPartitions(order=by_length(samples.inputs, samples.targets), partitions=()), made.problem(samples)
+    rows, problem = (
+        OrderedPartitions(order=by_length(samples.inputs, samples.targets), partitions=()),
+        made.problem(samples),
+    )
     begun = begun_ns(problem, rows, NEVER)
     assert begun_ns(problem, rows, begun) == begun < NEVER == begun_ns(problem, rows, begun // 2)
 
