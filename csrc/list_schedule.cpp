@@ -11,15 +11,14 @@ constexpr int64_t kPoints = 64;  // of a trace, about
 
 }  // namespace
 
-// Groups as in planning/schedules/one_f_one_b.py: even ones, of at least as many micro-batches as there are stages, or of at
-// most as many.
+// Even groups, as in planning/schedules/one_f_one_b.py.
 void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>& turned) {
     if (numbered_ == count && full_ == full && turned_ == turned) return;
     numbered_ = count;
     full_ = full;
     turned_ = turned;
-    const int64_t chunks = shape_.chunks, stages = shape_.stages;
-    const int64_t groups = std::max<int64_t>((count + (full ? 0 : stages - 1)) / stages, 1);
+    const int64_t chunks = shape_.chunks, more = full ? 0 : shape_.stages - 1;
+    const int64_t groups = std::max<int64_t>((count + more) / shape_.stages, 1);
     items_ = count * chunks;
     forward_.clear();
     backward_.clear();
@@ -29,19 +28,17 @@ void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>&
     int64_t first = 0;
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t end = first + count / groups + (group < count % groups);
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        for (int64_t chunk = 0; chunk < chunks; ++chunk)
             for (int64_t row = first; row < end; ++row) {
                 forward_place[row * chunks + chunk] = forward_.size();
                 forward_.push_back({row, chunk, -1, 0});
             }
-        }
-        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk)
             for (int64_t at = first; at < end; ++at) {
                 const int64_t row = turned.empty() ? at : turned[at];
                 backward_place[row * chunks + chunk] = backward_.size();
                 backward_.push_back({row, chunk, -1, 0});
             }
-        }
         first = end;
     }
     for (Item& item : forward_) {

@@ -94,7 +94,7 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
         "shapes": len(plan.shapes),
         "digest": digest(plan),
         **({} if planner.samples(global_batch).labels is None else {"head": "labels"}),
-        "limits": {name: bound / 1e6 for name, bound in bounds._asdict().items()},
+        "limits": bounds.milliseconds(),
         "of_limits": bounds.causes(totals.predicted_ns),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, plan

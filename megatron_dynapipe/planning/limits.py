@@ -3,7 +3,8 @@
     devices        every sample's least work, over all devices
     stages         the best split of the modules into stages: a stage's least work, and the forward work before it
     memory         the same with as much recomputation as memory asks for
-    micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it
+    micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
+                   more is lost to rows, uneven stages or recomputation (`planning.lost_time`)
     the plan
 
 A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
@@ -31,6 +32,7 @@ from megatron_dynapipe.cost.pieces import prefix_costs
 from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.planning.lost_time import rows_alone
 from megatron_dynapipe.planning.pieces import can_cut
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray
@@ -46,12 +48,22 @@ MOST_LENGTHS = 400
 
 
 class Limits(NamedTuple):
-    """Lower bounds on a batch's time, in ns."""
+    """Lower bounds on a batch's time, in ns.
+
+    Attributes:
+        devices, stages, memory, micro_batches: the ladder.
+        rows: of the plan's micro-batches, on the mean stage and on the busiest, where nothing is recomputed.
+    """
 
     devices: int
     stages: int
     memory: int
     micro_batches: int
+    rows: tuple[int, int] = (0, 0)
+
+    def milliseconds(self) -> dict[str, float]:
+        """The ladder by name."""
+        return {name: bound / 1e6 for name, bound in zip(self._fields[:4], self[:4], strict=True)}
 
     def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
         """How near a plan is to the first bound, and what the rest of its time is lost to.
@@ -61,7 +73,9 @@ class Limits(NamedTuple):
             measured_ns: where the plan was trained: the iteration, and
             waited_ns: its wait for the plan before.
         """
-        steps, names = [*self, plan_ns], ["stages", "memory", "micro-batches", "order"]
+        even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in self.rows)
+        names = ["stages", "memory", "rows", "uneven stages", "recomputation", "order"]
+        steps = [self.devices, self.stages, self.memory, even, max(even, busiest), self.micro_batches, plan_ns]
         if measured_ns is not None:
             steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
         lost = zip(names, steps[1:], steps, strict=False)
@@ -78,11 +92,11 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
         plan: its plan.
     """
     work = _LeastWork(planner, planner.samples(batch))
-    devices = work.everywhere()
+    devices = work.everywhere(work.time)
     stages = max(devices, work.best_split(work.time, PRICES[:1]))
     memory = max(stages, work.best_split(work.fitting_time, PRICES))
     of_plan = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
-    return Limits(devices, stages, memory, max(memory, of_plan))
+    return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
 
 
 class _LeastWork:
@@ -137,11 +151,11 @@ class _LeastWork:
         times = (2 + state.gradient_bytes) / 2 + 6 / (self.replicas if sharded else 1)
         return np.asarray(np.cumsum(parameters) * times)
 
-    def everywhere(self) -> int:
+    def everywhere(self, times: Floats) -> int:
         """All work, over all devices."""
-        times = self.time.min(axis=0)[:, self.modules].sum(axis=1)
-        total = float(times @ self.counts) / self.replicas - self.rounding
-        return int(max(total / self.stages, 0))
+        each = times.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(each @ self.counts) / self.replicas - self.rounding
+        return int(max(total / self.stages, 0)) if np.isfinite(total) else 0
 
     def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
@@ -154,7 +168,7 @@ class _LeastWork:
         )
         if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
             fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
-            return self.everywhere() + int(fill)
+            return self.everywhere(times) + int(fill)
         bound = np.full((len(ends), len(ends)), np.inf)
         for first, row in zip(
             range(len(ends) - 1),

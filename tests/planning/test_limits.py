@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
+from megatron_dynapipe.cost import even_split, of_halves
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.planning.limits import Limits, limits
 from megatron_dynapipe.planning.samples import Samples
@@ -18,12 +19,13 @@ from tests.planning.planner_cases import batch_of, planner
 
 def test_what_a_plan_loses_adds_up() -> None:
     assert (
-        Limits(devices=50, stages=60, memory=60, micro_batches=80).causes(100)
-        == "50% of the limit: stages 10%, memory 0%, micro-batches 20%, order 20%"
+        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(65, 72)).causes(100)
+        == "50% of the limit: stages 10%, memory 0%, rows 5%, uneven stages 7%, recomputation 8%, order 20%"
     )
     assert (
-        Limits(devices=50, stages=60, memory=60, micro_batches=80).causes(100, 150, 50)
-        == "25% of the limit: stages 5%, memory 0%, micro-batches 10%, order 10%, prediction 25%, waits 25%"
+        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(50, 90)).causes(100, 150, 50)
+        == "25% of the limit: stages 5%, memory 0%, rows 0%, uneven stages 10%, recomputation 0%, order 10%,"
+        " prediction 25%, waits 25%"
     )
 
 
@@ -31,6 +33,8 @@ def test_what_a_plan_loses_adds_up() -> None:
     family=st.sampled_from(ModelFamily),
     pairs=st.lists(st.tuples(st.integers(2, 900), st.integers(1, 200)), min_size=2, max_size=12),
     stages=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 1, 2]),
+    halves=st.booleans(),
     replicas=st.integers(1, 2),
     memory=st.sampled_from([2 * 10**9, 6 * 10**7, 3 * 10**7]),
     split=st.sampled_from(["off", "auto"]),
@@ -38,11 +42,20 @@ def test_what_a_plan_loses_adds_up() -> None:
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
     counting=st.sampled_from([None, 0, 0.1]),
 )
-@settings(max_examples=25)
-def test_no_plan_is_faster_than_its_limits(family, pairs, stages, replicas, memory, split, slices, layouts, counting):
+@settings(max_examples=40)
+def test_no_plan_is_faster_than_its_limits(
+    family, pairs, stages, chunks, halves, replicas, memory, split, slices, layouts, counting
+):
     t5 = family is ModelFamily.T5
     changes = {"split_backward": split, "micro_batch_layouts": layouts, "slices": "off" if t5 else slices}
     changes |= {"pipeline_parallel": stages, "data_parallel": replicas, "memory_limit_bytes": memory}
+    if stages > 1:
+        layers = [int(2 * n) for n in even_split(8 if t5 else 4, stages * chunks, halves=True)]
+        moved = int(halves and layers[-1] > 1)
+        changes |= {
+            "chunks": chunks,
+            "layers_per_stage": of_halves([layers[0] + moved, *layers[1:-1], layers[-1] - moved]),
+        }
     lengths = batch_of(*[(first, second * t5) for first, second in pairs])
     if counting is not None and not t5:
         lengths = replace(lengths, labels=(lengths.input_lengths * counting).astype(np.int32))
@@ -51,8 +64,10 @@ def test_no_plan_is_faster_than_its_limits(family, pairs, stages, replicas, memo
         plan = made.plan(lengths, 0)
     except InfeasibleError:
         return
-    ladder = [*limits(made, lengths, plan), plan.totals.predicted_ns]
+    bounds = limits(made, lengths, plan)
+    ladder = [*bounds[:4], plan.totals.predicted_ns]
     assert all(below <= above for below, above in pairwise(ladder)), ladder
+    assert bounds.rows[0] <= bounds.rows[1] <= bounds.micro_batches
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])
