@@ -1,6 +1,7 @@
 """Full planning, order to verified plan, held against the published planner on the same batches.
 
     python -m benchmarks.planning.full [--tokens 65536] [--settings t5:1,1,8 …] [--split auto] [--layout padded]
+        [--mixtures flan_like flan_more] [--lengths 2048 8192] [--device h100]
 
 Every setting's batches are planned by `megatron-dynapipe plan --json` in one process on one core, and scored by
 `score_plans.py`, which rebuilds time and memory from the cost model file alone. Columns:
@@ -13,6 +14,9 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
     idle        mean share of device time in which no pass runs
     bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
                 over stages, for the micro-batches of the plan
+    of L2       mean of the limit of stages and memory over plan (`planning/limits.py`)
+
+The published planner is compared where its results are known: on A100s, and batches of flan_like.
 
 With `--split auto` each batch's layer split is chosen from the larger batches of its mixture and maximum length, and
 every maximum length has a row of its own, too.
@@ -37,7 +41,7 @@ SETTINGS = (
     *("t5:1,1,8", "t5:1,2,4", "t5:1,4,2", "t5:1,8,1", "t5:2,2,2"),
 )
 SPLIT_FROM_TOKENS = 262_144
-COLUMNS = ("setting", "batches", "ms", "CPU ms", "verify", "faster", "ratio", "worst", "idle", "bound")
+COLUMNS = ("setting", "batches", "ms", "CPU ms", "verify", "faster", "ratio", "worst", "idle", "bound", "of L2")
 
 
 def main() -> None:
@@ -49,8 +53,12 @@ def main() -> None:
     parser.add_argument("--slices", default="auto", help="auto, off or N: long samples of GPT cut into pieces")
     parser.add_argument("--split-backward", default="off", help="auto, on or off: backward passes in halves")
     parser.add_argument("--evaluations", type=int, help="of the search; default: the planner's")
+    parser.add_argument("--mixtures", nargs="*", default=["flan_like"], help="files of batches")
+    parser.add_argument("--lengths", nargs="*", type=int, help="maximum lengths of samples; default: all")
+    parser.add_argument("--device", choices=COSTS, default="a100", help="whose costs")
     args = parser.parse_args()
-    every, results = recorded_batches(), published_results()
+    every = [batch for name in args.mixtures for batch in recorded_batches(name)]
+    results = published_results() if args.device == "a100" else []
     print(markdown(COLUMNS, []), flush=True)
     rows: dict[str, list[dict]] = {model: [] for model in MODELS}
     for setting in args.settings:
@@ -58,10 +66,11 @@ def main() -> None:
         data, tensor, pipeline = map(int, layout.split(","))
         own = {"model": model, "data_parallel": data, "tensor_parallel": tensor, "pipeline_parallel": pipeline}
         known = {result["batch"]: result for result in results if result.items() >= own.items()}
-        chosen = [b for b in every if b["model"] == model and b["tokens"] == args.tokens and b["id"] in known]
+        chosen = [b for b in every if b["model"] == model and b["tokens"] == args.tokens]
+        chosen = [b for b in chosen if b["max_seq_len"] in (args.lengths or [b["max_seq_len"]])]
         planned = []
         for group in _groups(chosen, args.split):
-            part = [{**row, "published": known[row["id"]]} for row in _plan(args, model, layout, group, every)]
+            part = [{**row, "published": known.get(row["id"])} for row in _plan(args, model, layout, group, every)]
             if len(group) < len(chosen):
                 _row(f"{setting}, {group[0]['max_seq_len']}", part)
             planned += part
@@ -82,12 +91,13 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
     """Plan some batches of a setting and score them; one dictionary per batch."""
     layers, hidden = MODELS[model]
     data, tensor, pipeline = layout.split(",")
-    cost = COSTS["a100"][model]
+    cost = COSTS[args.device][model]
+    hidden = "4096" if args.device == "h100" else hidden
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {"plan": folder / "batches.json", "split": folder / "split.json", "report": folder / "report.json"}
         write(files["plan"], batches)
-        command = arguments("plan", model, layout, files["plan"])
+        command = arguments("plan", model, layout, files["plan"], args.device)
         command += ["--layout", args.layout]
         command += ["--slices", args.slices if model == "gpt" else "off"]
         command += ["--split-backward", args.split_backward]
@@ -102,13 +112,17 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
         split = "equal" if args.split == "equal" else "auto"
         score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", split]
-        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB["a100"])]
+        score += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB[args.device])]
         scored = subprocess.run(score, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in scored.stdout.splitlines() if line.startswith("{")]
         iterations = {plan["id"]: plan for plan in json.loads(planned.stdout)["iterations"]}
     for line in lines:
         line["seconds"] = iterations[line["id"]]["planning_seconds"]
         line["processor_seconds"] = iterations[line["id"]]["planning_processor_seconds"]
+        if "error" not in line:
+            line["of_limit"] = iterations[line["id"]]["limits"]["memory"] / iterations[line["id"]]["predicted_ms"]
+        if args.device != "a100":
+            line.pop("ratio", None)
     return lines
 
 
@@ -169,6 +183,7 @@ def _row(name: str, rows: list[dict]) -> None:
             f"{min(ratios, default=math.nan):.3f}",
             f"{statistics.mean(1 - row['busy'] for row in planned):.1%}",
             f"{statistics.mean(row['of_bound'] for row in planned):.1%}",
+            f"{statistics.mean(row['of_limit'] for row in planned):.3f}",
         ]
     print("| " + " | ".join(cells) + " |", flush=True)
     for row in rows:

@@ -70,6 +70,18 @@ def test_no_plan_is_faster_than_its_limits(
     assert bounds.rows[0] <= bounds.rows[1] <= bounds.micro_batches
 
 
+@pytest.mark.parametrize("slices", ["off", 256])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rows_of_a_plan_without_recomputation_are_priced_as_planned(slices, chunks) -> None:
+    changes = {"micro_batch_layouts": tuple(BatchLayout), "split_backward": "auto", "chunks": chunks, "slices": slices}
+    made = planner(ModelFamily.GPT, recompute=(Recompute.NONE,), **changes)
+    samples = batch_of((900, 0), (600, 0), (120, 0), (70, 0), (30, 0))
+    plan = made.plan(samples, 0)
+    assert any(row.pieces for row in plan.replicas[0].micro_batches) == (slices != "off")
+    bounds = limits(made, samples, plan)
+    assert bounds.memory < bounds.rows[1] == bounds.micro_batches
+
+
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])
 def test_the_best_order_of_a_plans_micro_batches_lies_between_its_limit_and_the_plan(stages, lengths) -> None:
     """Whole passes: the limit counts a drain, and the search comes within 2% of the optimum."""

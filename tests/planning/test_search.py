@@ -14,10 +14,11 @@ from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning import search as search_module
-from megatron_dynapipe.planning.partition import Partition
+from megatron_dynapipe.planning.native import NEVER
+from megatron_dynapipe.planning.partition import OrderedPartitions, Partition, by_length
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.search import default_evaluations
+from megatron_dynapipe.planning.search import begun_ns, default_evaluations
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import cost_model, of_lengths, settings
@@ -103,6 +104,18 @@ def test_stages_that_hold_fewer_micro_batches_keep_more_of_each(chunks, memory_g
     kept = np.array([mb.stored_bytes for mb in replica.micro_batches]).sum(axis=0)
     assert any(len(set(mb.recompute)) > 1 for mb in replica.micro_batches)
     assert kept[-1] > kept[0]
+
+
+def test_a_beginning_is_known_not_to_be_as_fast_as_asked():
+    made = planner(GPT, 4)
+    made = Planner(msgspec.structs.replace(made.settings, micro_batch_layouts=tuple(BatchLayout)), made.cost_model)
+    samples = made.samples(batch(60, GPT, 0))
+    rows, problem = (
+        OrderedPartitions(order=by_length(samples.inputs, samples.targets), partitions=()),
+        made.problem(samples),
+    )
+    begun = begun_ns(problem, rows, NEVER)
+    assert begun_ns(problem, rows, begun) == begun < NEVER == begun_ns(problem, rows, begun // 2)
 
 
 def test_another_seed_may_give_another_plan():
