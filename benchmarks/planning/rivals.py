@@ -69,7 +69,7 @@ def figures(compared: dict[str, Any]) -> dict[str, Any]:
         ms = {name: batch["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)}
         fastest = min((ms[name] for name in TRAINERS if ms[name]), default=None)
         if ms["dynapipe"] and fastest:
-            both.append((fastest, ms["dynapipe"], batch["methods"]["dynapipe"]["limit_ms"]))
+            both.append((fastest, ms["dynapipe"], batch["methods"]["dynapipe"]["limits"]["devices"]))
     mean = statistics.geometric_mean
     return {
         "batches": len(both),

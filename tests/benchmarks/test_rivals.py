@@ -13,7 +13,9 @@ from megatron_dynapipe.tools.rivals.methods import TRAINERS
 def batch(plan: float | None, limit: float | None, **others: float) -> dict[str, Any]:
     methods: dict[str, dict[str, Any]] = {name: {"error": "no plan"} for name in TRAINERS}
     methods |= {name: {"ms": ms} for name, ms in others.items()}
-    return {"methods": methods | {"dynapipe": {"ms": plan, "limit_ms": limit} if plan else {"error": "no plan"}}}
+    return {
+        "methods": methods | {"dynapipe": {"ms": plan, "limits": {"devices": limit}} if plan else {"error": "no plan"}}
+    }
 
 
 def test_each_batch_is_held_against_its_fastest_rival(tmp_path: Path) -> None:

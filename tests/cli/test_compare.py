@@ -129,12 +129,12 @@ def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
 def test_data_s_own_seed_and_lengths(dataset, cost_file, tmp_path, capsys) -> None:
     """A run file's length truncates as --max-seq-len does, which wins; of `plan`, which takes the same batches."""
 
-    def times(*more: str) -> list[float]:
+    def times(*more: str, of: str = "predicted_ms") -> list[Any]:
         assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more, name="plan")) == 0
-        return [iteration["predicted_ms"] for iteration in report(capsys)["iterations"]]
+        return [iteration[of] for iteration in report(capsys)["iterations"]]
 
-    usual = times()
-    assert usual == times("--data-seed", "1234") != times("--data-seed", "5")
+    usual, plans = times(), times(of="digest")
+    assert plans == times("--data-seed", "1234", of="digest") != times("--data-seed", "5", of="digest")
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: 4\nhidden-size: 32\nseq-length: 11\n")
     short = times("--max-seq-len", "12")

@@ -77,7 +77,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
         of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
-        limit_ms: of a planned batch, the time of every sample's least work over all devices, the first of these limits.
+        limits: of a planned batch, these in milliseconds, by name.
         idle: share of all stages' time in which no pass runs.
     """
 
@@ -89,7 +89,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     shapes: int
     idle: float
     of_limits: str | None = None
-    limit_ms: float | None = None
+    limits: dict[str, float] | None = None
 
 
 def predict_fastest(
@@ -139,7 +139,7 @@ def predict(
         return prediction
     bounds = limits(planner, planned, plan)
     causes = bounds.causes(plan.totals.predicted_ns)
-    return msgspec.structs.replace(prediction, of_limits=causes, limit_ms=bounds.devices / 1e6)
+    return msgspec.structs.replace(prediction, of_limits=causes, limits=bounds.milliseconds())
 
 
 def _predict_rows(
