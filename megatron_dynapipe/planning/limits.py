@@ -52,14 +52,15 @@ class Limits(NamedTuple):
 
     Attributes:
         devices, stages, memory, micro_batches: the ladder.
-        rows: of the plan's micro-batches, on the mean stage and on the busiest, where nothing is recomputed.
+        rows: of the plan's micro-batches, on the mean stage and on the busiest, where nothing is recomputed; None where
+            replicas run in step.
     """
 
     devices: int
     stages: int
     memory: int
     micro_batches: int
-    rows: tuple[int, int] = (0, 0)
+    rows: tuple[int, int] | None = None
 
     def milliseconds(self) -> dict[str, float]:
         """The ladder by name."""
@@ -73,9 +74,13 @@ class Limits(NamedTuple):
             measured_ns: where the plan was trained: the iteration, and
             waited_ns: its wait for the plan before.
         """
-        even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in self.rows)
-        names = ["stages", "memory", "rows", "uneven stages", "recomputation", "order"]
-        steps = [self.devices, self.stages, self.memory, even, max(even, busiest), self.micro_batches, plan_ns]
+        steps, names = [self.devices, self.stages, self.memory], ["stages", "memory"]
+        if self.rows is None:
+            names.append("micro-batches")
+        else:
+            even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in self.rows)
+            steps, names = [*steps, even, max(even, busiest)], [*names, "rows", "uneven stages", "recomputation"]
+        steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
         if measured_ns is not None:
             steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
         lost = zip(names, steps[1:], steps, strict=False)

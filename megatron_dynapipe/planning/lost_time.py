@@ -17,14 +17,14 @@ from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.sampling import GlobalBatch
 
 
-def rows_alone(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> tuple[int, int]:
+def rows_alone(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> tuple[int, int] | None:
     """Least times, in ns, of a plan's micro-batches under any recompute modes: on the mean stage, and on the busiest.
 
-    Of the replica that takes the longest by the second; (0, 0) where replicas run in step, whose micro-batches are
+    Of the replica that takes the longest by the second; None where replicas run in step, whose micro-batches are
     priced by the longest of each step.
     """
     if plan.in_step > 1:
-        return 0, 0
+        return None
     samples = planner.samples(batch)
     times = [_times(planner, samples, replica) for replica in plan.replicas if replica.micro_batches]
     return max(times, key=lambda time: time[1])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
-from megatron_dynapipe.cost import even_split, of_halves
+from megatron_dynapipe.cost import even_split, of_modules
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.planning.limits import Limits, limits
 from megatron_dynapipe.planning.samples import Samples
@@ -27,6 +27,8 @@ def test_what_a_plan_loses_adds_up() -> None:
         == "25% of the limit: stages 5%, memory 0%, rows 0%, uneven stages 10%, recomputation 0%, order 10%,"
         " prediction 25%, waits 25%"
     )
+    in_step = Limits(devices=50, stages=60, memory=60, micro_batches=80)
+    assert in_step.causes(100) == "50% of the limit: stages 10%, memory 0%, micro-batches 20%, order 20%"
 
 
 @given(
@@ -54,7 +56,7 @@ def test_no_plan_is_faster_than_its_limits(
         moved = int(halves and layers[-1] > 1)
         changes |= {
             "chunks": chunks,
-            "layers_per_stage": of_halves([layers[0] + moved, *layers[1:-1], layers[-1] - moved]),
+            "layers_per_stage": of_modules([layers[0] + moved, *layers[1:-1], layers[-1] - moved]),
         }
     lengths = batch_of(*[(first, second * t5) for first, second in pairs])
     if counting is not None and not t5:
