@@ -129,22 +129,22 @@ def test_batches_of_a_dataset(dataset: Path, family: ModelFamily) -> None:
 def test_data_s_own_seed_and_lengths(dataset, cost_file, tmp_path, capsys) -> None:
     """A run file's length truncates as --max-seq-len does, which wins; of `plan`, which takes the same batches."""
 
-    def times(*more: str) -> list[float]:
+    def plans(*more: str) -> list[tuple[float, str]]:
         assert main(of_dataset(dataset, cost_file, "--limit", "2", "--json", *more, name="plan")) == 0
-        return [iteration["predicted_ms"] for iteration in report(capsys)["iterations"]]
+        return [(iteration["predicted_ms"], iteration["digest"]) for iteration in report(capsys)["iterations"]]
 
-    usual = times()
-    assert usual == times("--data-seed", "1234") != times("--data-seed", "5")
+    usual = plans()
+    assert usual == plans("--data-seed", "1234") != plans("--data-seed", "5")
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: 4\nhidden-size: 32\nseq-length: 11\n")
-    short = times("--max-seq-len", "12")
+    short = plans("--max-seq-len", "12")
     said = f"longer samples are truncated to 12 tokens, as {path} has it"
     for split in ("equal", "auto"):  # which asks for the batches twice
         words = ("--limit", "2", "--model-config", str(path), "--layer-split", split)
         assert main(of_dataset(dataset, cost_file, *words, name="plan")) == 0
         assert capsys.readouterr().err.count(said) == 1
-    assert times("--model-config", str(path)) == short and max(short) < min(usual)
-    assert times("--model-config", str(path), "--max-seq-len", "4096") == usual
+    assert plans("--model-config", str(path)) == short and max(short) < min(usual)
+    assert plans("--model-config", str(path), "--max-seq-len", "4096") == usual
 
 
 def test_a_folder_that_is_no_dataset_is_refused(cost_file, tmp_path, capsys) -> None:
