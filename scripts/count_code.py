@@ -24,8 +24,8 @@ OF_THE_FORK = {
 BOUNDS = {
     # To come down to 44,000; labels and limits brought 700, HybridModel and export 590, certify and losses by task
     # 1,100, virtual stages and the choice of splits 250, rivals 350.
-    "lines of the package": 46_910,
-    "lines of its core": 31_271,
+    "lines of the package": 46_915,
+    "lines of its core": 31_276,
     "kinds of values": 207,
     "lines of tests": 35_340,  # to come down to 30,000; rehearsal of engines brought 1,000, HybridModel, certify 900
     "lines of benchmarks": 7_274,
