@@ -7,12 +7,14 @@
 A Megatron whose files are of no known release is accepted if all of this is there, and named in one line.
 """
 
+import dis
 import functools
 import importlib.util
 import inspect
 import os
 import types
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, survey
@@ -127,8 +129,11 @@ def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]
     missing = []
     for module, function, callee in rows:
         code = _functions(module).get(function)
-        names = code.co_names if code else ()
-        if callee not in names or not (through is None or through in names):
+        names: Sequence[str] = code.co_names if code else ()
+        if code and through:  # a name may be another module's, too
+            steps = (step.argval for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG")
+            names = [called for name, called in pairwise(steps) if name == through]
+        if callee not in names:
             missing.append(f"{function}() of {module} calls no {callee}")
     return missing
 
