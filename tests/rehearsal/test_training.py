@@ -86,7 +86,7 @@ COMBINED = table(
     ("", Row("gpt", f"{TENSOR} --sequence-parallel --bf16 {LLAMA} --group-query-attention --num-query-groups 2")),
     ("", Row("gpt", f"{TENSOR} {HALVES} {PIPELINE} --bf16", ranks=4)),
     ("", Row("gpt", f"{PIPELINE} --fp16 --initial-loss-scale 1024")),
-    ("", Row("gpt", f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1 --bf16 {OVERLAPPED}", ranks=4)),
+    ("no", Row("gpt", f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1 --bf16 {OVERLAPPED}", ranks=4)),
     ("with", Row("gpt", f"{PIPELINE} --dynapipe-slices 16 {HALVES} --bf16")),
     ("", Row("gpt", EXPERTS)),
     ("", Row("gpt", f"{PIPELINE} --hybrid-layer-pattern *-*|-*-*- {HALVES} --dynapipe-slices 16 --bf16")),

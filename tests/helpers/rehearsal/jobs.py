@@ -113,8 +113,9 @@ def late_groups() -> list[str]:
 
 
 OF_GROUPS = (
-    *("allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "_reduce_scatter_base", "reduce_scatter"),
-    *("alltoall_base", "broadcast", "barrier", "send", "recv"),
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "send", "recv", "alltoall_base"),
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
 )
 
 
