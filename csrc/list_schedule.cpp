@@ -369,7 +369,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
 
 int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                            const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
-    number(costs.size(), policy.rule == Rule::kStrict, turned);
+    number(costs.size(), policy.rule != Rule::kBackwardFirst, turned);
     if (trace) trace->begin(0);
     return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)
                        : run_chunked<false>(costs, policy, bound, kinds, before, trace);

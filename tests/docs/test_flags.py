@@ -33,7 +33,7 @@ OF_OTHERS = {
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
         " --list --only --over --costs --size --iterations --methods --against --profile-minutes --rounds"
-        " --settings --lengths"
+        " --settings --lengths --labels --models --hidden --longest --samples --pairs --warm-up --max-lengths"
     ),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*{-])")

@@ -30,7 +30,7 @@ class _Run:
         self.problem, self.rule = problem, policy.rule
         count, stages, chunks = problem.micro_batches, problem.stages, problem.chunks
         self.stages = [_Stage(held) for held in problem.model_state_bytes.tolist()]
-        full = policy.rule is Rule.STRICT
+        full = policy.rule is not Rule.BACKWARD_FIRST
         self.forwards, self.backwards = sequences(count, stages, chunks, full=full)
         more = forwards_of_earlier_chunks(count, stages, chunks, full=full)
         self.depths = [depth + more for depth in policy.depths]

@@ -8,7 +8,7 @@ from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, Re
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.planning.boundary import BoundarySettings, BoundaryTensor, boundary_tensors
 from megatron_dynapipe.planning.lowering import (
-    Topology,
+    PipelineTopology,
     add_data,
     add_frees,
     add_recv_starts,
@@ -25,9 +25,9 @@ from tests.helpers.plans import random_problem
 SHAPE = ((8, 1, 4),)
 
 
-def topology(stages: int, micro_batches: int, *, chunks: int = 1, forward_only: bool = False) -> Topology:
+def topology(stages: int, micro_batches: int, *, chunks: int = 1, forward_only: bool = False) -> PipelineTopology:
     shapes = ((SHAPE,) * (stages * chunks - 1),) * micro_batches
-    return Topology(stages=stages, chunks=chunks, shapes=shapes, forward_only=forward_only)
+    return PipelineTopology(stages=stages, chunks=chunks, shapes=shapes, forward_only=forward_only)
 
 
 def lines(lists):

@@ -1,8 +1,8 @@
 """List scheduling: every stage takes the next pass that can start, within its memory.
 
 Passes keep one sequence on all stages, forward and backward, so that a stage only ever chooses between *the* next
-forward and *the* next backward. With several chunks it is that of interleaved 1F1B under the strict rule; under others
-smaller groups of micro-batches pass a chunk together, which fixed depths could stall. A stage takes the pass that can
+forward and *the* next backward. With several chunks it is that of interleaved 1F1B; under the rule that prefers backward
+passes smaller groups of micro-batches pass a chunk together, so that a search has both. A stage takes the pass that can
 start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
 their backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must besides
 leave room for every backward.
@@ -75,7 +75,7 @@ def list_schedule(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:
 
 def order_of(forwards: Sequence[Sequence[int]], problem: ScheduleProblem, rule: Rule) -> PassOrder:
     """The passes of every stage from 1 per forward and 0 per backward, as the native core returns them."""
-    in_order = sequences(problem.micro_batches, problem.stages, problem.chunks, full=rule is Rule.STRICT)
+    in_order = sequences(problem.micro_batches, problem.stages, problem.chunks, full=rule is not Rule.BACKWARD_FIRST)
     return tuple(_passes(stage, *in_order) for stage in forwards)
 
 
