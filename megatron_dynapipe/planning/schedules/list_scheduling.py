@@ -1,11 +1,11 @@
 """List scheduling: every stage takes the next pass that can start, within its memory.
 
 Passes keep one sequence on all stages, forward and backward, so that a stage only ever chooses between *the* next
-forward and *the* next backward. With several chunks it is that of interleaved 1F1B; under the rule that prefers backward
-passes smaller groups of micro-batches pass a chunk together, so that a search has both. A stage takes the pass that can
-start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage wait for
-their backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must besides
-leave room for every backward.
+forward and *the* next backward. With several chunks it is that of interleaved 1F1B; under the rule that prefers
+backward passes smaller groups of micro-batches pass a chunk together, so that a search has both. A stage takes the
+pass that can start first; a `Rule` breaks ties. A forward is admitted while fewer than `depth` forwards of the stage
+wait for their backward, and its peak fits beside what they keep; where peaks cover the backward, what it keeps must
+besides leave room for every backward.
 
 With one chunk, the oldest micro-batch in flight is never held up by younger ones, and each fits alone: list scheduling
 ends under every rule but the strict one, which can wait for a forward that never comes. With several, stages short of
