@@ -174,7 +174,6 @@ class StageCostModel:
 
     family = ModelFamily.GPT
     hidden_size = None
-    model: Mapping[str, msgspec.Raw] = {}
 
     def __init__(self, costs: SegmentCosts, stage_of: Sequence[int]) -> None:
         self.name: str = costs.name

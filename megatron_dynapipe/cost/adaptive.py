@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dynapipe.cost.surface import Floats, Quantity, Surface, coordinates, cross_validate, fit_surface
+from megatron_dynapipe.cost.surface import Floats, Surface, coordinates, cross_validate, fit_surface
 
 Point = tuple[int, ...]
 
@@ -89,12 +89,12 @@ class AdaptiveGrid:
     def _fitted(self) -> tuple[Surface, Surface, Floats]:
         shapes = np.array(list(self.measured), float)
         costs = np.array(list(self.measured.values()))
-        forward, backward = (fit_surface(shapes, costs[:, way], Quantity.TIME) for way in (0, 1))
+        forward, backward = (fit_surface(shapes, costs[:, way], times=True) for way in (0, 1))
         if len(shapes) < _FEWEST_TO_VALIDATE:
             self._errors = np.full(len(shapes), _UNKNOWN_ERROR)
         elif len(shapes) >= _VALIDATE_AGAIN * self._validated:  # it costs several fits
             self._validated = len(shapes)
-            self._errors = np.maximum(*(cross_validate(shapes, costs[:, way], Quantity.TIME) for way in (0, 1)))
+            self._errors = np.maximum(*(cross_validate(shapes, costs[:, way], times=True) for way in (0, 1)))
         unknown = np.full(len(shapes) - len(self._errors), np.median(self._errors))
         self._errors = np.concatenate([self._errors, unknown])
         return forward, backward, shapes

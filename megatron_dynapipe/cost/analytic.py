@@ -142,8 +142,6 @@ class AnalyticCostModel:
         self.family = shape.family
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
-        numbers = {name: getattr(shape, name) for name in ("hidden", "heads", "kv_channels", "ffn")}
-        self.model = {name: msgspec.Raw(msgspec.json.encode(number)) for name, number in numbers.items()}
         self._sequence_parallel = sequence_parallel
         identity = msgspec.json.encode(["analytic/6", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dynapipe.cost.format import CostFile, Points, read_points
-from megatron_dynapipe.cost.surface import Floats, Quantity, cross_validate
+from megatron_dynapipe.cost.surface import Floats, cross_validate
+
+TIMES = "time_ms"
+"""The quantity of a file's tables that is no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +37,10 @@ def validated_errors(file: CostFile) -> dict[str, Errors]:
     """Error bars of the fit to all points, by five-fold cross-validation; by quantity."""
     errors: dict[str, list[Floats]] = {}
     for (_, quantity, _), points in tables_of(file).items():
-        relative = cross_validate(*as_arrays(points), kind_of(quantity))
+        relative = cross_validate(*as_arrays(points), times=quantity == TIMES)
         errors.setdefault(quantity, []).append(relative[np.isfinite(relative)])
     joined = {quantity: np.concatenate(parts) for quantity, parts in errors.items()}
     return {quantity: Errors.of(relative) for quantity, relative in joined.items() if len(relative)}
-
-
-def kind_of(quantity: str) -> Quantity:
-    """Whether a file's table holds times or memory."""
-    return Quantity.TIME if quantity == "time_ms" else Quantity.MEMORY
 
 
 def as_arrays(points: Points) -> tuple[Floats, Floats]:

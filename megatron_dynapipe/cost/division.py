@@ -16,7 +16,7 @@ own proportion of what the layer stores; their peaks are at different times, and
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -29,6 +29,7 @@ _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 LayerKind = Literal["encoder", "decoder", "expert"]
 """The kind of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
+LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 _STORED = (13, 21)
 """Activations that attention keeps and that the MLP does, without attention's inside: of Megatron's layer, 11 s b h and

@@ -55,7 +55,6 @@ class TableCostModel:
         self.family = file.family
         self.hidden_size = file.hidden_size
         self.links = file.links
-        self.model = file.model
 
     @classmethod
     def load(cls, path: Path) -> "TableCostModel":

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost.division import Division, LayerKind, division_by_flops
+from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind, division_by_flops
 from megatron_dynapipe.cost.modules import Part
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import LARGEST_COST, Quantity
@@ -46,30 +46,13 @@ Points = dict[tuple[int, ...], float]
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 
+_WHOLE: tuple[Part, ...] = (*LAYER_KINDS, "postprocess")
+_STORED: tuple[Part, ...] = (*_WHOLE, "encoder_output")
+_WAYS = {"forward": Quantity.FORWARD, "backward": Quantity.BACKWARD}
 PARTS: Mapping[str, Mapping[str, tuple[Part, Quantity]]] = {
-    "time_ms": {
-        "encoder.forward": ("encoder", Quantity.FORWARD),
-        "encoder.backward": ("encoder", Quantity.BACKWARD),
-        "decoder.forward": ("decoder", Quantity.FORWARD),
-        "decoder.backward": ("decoder", Quantity.BACKWARD),
-        "expert.forward": ("expert", Quantity.FORWARD),
-        "expert.backward": ("expert", Quantity.BACKWARD),
-        "postprocess.forward": ("postprocess", Quantity.FORWARD),
-        "postprocess.backward": ("postprocess", Quantity.BACKWARD),
-    },
-    "stored_activation_mb": {
-        "encoder": ("encoder", Quantity.STORED),
-        "decoder": ("decoder", Quantity.STORED),
-        "expert": ("expert", Quantity.STORED),
-        "postprocess": ("postprocess", Quantity.STORED),
-        "encoder_output": ("encoder_output", Quantity.STORED),
-    },
-    "peak_activation_mb": {
-        "encoder": ("encoder", Quantity.PEAK),
-        "decoder": ("decoder", Quantity.PEAK),
-        "expert": ("expert", Quantity.PEAK),
-        "postprocess": ("postprocess", Quantity.PEAK),
-    },
+    "time_ms": {f"{part}.{way}": (part, quantity) for part in _WHOLE for way, quantity in _WAYS.items()},
+    "stored_activation_mb": {part: (part, Quantity.STORED) for part in _STORED},
+    "peak_activation_mb": {part: (part, Quantity.PEAK) for part in _WHOLE},
 }
 """The tables of a key, by quantity and part, and what each says of which part. The memory of `postprocess`, of both
 quantities, and `encoder_output` may be left out: the published files say nothing of them, and they count as 0."""
@@ -134,8 +117,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers."""
-        kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
-        return tuple(kind for kind in kinds if kind in self.model_state_mb)
+        return tuple(kind for kind in LAYER_KINDS if kind in self.model_state_mb)
 
     @property
     def family(self) -> ModelFamily:

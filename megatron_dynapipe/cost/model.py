@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-import msgspec
-
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.tables import CostTables
 from megatron_dynapipe.units import ModelFamily, Recompute
@@ -24,10 +22,6 @@ class CostModel(Protocol):
     @property
     def hidden_size(self) -> int | None:
         """The described model's hidden size; None where that was not recorded."""
-
-    @property
-    def model(self) -> Mapping[str, msgspec.Raw]:
-        """Numbers of the model it describes, by the names of the file's format; empty where none was recorded."""
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,6 @@ them the trend does. All numbers that are tuned stand at the top.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +35,10 @@ _FLOOR_NOISE = 0.05
 _TIME_NOISE = 0.01
 _MEMORY_NOISE = 0.003
 
+_FOLDS = 5
+"""Of cross-validation."""
 _TOLERANCE = 1e-10
 """The bound of least squares: gradients below it count as 0."""
-
-
-class Quantity(Enum):
-    """The kind of a measured quantity: a time has a floor and noise, memory neither."""
-
-    TIME = "time"
-    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,13 +82,13 @@ def work_terms(shapes: Floats) -> Floats:
     return np.stack([b * t, b * s, b * t * t, b * s * t, one], axis=1)
 
 
-def fit_surface(shapes: Floats, values: Floats, quantity: Quantity) -> Surface:
+def fit_surface(shapes: Floats, values: Floats, *, times: bool) -> Surface:
     """Fit a cost to measurements.
 
     Args:
         shapes: [n, 2 or 3] distinct shapes.
         values: [n] costs above 0.
-        quantity: time or memory.
+        times: whether they are times, which have a floor and noise; memory has neither.
 
     Raises:
         CostModelError: there is no measurement, or one is not above 0.
@@ -102,7 +96,7 @@ def fit_surface(shapes: Floats, values: Floats, quantity: Quantity) -> Surface:
     if not len(values) or not (np.isfinite(values) & (values > 0)).all():
         raise CostModelError(f"a fit needs at least one cost, all above 0, got {values.tolist()[:5]}")
     terms = work_terms(shapes)
-    if quantity is Quantity.TIME:
+    if times:
         rates, floor, sharpness = _fit_with_floor(terms, values)
         noise = np.hypot(_TIME_NOISE, _FLOOR_NOISE * values.min() / values)
     else:
@@ -115,14 +109,14 @@ def fit_surface(shapes: Floats, values: Floats, quantity: Quantity) -> Surface:
     return Surface(rates=rates, floor=floor, sharpness=sharpness, points=points, weights=weights)
 
 
-def cross_validate(shapes: Floats, values: Floats, quantity: Quantity, *, folds: int = 5) -> Floats:
+def cross_validate(shapes: Floats, values: Floats, *, times: bool) -> Floats:
     """Relative error at every point, predicted by a fit to the folds that it is not in; NaN where all is one fold."""
-    fold = np.arange(len(values)) % min(folds, len(values))
+    fold = np.arange(len(values)) % min(_FOLDS, len(values))
     errors = np.full(len(values), np.nan)
     for part in range(int(fold.max()) + 1):
         out = fold == part
         if not out.all():
-            predicted = fit_surface(shapes[~out], values[~out], quantity).at(shapes[out])
+            predicted = fit_surface(shapes[~out], values[~out], times=times).at(shapes[out])
             errors[out] = np.abs(predicted / values[out] - 1)
     return errors
 

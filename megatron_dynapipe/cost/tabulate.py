@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost.analytic import geometric
-from megatron_dynapipe.cost.check import as_arrays, kind_of
+from megatron_dynapipe.cost.check import TIMES, as_arrays
 from megatron_dynapipe.cost.format import CostEntry, Points, Table, Tables, to_table
 from megatron_dynapipe.cost.surface import Floats, fit_surface, monotone, nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
@@ -100,7 +100,7 @@ def _fill(
     points: Points, quantity: str, axes: Sequence[Sequence[int]], infeasible: Sequence[tuple[int, ...]]
 ) -> Points:
     """Fitted values at every point of the grid that is not known to be infeasible; never falling along an axis."""
-    surface = fit_surface(*as_arrays(points), kind_of(quantity))
+    surface = fit_surface(*as_arrays(points), times=quantity == TIMES)
     grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
     shapes: Floats = grid.reshape(-1, len(axes)).astype(float)
     values = monotone(surface.at(shapes).reshape(grid.shape[:-1])).reshape(-1)

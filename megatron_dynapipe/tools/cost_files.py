@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_dynapipe.cost.check import Errors, as_arrays, kind_of, tables_of
+from megatron_dynapipe.cost.check import TIMES, Errors, as_arrays, tables_of
 from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.cost.surface import Floats, fit_surface
 from megatron_dynapipe.errors import ConfigError, CostModelError
@@ -32,7 +32,7 @@ def held_out_errors(file: CostFile, *, keep: float, seed: int) -> dict[str, Erro
         order = random.permutation(len(values))
         kept, left = np.split(order, [max(FEWEST_KEPT, round(keep * len(values)))])
         if len(left):
-            predicted = fit_surface(shapes[kept], values[kept], kind_of(quantity)).at(shapes[left])
+            predicted = fit_surface(shapes[kept], values[kept], times=quantity == TIMES).at(shapes[left])
             errors.setdefault(quantity, []).append(np.abs(predicted / values[left] - 1))
     if not errors:
         raise CostModelError(f"cost model {file.name}: no table has more than {FEWEST_KEPT} points to hold some back")

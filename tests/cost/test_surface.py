@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost.format import read_file
-from megatron_dynapipe.cost.surface import Quantity, cross_validate, fit_surface, monotone, nonnegative_least_squares
+from megatron_dynapipe.cost.surface import cross_validate, fit_surface, monotone, nonnegative_least_squares
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.tools.cost_files import held_out_errors
 from tests.helpers.benchmark_data import A100_COSTS
@@ -30,7 +30,7 @@ def test_a_quarter_of_a_smooth_grid_predicts_the_rest() -> None:
     shapes = grid((1, 2, 4, 8, 16, 32), (16, 32, 64, 128, 256, 512, 1024))
     kept = np.random.default_rng(3).permutation(len(shapes))[: len(shapes) // 4]
     held = np.setdiff1d(np.arange(len(shapes)), kept)
-    surface = fit_surface(shapes[kept], layer_ms(shapes[kept]), Quantity.TIME)
+    surface = fit_surface(shapes[kept], layer_ms(shapes[kept]), times=True)
     errors = np.abs(surface.at(shapes[held]) / layer_ms(shapes[held]) - 1)
     assert np.median(errors) < 0.03 and np.quantile(errors, 0.9) < 0.10
 
@@ -39,7 +39,7 @@ def test_both_lengths_of_a_decoder_count() -> None:
     shapes = grid((1, 4, 16), LENGTHS, TARGETS)
     b, s, t = shapes.T
     memory = b * (3.0 * t + 0.5 * s + 1e-3 * t * (s + t))
-    surface = fit_surface(shapes, memory, Quantity.MEMORY)
+    surface = fit_surface(shapes, memory, times=False)
     asked = np.array([[8, 128, 64], [2, 512, 16]], float)
     expected = asked[:, 0] * (3 * asked[:, 2] + 0.5 * asked[:, 1] + 1e-3 * asked[:, 2] * (asked[:, 1] + asked[:, 2]))
     assert surface.at(asked) == pytest.approx(expected, rel=0.01)
@@ -48,12 +48,12 @@ def test_both_lengths_of_a_decoder_count() -> None:
 def test_measured_points_come_back_though_they_lie_off_the_trend() -> None:
     shapes, costs = grid(SIZES, LENGTHS), layer_ms(grid(SIZES, LENGTHS))
     costs[shapes[:, 1] == 256] *= 1.15  # a kernel that is slow for one length
-    surface = fit_surface(shapes, costs, Quantity.TIME)
+    surface = fit_surface(shapes, costs, times=True)
     assert np.abs(surface.at(shapes) / costs - 1).max() < 0.06
 
 
 def test_one_point_makes_a_model_in_proportion_to_tokens() -> None:
-    surface = fit_surface(np.array([[2.0, 100.0]]), np.array([4.0]), Quantity.MEMORY)
+    surface = fit_surface(np.array([[2.0, 100.0]]), np.array([4.0]), times=False)
     assert surface.at(np.array([[2.0, 100.0], [20.0, 100.0]])) == pytest.approx([4.0, 40.0], rel=0.01)
 
 
@@ -62,7 +62,7 @@ def test_a_few_odd_points_leave_the_trend_of_memory_alone() -> None:
     memory = 5.0 * shapes[:, 0] * shapes[:, 1]
     odd = memory.copy()
     odd[-1] *= 0.4  # measured when the device was nearly full
-    surface = fit_surface(shapes, odd, Quantity.MEMORY)
+    surface = fit_surface(shapes, odd, times=False)
     assert surface.trend(shapes) == pytest.approx(memory, rel=0.05)
 
 
@@ -70,17 +70,17 @@ def test_a_few_odd_points_leave_the_trend_of_memory_alone() -> None:
 def test_costs_that_cannot_be_fitted_are_refused(values: list[float]) -> None:
     shapes = np.array([[1.0, 8.0 * (i + 1)] for i in range(len(values))]).reshape(-1, 2)
     with pytest.raises(CostModelError, match="at least one cost, all above 0"):
-        fit_surface(shapes, np.array(values), Quantity.TIME)
+        fit_surface(shapes, np.array(values), times=True)
 
 
 def test_cross_validation_judges_every_point_by_a_fit_without_it() -> None:
     shapes = grid(SIZES, LENGTHS)
     costs = 3.0 * shapes[:, 0] * shapes[:, 1]
-    assert cross_validate(shapes, costs, Quantity.MEMORY).max() < 1e-6
+    assert cross_validate(shapes, costs, times=False).max() < 1e-6
     costs[7] *= 2
-    errors = cross_validate(shapes, costs, Quantity.MEMORY)
+    errors = cross_validate(shapes, costs, times=False)
     assert errors[7] == pytest.approx(0.5, abs=0.05) and np.median(errors) < 0.01
-    assert np.isnan(cross_validate(shapes[:1], costs[:1], Quantity.MEMORY)).all()
+    assert np.isnan(cross_validate(shapes[:1], costs[:1], times=False)).all()
 
 
 def test_monotone_by_hand() -> None:

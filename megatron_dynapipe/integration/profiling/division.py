@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_dynapipe.cost.division import PEAK_UNIT, Division, LayerKind, Peak, Rates
+from megatron_dynapipe.cost.division import LAYER_KINDS, PEAK_UNIT, Division, LayerKind, Peak, Rates
 from megatron_dynapipe.cost.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
@@ -53,8 +53,7 @@ HalvesByMode = Mapping[tuple[LayerKind, Recompute], Halves]
 
 def padded_halves(scope: Scope) -> HalvesByMode:
     """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
-    kinds: tuple[LayerKind, ...] = ("encoder", "decoder", "expert")
-    by_kind = [_halves_of_kind(scope, kind) for kind in kinds if kind in scope.parts]
+    by_kind = [_halves_of_kind(scope, kind) for kind in LAYER_KINDS if kind in scope.parts]
     return {place: halves for by_mode in by_kind for place, halves in by_mode.items()} if all(by_kind) else {}
 
 

@@ -42,7 +42,6 @@ Point = tuple[int, ...]
 Forward = Callable[[], Tensor]
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
-LAYERS = ("encoder", "decoder", "expert")
 Half = Literal["attention", "mlp"]
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.cost.adaptive import AdaptiveGrid
+from megatron_dynapipe.cost.division import LAYER_KINDS
 from megatron_dynapipe.cost.tabulate import grid_axes
-from megatron_dynapipe.integration.profiling.layers import LAYERS, Point
+from megatron_dynapipe.integration.profiling.layers import Point
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
 from megatron_dynapipe.units import NS_PER_MS, Recompute
 
@@ -41,7 +42,7 @@ class Profiler:
         self._grids: dict[Surface, AdaptiveGrid] = {}
         self.measurements: Measurements = {}
         for name in scope.parts:
-            for mode in scope.modes if name in LAYERS else [Recompute.NONE]:
+            for mode in scope.modes if name in LAYER_KINDS else [Recompute.NONE]:
                 axes = grid_axes(name, scope.within)
                 self._grids[name, mode] = AdaptiveGrid(axes, most_positions=scope.most_positions)
 
@@ -79,7 +80,7 @@ class Profiler:
 
     def _measure(self, name: str, mode: Recompute, point: Point) -> Values | None:
         part = self._scope.parts[name]
-        if name in LAYERS:
+        if name in LAYER_KINDS:
             part.set_recompute(mode)
         return self._scope.measure(part, point)
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.division import Division, LayerKind
+from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.cost.format import (
     FORMAT,
     PACKED_FORMAT,
@@ -26,7 +26,7 @@ from megatron_dynapipe.cost.format import (
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
-from megatron_dynapipe.integration.profiling.layers import LAYERS, MeasuredModule
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurements
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
@@ -63,7 +63,7 @@ def cost_file(
     Raises:
         CostModelError: something was not measured at all.
     """
-    parameters = {name: parts[name].parameters for name in LAYERS if name in parts}
+    parameters = {name: parts[name].parameters for name in LAYER_KINDS if name in parts}
     parameters["embedding"] = parts["postprocess"].embedding_parameters
     if setup.model.experts is not None:
         parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters
@@ -160,7 +160,7 @@ def _points(
 ) -> dict[tuple[str, str], Points]:
     t5 = setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
-    for kind in (*(kind for kind in LAYERS if kind in parts), "postprocess"):
+    for kind in (*(kind for kind in LAYER_KINDS if kind in parts), "postprocess"):
         surface = kind, Recompute.NONE if kind == "postprocess" else mode
         values = {point: values for (of, point), values in measurements.items() if of == surface and values}
         points["time_ms", f"{kind}.forward"] = {at: costs.forward_ns / NS_PER_MS for at, costs in values.items()}
