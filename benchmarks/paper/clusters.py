@@ -139,9 +139,7 @@ def _closed(lengths: Sequence[tuple[int, int]], tokens: int) -> Iterator[GlobalB
 
 
 def _batch(samples: list[tuple[int, int]]) -> GlobalBatch:
-    inputs, targets = np.array(samples, np.int32).T
-    ids = np.arange(len(samples))
-    return GlobalBatch(iteration=0, sample_ids=ids, input_lengths=inputs.copy(), target_lengths=targets.copy())
+    return GlobalBatch.of_lengths(*np.array(samples, np.int32).T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

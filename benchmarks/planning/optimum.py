@@ -72,12 +72,7 @@ def over_optimum(random: np.random.Generator) -> float | None:
         micro_batch_layouts=(BatchLayout.PACKED,),
     )
     lengths = np.clip(lengths, 8, 1500)
-    batch = GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(len(lengths)),
-        input_lengths=lengths,
-        target_lengths=np.zeros_like(lengths),
-    )
+    batch = GlobalBatch.of_lengths(lengths)
     try:
         planner = Planner(settings, costs)
         (replica,) = planner.plan(batch, 0).replicas

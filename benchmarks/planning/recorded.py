@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from benchmarks.common import markdown
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, CostModel, Experts, ModelShape, TableCostModel
@@ -185,15 +184,7 @@ def run(case: Case, data: Path) -> tuple[Outcome, float]:
 def batches(data: Path) -> dict[str, GlobalBatch]:
     """The recorded batches by their ids."""
     every = json.loads((data / "batches/flan_like.json").read_text())["batches"]
-    return {
-        batch["id"]: GlobalBatch(
-            iteration=0,
-            sample_ids=np.arange(len(batch["input"])),
-            input_lengths=np.array(batch["input"], np.int32),
-            target_lengths=np.array(batch.get("target") or [0] * len(batch["input"]), np.int32),
-        )
-        for batch in every
-    }
+    return {batch["id"]: GlobalBatch.of_lengths(batch["input"], batch.get("target") or 0) for batch in every}
 
 
 @functools.cache

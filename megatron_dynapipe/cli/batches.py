@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import DataError
@@ -47,14 +46,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
 
     def global_batch(self, iteration: int) -> GlobalBatch:
         """The batch as the planner takes it, its samples numbered by their place."""
-        targets = self.target or [0] * len(self.input)
-        return GlobalBatch(
-            iteration=iteration,
-            sample_ids=np.arange(len(self.input)),
-            input_lengths=np.array(self.input, np.int32),
-            target_lengths=np.array(targets, np.int32),
-            labels=None if self.labels is None else np.array(self.labels, np.int32),
-        )
+        return GlobalBatch.of_lengths(self.input, self.target or 0, labels=self.labels, iteration=iteration)
 
 
 def dataset_batches(

@@ -268,15 +268,7 @@ class _Trials:
             pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
             rows = np.array([fitting[pair] for pair in pairs], np.bool_)
             left_out += int((~rows).sum())
-            batches.append(
-                replace(
-                    batch,
-                    sample_ids=batch.sample_ids[rows],
-                    input_lengths=batch.input_lengths[rows],
-                    target_lengths=batch.target_lengths[rows],
-                    labels=None if batch.labels is None else batch.labels[rows],
-                )
-            )
+            batches.append(batch.at(rows))
         return batches, left_out
 
     def _planner(self, split: Split) -> Planner | None:
@@ -306,9 +298,7 @@ def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:
     """One sample of each pair of lengths."""
     inputs = np.concatenate([batch.input_lengths for batch in batches])
     targets = np.concatenate([batch.target_lengths for batch in batches])
-    pairs = np.unique(np.stack([inputs, targets]), axis=1)
-    ids = np.arange(pairs.shape[1], dtype=np.int64)
-    return GlobalBatch(iteration=0, sample_ids=ids, input_lengths=pairs[0], target_lengths=pairs[1])
+    return GlobalBatch.of_lengths(*np.unique(np.stack([inputs, targets]), axis=1))
 
 
 def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:

@@ -109,13 +109,7 @@ def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
 
     A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
     """
-    tokens = np.asarray(lengths, np.int32) + 1
-    return GlobalBatch(
-        iteration=iteration,
-        sample_ids=np.arange(len(tokens)),
-        input_lengths=tokens,
-        target_lengths=np.zeros_like(tokens),
-    )
+    return GlobalBatch.of_lengths(np.asarray(lengths, np.int32) + 1, iteration=iteration)
 
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:

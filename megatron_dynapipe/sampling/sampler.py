@@ -89,6 +89,25 @@ class GlobalBatch:
     target_lengths: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32] | None = None
 
+    @classmethod
+    def of_lengths(
+        cls,
+        inputs: npt.ArrayLike,
+        targets: npt.ArrayLike = 0,
+        *,
+        labels: npt.ArrayLike | None = None,
+        iteration: int = 0,
+    ) -> "GlobalBatch":
+        """Samples of these lengths, numbered by their places."""
+        input_lengths = np.array(inputs, np.int32)
+        return cls(
+            iteration=iteration,
+            sample_ids=np.arange(len(input_lengths)),
+            input_lengths=input_lengths,
+            target_lengths=np.zeros_like(input_lengths) + np.asarray(targets, np.int32),
+            labels=None if labels is None else np.asarray(labels, np.int32),
+        )
+
     def __len__(self) -> int:
         return len(self.sample_ids)
 
@@ -104,17 +123,17 @@ class GlobalBatch:
             return [self]
         ends = np.cumsum(self.input_lengths.astype(np.int64) + self.target_lengths)
         places = np.split(np.arange(len(self)), np.searchsorted(ends, self.tokens * np.arange(1, parts) / parts))
-        return [
-            GlobalBatch(
-                iteration=self.iteration,
-                sample_ids=self.sample_ids[at],
-                input_lengths=self.input_lengths[at],
-                target_lengths=self.target_lengths[at],
-                labels=None if self.labels is None else self.labels[at],
-            )
-            for at in places
-            if len(at)
-        ]
+        return [self.at(part) for part in places if len(part)]
+
+    def at(self, places: npt.NDArray[np.generic]) -> "GlobalBatch":
+        """The samples at some of its places."""
+        return GlobalBatch(
+            iteration=self.iteration,
+            sample_ids=self.sample_ids[places],
+            input_lengths=self.input_lengths[places],
+            target_lengths=self.target_lengths[places],
+            labels=None if self.labels is None else self.labels[places],
+        )
 
 
 class Sampler:

@@ -131,12 +131,7 @@ def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
     positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
     tokens = np.array(positions, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
-    return GlobalBatch(
-        iteration=0,
-        sample_ids=np.arange(len(tokens)),
-        input_lengths=tokens[:, 0].astype(np.int32),
-        target_lengths=tokens[:, 1].astype(np.int32),
-    )
+    return GlobalBatch.of_lengths(*tokens.T)
 
 
 def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:

@@ -292,13 +292,7 @@ def global_batch(
         if loss_on is LossOn.TARGETS:
             labels = np.minimum(targets, np.maximum(inputs + targets - 1, 1))
         inputs, targets = inputs + targets, np.zeros_like(targets)
-    return GlobalBatch(
-        iteration=iteration,
-        sample_ids=np.arange(len(batch)),
-        input_lengths=inputs,
-        target_lengths=targets,
-        labels=labels,
-    )
+    return GlobalBatch.of_lengths(inputs, targets, labels=labels, iteration=iteration)
 
 
 def _longest(plan: IterationPlan) -> Shape:

@@ -88,9 +88,7 @@ GOLDEN = [[0, 3, 1, 4, 2, 6, 5], [2, 4, 3, 5, 1, 6, 0]]
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 3000))
 def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(pairs, tokens):
     lengths = table(pairs)
-    whole = GlobalBatch(
-        iteration=3, sample_ids=np.arange(len(pairs)), input_lengths=lengths.input, target_lengths=lengths.target
-    )
+    whole = GlobalBatch.of_lengths(lengths.input, lengths.target, iteration=3)
     parts = whole.divided(tokens)
     assert np.concatenate([part.sample_ids for part in parts]).tolist() == list(range(len(pairs)))
     assert sum(part.tokens for part in parts) == whole.tokens

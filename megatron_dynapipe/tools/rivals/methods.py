@@ -225,11 +225,6 @@ def rows_of_longest(batch: GlobalBatch, longest: Longest, family: ModelFamily) -
         return batch
     inputs = np.array([input_positions(family, n) for n in batch.input_lengths.tolist()], np.int64)
     targets = np.array([target_positions(family, n) for n in batch.target_lengths.tolist()], np.int64)
-    rows = len(pack(inputs, targets, *longest))
     gpt = family is ModelFamily.GPT
-    return GlobalBatch(
-        iteration=batch.iteration,
-        sample_ids=np.arange(rows),
-        input_lengths=np.full(rows, longest.inputs + gpt, np.int32),
-        target_lengths=np.full(rows, 0 if gpt else longest.targets - 2, np.int32),
-    )
+    rows = [longest.inputs + gpt] * len(pack(inputs, targets, *longest))
+    return GlobalBatch.of_lengths(rows, 0 if gpt else longest.targets - 2, iteration=batch.iteration)
