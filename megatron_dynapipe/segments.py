@@ -13,6 +13,7 @@ Planning takes each virtual stage for one module of a kind of its own, which cos
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -30,6 +31,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+type _Reached = tuple[tuple[float, float], tuple[int, ...]]
 _STATE_BYTES = 16
 """Bytes of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
 
@@ -235,46 +237,44 @@ def segment_settings(
     )
 
 
-def divide_evenly(weights: Sequence[int], stages: int, *, fits: Sequence[Sequence[bool]] | None = None) -> list[int]:
-    """The stage of each segment: every stage at least one, the heaviest as light as can be, ties to earlier cuts.
+def evenest(work: Sequence[float], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
+    """How many of the items each part has, at least one, where the busiest part has the least work.
+
+    A dynamic program over items × parts; of equally busy ones that of the least sum of squares so far goes on.
 
     Args:
-        weights: of the segments.
-        stages: how many.
-        fits: `[first][end]`: whether the segments from `first` up to `end` may be one stage.
+        work: of the items.
+        parts: how many.
+        fits: `[first][end]`: whether the items from `first` up to `end` may be one part.
 
     Raises:
         InfeasibleError: no division fits.
     """
-    segments, unreachable = len(weights), sum(weights) + 1
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[end]: the lightest heaviest stage over the first `end` segments, and where its last stage begins
-    best = [(0, 0)] + [(unreachable, 0)] * segments
-    begins: list[list[int]] = []
-    for _ in range(stages):
-        following = [(unreachable, 0)]
-        for end in range(1, segments + 1):
-            candidates = [
-                (max(best[first][0], sums[end] - sums[first]), first)
-                for first in range(end)
-                if best[first][0] < unreachable and (fits is None or fits[first][end])
-            ]
-            following.append(min(candidates, default=(unreachable, 0)))
-        begins.append([first for _, first in following])
-        best = following
-    if best[segments][0] >= unreachable:
+    ends, count = [0, *accumulate(work)], len(work)
+    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
+    least: dict[int, _Reached] = {0: ((0, 0), ())}
+    for part in range(1, parts + 1):
+        following: dict[int, _Reached] = {}
+        for n in range(part, count - parts + part + 1):
+            options = []
+            for m, ((busiest, squares), division) in least.items():
+                if m < n and (fits is None or fits[m][n]):
+                    added = ends[n] - ends[m]
+                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
+            if options:
+                following[n] = min(options)
+        least = following
+    if count not in least:
         raise InfeasibleError(
-            f"no division of {segments} segments into {stages} stages fits the memory",
+            f"no division of {count} segments into {parts} stages fits the memory",
             hint="use more stages, or smaller batches",
         )
-    stage_of, end = [0] * segments, segments
-    for stage in reversed(range(stages)):
-        first = begins[stage][end]
-        stage_of[first:end] = [stage] * (end - first)
-        end = first
-    return stage_of
+    return least[count][1]
+
+
+def stage_of_each(counts: Sequence[int]) -> list[int]:
+    """The stage of each segment, from the number of segments on each stage."""
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def divide_segments(
@@ -306,7 +306,7 @@ def divide_segments(
             [sum(needed[first:end]) * BYTES_PER_MB <= memory_limit_bytes for end in range(len(needed) + 1)]
             for first in range(len(needed))
         ]
-    return divide_evenly(weights, stages, fits=fits)
+    return stage_of_each(evenest(weights, stages, fits=fits))
 
 
 def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> CostTables:

@@ -19,7 +19,7 @@ from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_p
 from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
-from megatron_dynapipe.segments import SegmentCosts, divide_evenly, divide_segments
+from megatron_dynapipe.segments import SegmentCosts, divide_segments, evenest, stage_of_each
 
 Initialise = Callable[[nn.Module], None]
 """Gives the parameters that a module holds itself their first values."""
@@ -155,7 +155,7 @@ def _stage_of(
     if segments == stages:
         return list(range(segments))
     weights = segment_parameters(model, DividedTrace(traced, list(range(segments))))
-    return divide_evenly([sum(weight.numel() for weight in segment) for segment in weights], stages)
+    return stage_of_each(evenest([sum(weight.numel() for weight in segment) for segment in weights], stages))
 
 
 def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) -> dict[str, str]:

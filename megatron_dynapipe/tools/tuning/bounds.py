@@ -29,14 +29,13 @@ from megatron_dynapipe.cost.tables import at_point
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.segments import evenest
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
 
 Reals = npt.NDArray[np.float64]
 
 _ROUNDING_NS = 2.0
 """By how much the planner's integer interpolation may come out below exact costs."""
-
-type _Reached = tuple[tuple[float, float], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -198,24 +197,3 @@ def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[fl
     counted = float(np.mean([work.counted for work in works]))
     modules[-1] *= counted
     return [*np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1).tolist(), head * counted]
-
-
-def evenest(work: Sequence[float], parts: int) -> tuple[int, ...]:
-    """How many of the items each part has, at least one, where the busiest part has the least work.
-
-    A dynamic program over items × parts; ties go to the division that is nearest to equal.
-    """
-    ends, count = np.concatenate([[0], np.cumsum(work)]), len(work)
-    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
-    least: dict[int, _Reached] = {n: ((ends[n], ends[n] ** 2), (n,)) for n in range(1, count - parts + 2)}
-    for part in range(2, parts + 1):
-        following: dict[int, _Reached] = {}
-        for n in range(part, count - parts + part + 1):
-            options = []
-            for m, ((busiest, squares), division) in least.items():
-                if m < n:
-                    added = ends[n] - ends[m]
-                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
-            following[n] = min(options)
-        least = following
-    return tuple(least[count][1])
