@@ -31,7 +31,7 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
-type _Reached = tuple[tuple[float, float], tuple[int, ...]]
+type _Reached = tuple[tuple[int, int], tuple[int, ...]]
 _STATE_BYTES = 16
 """Bytes of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
 
@@ -237,7 +237,7 @@ def segment_settings(
     )
 
 
-def evenest(work: Sequence[float], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
+def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
     """How many of the items each part has, at least one, where the busiest part has the least work.
 
     A dynamic program over items × parts; of equally busy ones that of the least sum of squares so far goes on.

@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostTables, ModelState, Quantity
-from megatron_dynapipe.cost.pieces import prefix_costs
+from megatron_dynapipe.cost import ModelState, Quantity
 from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.planning.least_costs import INPUT, LeastCosts
 from megatron_dynapipe.planning.lost_time import rows_alone
 from megatron_dynapipe.planning.pieces import can_cut
 from megatron_dynapipe.planning.planner import Planner
@@ -41,8 +41,6 @@ from megatron_dynapipe.sampling import GlobalBatch
 
 PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
 """Of memory, from none."""
-INPUT = len(Quantity)
-"""Of a backward pass, what is not its second half: after the quantities of the tables."""
 MOST_LENGTHS = 400
 """Different samples that are told apart; of more, lengths are rounded down."""
 
@@ -120,7 +118,7 @@ class _LeastWork:
         self.limit, self.divides = s.memory_limit_bytes, s.division != "off"
         inputs, targets, self.counts = _different(samples)
         cut = s.may_cut and can_cut(planner.problem(samples))
-        modes = [_LeastCosts(tables) for tables in planner.tables]
+        modes = [LeastCosts(tables) for tables in planner.tables]
         self.time: Floats = np.stack([mode.times(inputs, targets, cut=cut) for mode in modes])
         self.stored: Floats = np.stack([mode.share(Quantity.STORED, inputs, targets) for mode in modes])
         shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if cut else (inputs, targets)
@@ -209,100 +207,9 @@ class _LeastWork:
             yield np.max(bounds, axis=0)
 
 
-class _LeastCosts:
-    """Costs under one mode that never fall with length: each the least of all that are as long or longer."""
-
-    def __init__(self, tables: CostTables) -> None:
-        self.tables, self.packed = tables, tables.packed
-        self.values = _never_falling(tables.values if tables.separate is None else tables.separate)
-        if self.packed is not None:
-            positions = np.maximum(self.packed.row_inputs[:, None] + self.packed.row_targets, 1)
-            linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
-            self.positions, self.by_position = positions, linear / positions  # [kinds, len(Quantity), rows, rows]
-            self.linear, self.attention = map(_never_falling, (self.packed.linear, self.packed.attention))
-
-    def whole(self, quantity: int, inputs: IntArray, targets: IntArray) -> Floats:
-        """Of any micro-batch that holds a sample of these positions: `[samples, kinds]`."""
-        least = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
-        if (packed := self.packed) is not None:
-            row = _at(self.linear[:, quantity], packed.row_inputs, packed.row_targets, inputs, targets)
-            least = np.minimum(
-                least, row + _at(self.attention[:, quantity], packed.inputs, packed.targets, inputs, targets)
-            )
-        return np.asarray(least)
-
-    def stored_by_position(self) -> Floats:
-        """The least that a module stores of a position, in any micro-batch: `[kinds]`."""
-        positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1) * self.tables.sizes[:, None, None]
-        least = (self.values[:, Quantity.STORED] / positions).min(axis=(1, 2, 3))
-        if self.packed is not None:
-            least = np.minimum(least, self.by_position[:, Quantity.STORED].min(axis=(1, 2)))
-        return np.asarray(least)
-
-    def share(self, quantity: Quantity, inputs: IntArray, targets: IntArray, most: float = np.inf) -> Floats:
-        """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`."""
-        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
-        by_size = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets)
-        smaller = np.concatenate([[0], self.tables.sizes[:-1]])  # a size between two costs what lies between theirs
-        too_large = smaller * np.maximum(inputs + targets, 1)[:, None] > most
-        least = np.where(too_large[:, None], np.inf, by_size).min(axis=2)
-        if self.packed is not None:
-            attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
-            smaller = np.pad(self.positions[:-1, :-1], ((1, 0), (1, 0)))
-            by_position = np.where(smaller > most, np.inf, self.by_position[:, quantity]).min(axis=(1, 2))
-            least = np.minimum(least, by_position * (inputs + targets)[:, None] + attention)
-        return np.asarray(least)
-
-    def times(self, inputs: IntArray, targets: IntArray, *, cut: bool, most: float = np.inf) -> Floats:
-        """The least time of a sample, forward and backward, whole or in any pieces: `[samples, kinds]`."""
-        sums = [self.share(quantity, inputs, targets, most) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
-        if not cut:
-            return np.asarray(sum(sums))
-        axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
-        ends = np.unique(np.concatenate([axis[axis > 0] for axis in axes]))
-        fitting = np.searchsorted(ends, inputs, side="right") - 1
-        for number, (_, _, pair, unit) in enumerate(prefix_costs(self.tables)[:2]):
-            half = np.zeros(len(self.tables.kinds))
-            half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
-            quantity = (Quantity.FORWARD, Quantity.BACKWARD)[number]
-            pieces = self.share(quantity, ends, np.zeros_like(ends), most)
-            by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
-            least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
-            sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
-        return np.asarray(sum(sums))
-
-
 def _with_free_kind(costs: Floats) -> Floats:
     """Costs of one kind more, which takes nothing: `[…, kinds + 1]`."""
     return np.concatenate([costs, np.zeros_like(costs[..., :1])], axis=-1)
-
-
-def _never_falling(values: IntArray) -> Floats:
-    """The least over all lengths from each on, infinite where nothing is known of any: `[kinds, INPUT + 1, …]`."""
-    costs = np.where(values == ABSENT, np.inf, values.astype(np.float64))
-    backward, weight = costs[:, Quantity.BACKWARD], costs[:, Quantity.WEIGHT]
-    rest = np.where(np.isfinite(backward), 0.0, np.inf)
-    np.subtract(backward, weight, out=rest, where=np.isfinite(backward) & np.isfinite(weight))
-    costs = np.concatenate([costs, rest[:, None]], axis=1)
-    for axis in (-2, -1):
-        costs = np.flip(np.minimum.accumulate(np.flip(costs, axis), axis), axis)
-    return np.asarray(costs)
-
-
-def _at(values: Floats, first: IntArray, second: IntArray, x: IntArray, y: IntArray) -> Floats:
-    """Values of `[…, first, second]` at queries (x, y): `[queries, …]`, infinite above the axes."""
-    along, rows = np.moveaxis(values, (-1, -2), (0, 1))[:, None], np.arange(len(x))  # [second, 1, first, …]
-    for axis, at, row in ((second, y, 0 * rows), (first, x, rows)):
-        inside = np.clip(at, axis[0], axis[-1])
-        low = np.maximum(np.searchsorted(axis, inside, side="right") - 1, 0)
-        high = np.minimum(low + 1, len(axis) - 1)
-        part = (inside - axis[low]) / np.maximum(axis[high] - axis[low], 1)
-        below, above = along[low, row], along[high, row]
-        weight = part.reshape(-1, *[1] * (below.ndim - 1))
-        along = np.where(weight > 0, below * (1 - weight) + np.where(weight > 0, above, 0) * weight, below)
-        along = np.moveaxis(along, 1, 0) if row is not rows else along  # [first, queries, …]
-    outside = ((x > first[-1]) | (y > second[-1])).reshape(-1, *[1] * (along.ndim - 1))
-    return np.where(outside, np.inf, along)
 
 
 def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:

@@ -1,31 +1,21 @@
 """Lower bounds on the time of every plan of a batch, found without planning it.
 
-Sample i takes at least its smallest share of any micro-batch that it may be in: over all sizes b, and all lengths at
-least its own, of cost(b, lengths) / b. Costs are linear between grid points, so the least share is that of a grid
-point or of the sample's own length; costs are first made to rise with length:
-
-    measured   ╱╲╱           envelope[L] = the least of measured[L …]
-              ╱      ──►              __╱
-                                    ╱
-
-Packed rows derived from padded costs charge a sample the same shares. Where packed rows were measured, a row costs at
-least its positions times the least cost of a position, and the attention of its samples.
-
-Then with all samples' shares on a stage's modules, a replica's busiest stage works for `work / replicas`, after a
-micro-batch has come through the stages before it and before one has gone back through them. However small it is, a
-micro-batch takes the least of all costs: launching kernels takes time.
+Sample i takes at least its least share of any micro-batch that it may be in (`planning.least_costs`). Then with all
+samples' shares on a stage's modules, a replica's busiest stage works for `work / replicas`, after a micro-batch has
+come through the stages before it and before one has gone back through them. However small it is, a micro-batch takes
+the least of all costs: launching kernels takes time.
 
 The same work gives the layer split whose busiest stage has the least of it, without planning a batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, Kind, Links, PackedTables, PipelineLayout, Quantity
-from megatron_dynapipe.cost.tables import at_point
+from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
+from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -34,6 +24,8 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
 
 Reals = npt.NDArray[np.float64]
 
+CHARGED = ((1, 1), (1, 0), (0, 1))
+"""Whether inputs' and targets' positions count where those of a packed row are charged to its samples."""
 _ROUNDING_NS = 2.0
 """By how much the planner's integer interpolation may come out below exact costs."""
 
@@ -60,31 +52,32 @@ class LeastWork:
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
     samples = Samples.of(batch, settings.family)
-    modes = [settings.tables(cost_model, mode) for mode in settings.recompute]
+    lengths = samples.input_positions, samples.target_positions
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
-    kinds = modes[0].kinds
-    floor = np.full(len(kinds), np.inf)
-    for tables in modes:
-        if pads or tables.packed is None:
-            floor = np.minimum(floor, _floor(tables, samples, LENGTH_MULTIPLE if packs else 1))
-        if packs and tables.packed is not None:
-            floor = np.minimum(floor, _packed_floor(tables.packed))
-    # By whichever positions packed rows are charged: inputs, targets, or both.
-    by_measure = []
-    for measure in range(3):
-        least = np.full((len(batch), len(kinds)), np.inf)
-        for tables in modes:
-            measured = packs and tables.packed is not None
-            if pads or (packs and not measured):
-                least = np.minimum(least, _shares(tables, samples))
-            if measured:
-                assert tables.packed is not None
-                least = np.minimum(least, _packed_shares(tables.packed, samples, measure))
-        by_measure.append(np.where(np.isfinite(least), least, 0.0))
-    total = np.max([shares.sum(axis=0) for shares in by_measure], axis=0)
-    floor = np.where(np.isfinite(floor), floor, 0.0)
-    counted = 1.0 if samples.labels is None else float(samples.labels.sum() / samples.input_positions.sum())
-    return LeastWork(kinds=kinds, samples=by_measure[-1], total=total, floor=floor, counted=counted)
+    tables = [settings.tables(cost_model, mode) for mode in settings.recompute]
+    modes = [LeastCosts(of_mode, padded=pads, packed=packs) for of_mode in tables]
+    by_measure = [
+        _known(np.min([mode.share(BOTH, *lengths, charged=charged) for mode in modes], axis=0))
+        for charged in (CHARGED if lengths[1].any() else CHARGED[:1])
+    ]
+    floor = np.min([mode.whole(BOTH, *lengths) for mode in modes], axis=0).min(axis=0, initial=np.inf)
+    if packs and any(of_mode.packed is None for of_mode in tables):
+        # A row's cost is then a mean of its samples' costs at the row's positions, weighted by their own positions over
+        # the row's; rounding the row up takes these weights below 1 together.
+        shortest, axes = int(sum(lengths).min(initial=1)), 2 if lengths[1].any() else 1
+        floor *= shortest / (shortest + axes * (LENGTH_MULTIPLE - 1))
+    return LeastWork(
+        kinds=tables[0].kinds,
+        samples=by_measure[0],
+        total=np.max([shares.sum(axis=0) for shares in by_measure], axis=0),
+        floor=_known(floor),
+        counted=1.0 if samples.labels is None else float(samples.labels.sum() / samples.input_positions.sum()),
+    )
+
+
+def _known(costs: Reals) -> Reals:
+    """Costs in whole ns, less what the planner's rounding may take of them; 0 where nothing is known."""
+    return np.where(np.isfinite(costs), np.maximum(np.floor(costs) - _ROUNDING_NS, 0.0), 0.0)
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
@@ -124,65 +117,6 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
     return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(first) else 0.0
 
 
-def _shares(tables: CostTables, samples: Samples) -> Reals:
-    """Shares of padded micro-batches, and packed rows derived from them: `[samples, kinds]`, infinite if unknown."""
-    return np.asarray(np.maximum((_by_size(tables, samples) / tables.sizes).min(axis=-1) - _ROUNDING_NS, 0))
-
-
-def _floor(tables: CostTables, samples: Samples, row_multiple: int) -> Reals:
-    """The least of any padded micro-batch, and of any packed row derived from them: `[kinds]`.
-
-    A row's cost is a mean of its samples' costs at the row's positions, weighted by their own positions over the row's;
-    rounding the row up takes these weights below 1 together.
-    """
-    least = (_by_size(tables, samples).min(axis=(0, 2), initial=np.inf) - _ROUNDING_NS).clip(min=0)
-    shortest = int((samples.input_positions + samples.target_positions).min(initial=1))
-    axes = 1 if not samples.target_positions.any() else 2
-    return np.asarray(least * shortest / (shortest + axes * (row_multiple - 1)))
-
-
-def _by_size(tables: CostTables, samples: Samples) -> Reals:
-    """Forward and backward of each kind at every size, rising with length: `[samples, kinds, sizes]`."""
-    values = tables.values if tables.separate is None else tables.separate
-    rising = replace(tables, separate=_envelope(values), packed=None)
-    costs = rising.at_lengths(samples.input_positions, samples.target_positions, separate=True)
-    known = np.where(costs == ABSENT, np.inf, costs)
-    return np.asarray(known[:, :, Quantity.FORWARD] + known[:, :, Quantity.BACKWARD])
-
-
-def _envelope(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The least value at lengths of at least a point's own, along both axes of `[…, inputs, targets]`."""
-    known = np.where(values == ABSENT, np.iinfo(np.int64).max, values)
-    for axis in (-1, -2):
-        known = np.flip(np.minimum.accumulate(np.flip(known, axis), axis=axis), axis)
-    return np.where(known == np.iinfo(np.int64).max, ABSENT, known)
-
-
-def _packed_floor(packed: PackedTables) -> Reals:
-    """The least of any measured packed row: `[kinds]`."""
-    known = np.where(packed.linear == ABSENT, np.inf, packed.linear)
-    least = (known[:, Quantity.FORWARD] + known[:, Quantity.BACKWARD]).min(axis=(1, 2), initial=np.inf)
-    return np.asarray(np.maximum(least - _ROUNDING_NS, 0))
-
-
-def _packed_shares(packed: PackedTables, samples: Samples, measure: int) -> Reals:
-    """Shares of measured packed rows, whose linear part is charged by inputs (0), targets (1) or both (2)."""
-    inputs, targets = packed.row_inputs[:, None], packed.row_targets[None, :]
-    positions = (inputs + 0 * targets, targets + 0 * inputs, inputs + targets)[measure]
-    charged = (samples.input_positions, samples.target_positions, samples.input_positions + samples.target_positions)
-    both = [Quantity.FORWARD, Quantity.BACKWARD]
-    times = packed.attention[:, both].reshape(-1, *packed.attention.shape[2:])
-    attention = at_point(times, packed.inputs, packed.targets, samples.input_positions, samples.target_positions)
-    inside = np.maximum(attention, 0).reshape(len(attention), -1, 2).sum(axis=2)
-    shares = []
-    for kind, (forward, backward) in enumerate(packed.linear[:, both]):
-        known = (forward != ABSENT) & (backward != ABSENT) & (positions > 0)
-        whole = (forward + backward)[known]
-        least = float((whole / positions[known]).min(initial=np.inf))
-        shares.append(charged[measure] * (least if np.isfinite(least) else 0.0) + inside[:, kind])
-    return np.asarray(np.maximum(np.stack(shares, axis=1) - _ROUNDING_NS, 0))
-
-
 def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
     """Layers per virtual stage; at least one on each."""
     *layers, head = layer_work(settings, works)
@@ -190,10 +124,11 @@ def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tu
     return evenest(layers, settings.pipeline_parallel * settings.chunks)
 
 
-def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[float]:
-    """Least work of all batches on each layer, and on the head."""
+def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[int]:
+    """Least work of all batches on each layer, and on the head, in ns."""
     total = dict(zip(works[0].kinds, np.sum([work.total for work in works], axis=0).tolist(), strict=True))
     *modules, head = (total[kind] for kind in settings.layout.modules)
     counted = float(np.mean([work.counted for work in works]))
     modules[-1] *= counted
-    return [*np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1).tolist(), head * counted]
+    layers = np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1)
+    return [round(work) for work in (*layers.tolist(), head * counted)]
