@@ -246,14 +246,12 @@ def configured(args: argparse.Namespace, family: ModelFamily) -> "RunConfig":
     """The configuration of a run by Megatron's checked namespace, which takes this rank's device; raises as `parse`."""
     import torch
 
-    from megatron_dynapipe.integration.flags import from_megatron, layer_split, machine
+    from megatron_dynapipe.integration.flags import from_megatron, machine
 
     if not cpu.is_enabled():
         args.local_rank = machine.device_index(
             args.local_rank or 0, devices=torch.cuda.device_count(), backend=args.distributed_backend
         )
-    if family is ModelFamily.T5:
-        layer_split.take_t5_layout(args)
     return from_megatron.run_config(args, family)
 
 

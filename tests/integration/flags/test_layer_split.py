@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.layer_split import other_split, settle, take_t5_layout
+from megatron_dynapipe.integration.flags.layer_split import other_split, settle
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
@@ -25,8 +25,6 @@ RUNS = {
         "gpt", (1, 60), f"{AUTO} --num-layers 3 --num-virtual-stages-per-pipeline-rank 2",
         lambda layers: len(layers) == 4 and sum(layers) == 3 and layers[1] + layers[3] <= 1.5),
     "gpt, flags that say more": ("gpt", (1, 60), f"{AUTO} {OBSTACLE}", None),
-    "t5, a layout of two chunks in Megatron's letters": (
-        "t5", (1, 60), "--decoder-num-layers 4 --pipeline-model-parallel-layout Et*2|t|t|(t)*2L", None),
 }  # fmt: skip
 
 
@@ -49,33 +47,6 @@ def asked(**given: object) -> Namespace:
     whole = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     names = ("dynapipe_layers_per_stage", "pipeline_model_parallel_layout", "hybrid_layer_pattern", "use_dynapipe")
     return Namespace(**{**dict.fromkeys([*names, *from_the_ends]), **dict.fromkeys(whole, False), **given})
-
-
-@pytest.mark.parametrize(
-    ("layout", "layers"), [("EttL", (2,)), ("Ett|tL", (2, 1)), ("Et*3|(t|)*2ttL", (3, 1, 1, 2)), (None, None)]
-)
-def test_a_layout_becomes_layers_per_stage(layout, layers):
-    args = asked(pipeline_model_parallel_layout=layout)
-    take_t5_layout(args)
-    assert args.dynapipe_layers_per_stage == layers
-    assert args.pipeline_model_parallel_layout is None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"pipeline_model_parallel_layout": "tEt|tL"}, "expected --pipeline-model-parallel-layout .* got 'tEt|tL'"),
-        ({"pipeline_model_parallel_layout": "Et|t"}, "as E, layers and L"),
-        ({"pipeline_model_parallel_layout": "Et|tmL"}, "as E, layers and L"),
-        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers does not say"),
-        ({"decoder_last_pipeline_num_layers": 1}, "--decoder-last-pipeline-num-layers does not say"),
-        ({"account_for_embedding_in_pipeline_split": True}, "--account-for-embedding-in-pipeline-split does not"),
-        ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split does not say"),
-    ],
-)
-def test_a_t5_has_no_other_way_to_split(given, message):
-    with pytest.raises(ConfigError, match=message):
-        take_t5_layout(asked(**given))
 
 
 SETTLED = {
