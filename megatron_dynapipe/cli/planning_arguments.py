@@ -63,15 +63,11 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "parts of the model on each pipeline rank (virtual stages), which run in turn: so many, or 1, 2 or 4, chosen"
         " with an auto split (default: auto; 1 where layers are not split by auto)"
     )
-    add("--virtual-stages", type=_virtual_stages, default=AUTO, metavar="auto|N", help=chunks)
+    add("--virtual-stages", type=lambda n: n if n == AUTO else positive(n), default=AUTO, metavar="auto|N", help=chunks)
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
     add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
-
-
-def _virtual_stages(text: str) -> str | int:
-    return text if text == AUTO else positive(text)
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:

@@ -123,7 +123,7 @@ class Pipeline:
         self.trace: Trace | None = None
         ranks, backend, copies = part.ranks, part.backend, part.weight_copies()
         shared = SharedWeights(copies, ranks.pipelines, backend=backend, timeout_s=timeout_s) if copies else None
-        replicas, stages = ranks.group_of_replicas(backend), ranks.group_of_stages(backend)
+        replicas, stages = ranks.groups(backend)
         self._gradients = Gradients(part, part.device, replicas=replicas, stages=stages, shared=shared)
         transport, channels = part.connect(timeout_s)
         groups = [ranks.control.group, *channels, replicas, stages, *(shared.groups if shared else ())]

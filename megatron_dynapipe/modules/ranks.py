@@ -18,6 +18,7 @@ import datetime
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,13 +70,10 @@ class Ranks:
         """
         start_agreement(self.control, None, text, what, alike=[across]).settle()
 
-    def group_of_replicas(self, backend: str) -> dist.ProcessGroup | None:
-        """The replicas of this rank's stage; None where there is one. Every rank calls it."""
-        return group_of_each(self.by_stage, backend=backend, timeout_s=self.timeout_s)
-
-    def group_of_stages(self, backend: str) -> dist.ProcessGroup | None:
-        """The stages of this rank's pipeline; None where there is one, or no pipelines. Every rank calls it."""
-        return group_of_each(self.pipelines, backend=backend, timeout_s=self.timeout_s)
+    def groups(self, backend: str) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The replicas of this rank's stage, and its pipeline's stages; None where it is alone. Every rank calls it."""
+        make = partial(group_of_each, backend=backend, timeout_s=self.timeout_s)
+        return make(self.by_stage), make(self.pipelines)
 
 
 def start_agreement(

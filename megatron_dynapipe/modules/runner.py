@@ -75,7 +75,7 @@ class ModuleStage(StageModel):
     @override
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Batch) -> Any:
         stage, specialized = chunk * self._stages + self._stage, self._specialized[micro_batch]
-        with self._casting():
+        with nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast):
             output = specialized.runs[stage](received, data, self._device)
             if stage == self._last:
                 return self._loss(micro_batch, output, data)
@@ -130,9 +130,6 @@ class ModuleStage(StageModel):
             detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
             self.kept[micro_batch] = detached, labels
         return loss
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
 
 def check_count(count: float) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_dynapipe.cost import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
@@ -70,6 +69,7 @@ class Samples:
             )
         inputs = np.array([input_positions(family, n) for n in input_tokens.tolist()], np.int64)
         targets = np.array([target_positions(family, n) for n in target_tokens.tolist()], np.int64)
+        labels = batch.labels  # none where all positions of all samples count
         return cls(
             ids=np.asarray(batch.sample_ids, np.int64),
             input_tokens=input_tokens,
@@ -78,7 +78,7 @@ class Samples:
             target_positions=targets,
             inputs=round_up_all(inputs),
             targets=round_up_all(targets),
-            labels=None if all_count(batch.labels, inputs) else np.asarray(batch.labels, np.int64),
+            labels=None if labels is None or (labels >= inputs).all() else labels.astype(np.int64),
         )
 
     def padded(self, input_length: int | None, target_length: int | None) -> Self:
@@ -97,11 +97,6 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, padded[0]), np.full_like(self.targets, padded[1])
         return replace(self, inputs=inputs, targets=targets)
-
-
-def all_count(labels: npt.NDArray[np.int32] | None, positions: IntArray) -> bool:
-    """Whether all positions of all samples count."""
-    return labels is None or bool((labels >= positions).all())
 
 
 def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:

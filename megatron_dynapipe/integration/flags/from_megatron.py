@@ -154,7 +154,8 @@ def _planner(
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
-    limit_mb, on_cpu, in_step = args.dynapipe_device_memory_limit, device.type == "cpu", _in_step(args)
+    limit_mb, on_cpu = args.dynapipe_device_memory_limit, device.type == "cpu"
+    in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
         family=model.family,
@@ -245,11 +246,6 @@ def _expert_ranks(args: argparse.Namespace) -> int:
     """Neighbouring ranks of a stage that share experts, or tensor-parallel weights: whole replicas."""
     sharing = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     return math.lcm(sharing, args.tensor_model_parallel_size)
-
-
-def _in_step(args: argparse.Namespace) -> int:
-    """Neighbouring replicas that share experts, and so run in step; 1 for none."""
-    return _expert_ranks(args) // int(args.tensor_model_parallel_size)
 
 
 def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSettings, ...]:

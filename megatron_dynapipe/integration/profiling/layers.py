@@ -256,9 +256,6 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
 
         return forward
 
-    def run_row(inputs: Lengths, _targets: Lengths) -> Forward:
-        return run_segments(make.row(inputs))
-
     def run_segments(segments: DeviceSegments) -> Forward:
         state, row = make.state(segments.positions.size(1), 1), self_row(segments, make.row_format)
 
@@ -279,7 +276,7 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         name=kind,
         module=layer,
         prepare=run_layer,
-        prepare_row=run_row,
+        prepare_row=lambda inputs, _targets: run_segments(make.row(inputs)),
         layers=chained,
         prepare_piece=run_piece if model.cuts_samples else None,
     )

@@ -167,7 +167,7 @@ REFUSED_T5 = {
     "--apply-query-key-layer-scaling": "the stages of a T5 do not scale by layer",
     "--no-yarn-correction-range-round-to-int": "cannot be used with DynaPipe for a T5: the stages of a T5 do not look",
     "--window-size 8,0": "the stages of a T5 attend to whole samples",
-    "--pipeline-model-parallel-layout Ett|ttL": "-parallel-layout cannot be used with DynaPipe for a T5: it splits one stack",
+    "--pipeline-model-parallel-layout Ett|ttL": "for a T5: it splits one stack, and a T5 has two",
     "--decoder-first-pipeline-num-layers 1": "--dynapipe-layers-per-stage 5,3 says the layers of every stage",
     "--bf16 --fp32-residual-connection": "--fp32-residual-connection cannot be used with DynaPipe for a T5",
 }
