@@ -63,7 +63,7 @@ def cost_file(
     Raises:
         CostModelError: something was not measured at all.
     """
-    parameters = {name: parts[name].parameters for name in LAYER_KINDS if name in parts}
+    parameters: dict[str, int] = {name: parts[name].parameters for name in LAYER_KINDS if name in parts}
     parameters["embedding"] = parts["postprocess"].embedding_parameters
     if setup.model.experts is not None:
         parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters

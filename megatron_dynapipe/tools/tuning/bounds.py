@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
+from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.segments import evenest
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
-
-Reals = npt.NDArray[np.float64]
 
 CHARGED = ((1, 1), (1, 0), (0, 1))
 """Whether inputs' and targets' positions count where those of a packed row are charged to its samples."""
@@ -43,9 +42,9 @@ class LeastWork:
     """
 
     kinds: tuple[Kind, ...]
-    samples: Reals
-    total: Reals
-    floor: Reals
+    samples: Floats
+    total: Floats
+    floor: Floats
     counted: float = 1.0
 
 
@@ -57,27 +56,28 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     tables = [settings.tables(cost_model, mode) for mode in settings.recompute]
     modes = [LeastCosts(of_mode, padded=pads, packed=packs) for of_mode in tables]
     by_measure = [
-        _known(np.min([mode.share(BOTH, *lengths, charged=charged) for mode in modes], axis=0))
+        _known([mode.share(BOTH, *lengths, charged=charged) for mode in modes])
         for charged in (CHARGED if lengths[1].any() else CHARGED[:1])
     ]
-    floor = np.min([mode.whole(BOTH, *lengths) for mode in modes], axis=0).min(axis=0, initial=np.inf)
+    floor = [mode.whole(BOTH, *lengths).min(axis=0, initial=np.inf) for mode in modes]
     if packs and any(of_mode.packed is None for of_mode in tables):
         # A row's cost is then a mean of its samples' costs at the row's positions, weighted by their own positions over
         # the row's; rounding the row up takes these weights below 1 together.
-        shortest, axes = int(sum(lengths).min(initial=1)), 2 if lengths[1].any() else 1
-        floor *= shortest / (shortest + axes * (LENGTH_MULTIPLE - 1))
+        shortest, axes = int((lengths[0] + lengths[1]).min(initial=1)), 2 if lengths[1].any() else 1
+        floor = [least * shortest / (shortest + axes * (LENGTH_MULTIPLE - 1)) for least in floor]
     return LeastWork(
         kinds=tables[0].kinds,
         samples=by_measure[0],
-        total=np.max([shares.sum(axis=0) for shares in by_measure], axis=0),
+        total=np.stack([shares.sum(axis=0) for shares in by_measure]).max(axis=0),
         floor=_known(floor),
         counted=1.0 if samples.labels is None else float(samples.labels.sum() / samples.input_positions.sum()),
     )
 
 
-def _known(costs: Reals) -> Reals:
-    """Costs in whole ns, less what the planner's rounding may take of them; 0 where nothing is known."""
-    return np.where(np.isfinite(costs), np.maximum(np.floor(costs) - _ROUNDING_NS, 0.0), 0.0)
+def _known(costs: Sequence[Floats]) -> Floats:
+    """The least of modes' costs in ns, less what the planner's rounding takes of them; 0 where nothing is known."""
+    least = np.stack(costs).min(axis=0)
+    return np.where(np.isfinite(least), np.maximum(np.floor(least) - _ROUNDING_NS, 0.0), 0.0)
 
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
