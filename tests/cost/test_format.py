@@ -210,6 +210,8 @@ def test_packed_tables() -> None:
     assert costs[0, Quantity.FORWARD] == 50_000_000 + 1_000_000 + 1_000_000
     assert costs[0, Quantity.PEAK] == 50_000_000 + 500_000 + 500_000
     assert costs[-1, Quantity.FORWARD] == 2_000_000
+    for lengths in ([16, 16], [20]):  # a longer row than measured, a longer sample
+        assert packed_costs(tables, np.array(lengths), np.zeros(len(lengths), np.int64)) is None
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.hooks import compatibility
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 SCHEDULES = compatibility.SCHEDULES
 
@@ -52,54 +52,35 @@ def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
     assert "is of no known release (megatron/training/arguments.py, " in said and "was checked and is there" in said
 
 
-def examples(rank: int, world_size: int) -> dict[str, object]:
-    training = compatibility.TRAINING
-    rows = {
-        "there": (SCHEDULES, "get_forward_backward_func", ("pp_size",)),
-        "no parameter": (SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
-        "no name": (SCHEDULES, "no_such_function", ()),
-        "no module": ("megatron.core.no_such_module", "train", ()),
-    }
-    calls = {
-        "called": [(training, "train", "train_step")],
-        "not called": [(training, "train", "no_such_function")],
-        "nowhere": [(training, "no_such_function", "train_step")],
-    }
-    # A wrapped function is looked at in its file: scripts of these tests wrap `training_log` to see losses.
-    importlib.import_module(training).training_log = lambda *arguments: None
-    said: dict[str, object] = {name: compatibility.missing_name(row) for name, row in rows.items()}
-    said |= {name: compatibility.missing_calls(rows) for name, rows in calls.items()}
-    return said | {"wrapped": compatibility.missing_calls(compatibility.CALLS)}
-
-
+@in_ranks(1)
 def test_names_parameters_and_calls_that_are_missing_are_said():
     training = compatibility.TRAINING
-    assert run_ranks(examples, 1) == [
-        {
-            "there": "",
-            "no parameter": f"get_forward_backward_func of {SCHEDULES} takes no planets",
-            "no name": f"no no_such_function in {SCHEDULES}",
-            "no module": "no train in megatron.core.no_such_module",
-            "called": [],
-            "not called": [f"train() of {training} calls no no_such_function"],
-            "nowhere": [f"no_such_function() of {training} calls no train_step"],
-            "wrapped": [],
-        }
-    ]
+    for row, said in (
+        ((SCHEDULES, "get_forward_backward_func", ("pp_size",)), ""),
+        (
+            (SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
+            f"get_forward_backward_func of {SCHEDULES} takes no planets",
+        ),
+        ((SCHEDULES, "no_such_function", ()), f"no no_such_function in {SCHEDULES}"),
+        (("megatron.core.no_such_module", "train", ()), "no train in megatron.core.no_such_module"),
+    ):
+        assert compatibility.missing_name(row) == said
+    # A wrapped function is looked at in its file: scripts of these tests wrap `training_log` to see losses.
+    importlib.import_module(training).training_log = lambda *arguments: None
+    for call, said in (
+        ((training, "train", "train_step"), []),
+        ((training, "train", "no_such_function"), [f"train() of {training} calls no no_such_function"]),
+        ((training, "no_such_function", "train_step"), [f"no_such_function() of {training} calls no train_step"]),
+    ):
+        assert compatibility.missing_calls([call]) == said
+    assert compatibility.missing_calls(compatibility.CALLS) == []
 
 
-def patches(rank: int, world_size: int) -> str:
-    try:
-        compatibility.check_patches()
-    except UnsupportedMegatronError as error:
-        return str(error)
-    return ""
-
-
+@in_ranks(1)
 def test_an_unpatched_megatron_lacks_every_call_of_the_patches():
-    (said,) = run_ranks(patches, 1)
-    assert said.count("calls no ") == len(compatibility.PATCHES)
-    assert "--check` says what each file is" in said
+    with pytest.raises(UnsupportedMegatronError, match="--check` says what each file is") as refused:
+        compatibility.check_patches()
+    assert str(refused.value).count("calls no ") == len(compatibility.PATCHES)
 
 
 @pytest.mark.parametrize(
