@@ -1,4 +1,4 @@
-"""Whole runs of the entry scripts: resume, evaluation, summary."""
+"""Whole runs of the entry scripts: half precision, summary."""
 
 import ast
 import json
@@ -24,6 +24,17 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     assert {event["name"] for event in trace["traceEvents"]} >= {"F0", "B0"}
     titles = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert titles == ["iteration 8: planned", "iteration 8: measured"]
+    losses = list(runs[-1]["losses"].values())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_an_entry_script_trains_in_fp16(data, tmp_path):
+    """With a loss scale, dropout and clipping; in bf16: `tools/conversion/test_training.py`."""
+    flags = (
+        "--fp16 --initial-loss-scale 64 --clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 8"
+    )
+    runs = train("t5", data, f"--pipeline-model-parallel-size 2 {flags}", ranks=4, report=tmp_path)
     losses = list(runs[-1]["losses"].values())
     assert losses[-1] < losses[0]
 
