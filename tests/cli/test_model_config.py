@@ -109,6 +109,10 @@ def test_every_run_file_describes_its_model(path: Path) -> None:
         ('{"num-layers": true, "hidden-size": 8}', "num-layers: expected a whole number above 0, got True"),
         ('{"model_type": "gpt2", "n_embd": -8}', "n_embd: expected a whole number above 0, got -8"),
         (None, "cannot read the model's configuration"),
+        (
+            '{"num-layers": 8, "hidden-size": 64, "num-experts": 4, "moe-layer-freq": "exit()"}',
+            "or a list of 8, got 'exit",
+        ),
     ],
 )
 def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
