@@ -5,51 +5,44 @@ import importlib
 import io
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.hooks import compatibility
-from tests.helpers.processes import in_ranks, run_ranks
+from tests.helpers.processes import in_ranks
 
 SCHEDULES = compatibility.SCHEDULES
 
 
-def check(rank: int, world_size: int, lost: tuple[str, str] | None, extra: str) -> str:
-    """On one rank, without a function of Megatron's if one is `lost`: what the check says."""
-    if lost:
-        delattr(importlib.import_module(lost[0]), lost[1])
-    if extra:
-        compatibility.megatron_folders = lambda: [Path(extra) / "megatron"]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            compatibility.check()
-    except UnsupportedMegatronError as error:
-        return f"{error}"
-    return said.getvalue()
-
-
+@in_ranks(1)
 def test_the_installed_megatron_passes_without_a_word():
-    assert run_ranks(check, 1, {"lost": None, "extra": ""}) == [""]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compatibility.check()
+    assert not said.getvalue()
 
 
-def test_what_is_missing_is_named():
-    (said,) = run_ranks(check, 1, {"lost": (compatibility.TRAINING, "train_step"), "extra": ""})
-    assert "lacks what planned runs rely on: no train_step in megatron.training.training\n" in said
-    assert "hint: pip install 'megatron-core[training]==" in said
-
-
+@in_ranks(1)
 def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
     """Its files are not known; what is checked is the installed one's."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    (said,) = run_ranks(check, 1, {"lost": None, "extra": str(tmp_path)})
+    compatibility.megatron_folders = lambda: [tmp_path / "megatron"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        compatibility.check()
+    said = printed.getvalue()
     assert said.startswith("notice: Megatron 0.19.2 at")
     assert "is of no known release (megatron/training/arguments.py, " in said and "was checked and is there" in said
+
+
+@in_ranks(1)
+def test_what_is_missing_is_named():
+    del importlib.import_module(compatibility.TRAINING).train_step
+    message = "lacks what planned runs rely on: no train_step in megatron.training.training\nhint: pip install"
+    with pytest.raises(UnsupportedMegatronError, match=message):
+        compatibility.check()
 
 
 @in_ranks(1)
