@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,6 +66,17 @@ def test_an_order_that_stalls_is_refused_with_where_it_stands():
         simulate(even_problem(1, 1), ((Forward(0), BackwardWeight(0), BackwardInput(0)),))
 
 
+def strained(problem: ScheduleProblem) -> ScheduleProblem:
+    """With messages that take longer than passes, and peaks far above what is stored."""
+    uneven = 1 + np.arange(problem.micro_batches)[:, None] % 3
+    return replace(
+        problem,
+        peak_bytes=problem.stored_bytes * uneven,
+        forward_transfer_ns=problem.forward_transfer_ns * 15,
+        backward_transfer_ns=problem.backward_transfer_ns * 15,
+    )
+
+
 problems = st.builds(
     random_problem,
     micro_batches=st.integers(0, 9),
@@ -72,7 +85,7 @@ problems = st.builds(
     forward_only=st.booleans(),
     peak_covers_backward=st.booleans(),
     seed=st.integers(0, 10**6),
-)
+).map(strained)
 
 
 @given(

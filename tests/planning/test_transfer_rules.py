@@ -94,8 +94,9 @@ def test_simulation_and_lists_take_the_same_time_and_stall_together(case, rules)
     verify_lists(lists, **about)
     assert fast_verify(Dimensions(stages=problem.stages, **about), lists) is not None
     if not rules.are_plain:  # the default rules take receives to be posted as early as anything is sent
-        timeline = simulate(problem, order).timeline
-        assert [[(e.instruction, e.start_ns, e.end_ns) for e in rank] for rank in timeline] == events
+        run, plain = (simulate(replace(problem, transfers=each), order) for each in (rules, TransferRules()))
+        assert [[(e.instruction, e.start_ns, e.end_ns) for e in rank] for rank in run.timeline] == events
+        assert run.peak_bytes == plain.peak_bytes
 
 
 def test_the_two_stage_example_stalls():
