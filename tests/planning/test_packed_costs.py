@@ -34,7 +34,8 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
         if draw(st.booleans()):
             t5 = bool(problem.targets.any())
             axes = [np.array([1, 40, 600]), np.array([1, 90, 600]) if t5 else np.zeros(1, np.int64)]
-            own = [np.array([1, 30, 66]), np.array([1, 66]) if t5 else np.zeros(1, np.int64)]
+            longest = draw(st.sampled_from([66, 33]))  # of a sample that was measured
+            own = [np.array([1, 30, longest]), np.array([1, longest]) if t5 else np.zeros(1, np.int64)]
             rows = len(tables.kinds), len(Quantity)
             linear, attention = (random.integers(0, 99, (*rows, len(x), len(y))) for x, y in (axes, own))
             packed = PackedTables(
