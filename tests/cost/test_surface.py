@@ -64,6 +64,10 @@ def test_cross_validation_judges_every_point_by_a_fit_without_it() -> None:
     assert np.isnan(cross_validate(shapes[:1], costs[:1], Quantity.MEMORY)).all()
 
 
+def test_monotone_by_hand() -> None:
+    assert monotone(np.array([1.0, 3.0, 2.0, 4.0])).tolist() == [1.0, 2.5, 2.5, 4.0]
+
+
 @given(st.lists(st.lists(st.floats(0.1, 100), min_size=3, max_size=3), min_size=2, max_size=5))
 def test_monotone_never_falls_and_keeps_what_never_fell(rows: list[list[float]]) -> None:
     result = monotone(np.array(rows))
