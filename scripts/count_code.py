@@ -29,7 +29,7 @@ BOUNDS = {
     "lines of its core": 31_402,
     "kinds of values": 207,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300, labels 100.
-    "lines of tests": 35_920,
+    "lines of tests": 34_902,
     "lines of benchmarks": 7_381,
     "flags": 27,
 }
