@@ -29,7 +29,7 @@ BOUNDS = {
     "lines of its core": 31_436,
     "kinds of values": 207,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300, labels 100.
-    "lines of tests": 35_928,
+    "lines of tests": 35_940,
     "lines of benchmarks": 7_397,
     "flags": 27,
 }

@@ -79,6 +79,18 @@ def test_a_plan_read_back_has_the_times_of_its_labels(changes: dict[str, Any]) -
         assert [run(costs, order).makespan_ns for run in (simulate, simulate_in_python)] == [replica.predicted_ns] * 2
 
 
+@pytest.mark.parametrize("layouts", [(BatchLayout.PACKED,), (BatchLayout.PADDED,), tuple(BatchLayout)])
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_are_even_over_replicas(layouts: tuple[BatchLayout, ...], seed: int) -> None:
+    """Samples are equally long, and half of them have no more than one label: the last stages' time is in labels."""
+    many = 190
+    labels = np.random.default_rng(seed).permutation(np.repeat([many, 1], 12)).astype(np.int32)
+    lengths = replace(of_lengths([200] * 24), labels=labels)
+    plan = planner(ModelFamily.GPT, data_parallel=2, micro_batch_layouts=layouts).plan(lengths, 0)
+    first, second = (sum(sum(each.labels) for each in replica.micro_batches) for replica in plan.replicas)
+    assert abs(first - second) < many / 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_sample(family: ModelFamily) -> None:
     plan = planner(family).plan(batch_of((1, 1 if family is ModelFamily.T5 else 0)), 0)
