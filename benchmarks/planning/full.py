@@ -148,7 +148,7 @@ def answer(
         folder = Path(name)
         write(folder / "batches.json", batches)
         words = arguments(command, model, layout, folder / "batches.json", device)
-        words += split_from(folder / "split.json", model, longest, every) if every else ["--layer-split", "auto"]
+        words += split_from(folder / "split.json", model, longest, every)
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
     if done.returncode == 2:
         sys.exit(done.stderr)
@@ -156,10 +156,10 @@ def answer(
 
 
 def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:
-    """Arguments for a layer split chosen from the larger batches of a mixture and maximum length."""
+    """Arguments for a layer split chosen from the larger batches of a mixture and maximum length, if it has such."""
     own = [b for b in every if b["model"] == model.partition("-")[0] and b["max_seq_len"] == longest]
-    write(path, [b for b in own if b["tokens"] == SPLIT_FROM_TOKENS])
-    return ["--layer-split", "auto", "--split-from", str(path)]
+    write(path, larger := [b for b in own if b["tokens"] == SPLIT_FROM_TOKENS])
+    return ["--layer-split", "auto", *(("--split-from", str(path)) if larger else ())]
 
 
 def write(path: Path, batches: list[dict]) -> None:

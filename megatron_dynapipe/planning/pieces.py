@@ -25,6 +25,8 @@ _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)
 """Of the longest sample, that pieces have at most."""
+_PARTS = (2, 3, 4, 6, 8, 9, 10, 12, 16, 24, 32, 48, 64)
+"""Of the longest sample, where whole samples do not fit: near the least memory not every size does."""
 _LEAST_PIECE = 128
 
 
@@ -132,7 +134,7 @@ def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> li
     """
     longest, total = int(samples.input_positions.max()), int(samples.input_positions.sum())
     if needed:
-        return [longest // parts for parts in (2, 4, 8, 16, 32, 64) if longest // parts >= _LEAST_PIECE]
+        return [longest // parts for parts in _PARTS if longest // parts >= _LEAST_PIECE]
     if longest * problem.replicas * problem.layout.stages < _LONG * total:
         return []
     return [most for share in _SHARES if (most := int(longest * share)) >= _LEAST_PIECE]

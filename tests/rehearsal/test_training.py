@@ -6,8 +6,10 @@ Transformer Engine, so many GPUs): importing Megatron takes longer than a run.
 
 import functools
 import math
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +87,7 @@ COMBINED = table(
     ("", Row("gpt", f"{OVERLAPPED} --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("gpt", f"{TENSOR} --sequence-parallel --bf16 {LLAMA} --group-query-attention --num-query-groups 2")),
     ("", Row("gpt", f"{TENSOR} {HALVES} {PIPELINE} --bf16", ranks=4)),
-    ("", Row("gpt", f"{PIPELINE} --fp16 --initial-loss-scale 1024")),
+    ("", Row("gpt", f"{PIPELINE} --fp16 --initial-loss-scale 8")),
     ("no", Row("gpt", f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1 --bf16 {OVERLAPPED}", ranks=4)),
     ("with", Row("gpt", f"{PIPELINE} --dynapipe-slices 16 {HALVES} --bf16")),
     ("", Row("gpt", EXPERTS)),
@@ -95,10 +97,10 @@ COMBINED = table(
     ("", Row("gpt", f"{PIPELINE} --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} --bf16")),
     ("no", Row("t5", f"{PIPELINE} --position-embedding-type relative --bf16 --hidden-size 64")),
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
-    ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 1024")),
+    ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 8")),
     ("", Row("gpt", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
-    ("", Row("profile", "--model gpt --budget-minutes 0.05", ranks=1)),
-    ("", Row("profile", "--model t5 --budget-minutes 0.05", ranks=1)),
+    ("", Row("profile", "--model gpt --budget-minutes 0.05 --max-positions 1024", ranks=1)),
+    ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024", ranks=1)),
 )
 # Local layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 COMBINED += table(("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)))[1:]
@@ -138,11 +140,16 @@ SMALL: dict[str, Any] = {
 """What is left of a run file's sizes; none of them chooses other code."""
 WITHOUT_ENGINE = {"qwen3_30b_a3b": f"{LOCAL} --dynapipe-unset moe-grouped-gemm"}
 """What run files that ask for Transformer Engine say of machines without it."""
-DOCUMENTS = ("README.md", "docs/quick-start/one-machine.md", "docs/quick-start/gpus.md")
+NODES = "examples/two_nodes.sh"
+DOCUMENTS = ("README.md", "docs/quick-start/one-machine.md", "docs/quick-start/gpus.md", NODES)
 
 
 def commands(document: str) -> list[list[str]]:
-    """The entry scripts with their flags that a document's blocks start by torchrun."""
+    """The entry scripts with their flags that a document's blocks, or a script on its first node, start by torchrun."""
+    if document == NODES:
+        script = [str(ROOT / document), "127.0.0.1", "0", "--dynapipe-data", "DATASET"]
+        said = subprocess.run(script, env=os.environ | {"PYTHON": "echo"}, check=True, capture_output=True, text=True)
+        return [said.stdout[said.stdout.index("pretrain_") :].split()]
     text = (ROOT / document).read_text().replace("\\\n", " ")
     text = text.replace("--dynapipe-cost-model costs.json", "")  # which the command before makes
     return [shlex.split(line) for line in re.findall(r"^ *torchrun .*?(pretrain_.*)$", text, re.M)]
@@ -203,7 +210,8 @@ def cut(script: str, *words: str, data: Path) -> jobs.Job:
     ranks = math.prod(small.get(f"{kind}-model-parallel-size", 1) for kind in ("tensor", "pipeline"))
     shared = {"use-distributed-optimizer", "expert-model-parallel-size"} & settings.keys()
     words = tuple(str(data) if word in ("DATASET", "data/mixture") else word for word in words)
-    return jobs.entry(script, [*words, *flags], 2 * ranks if shared and ranks < 4 else ranks)
+    ranks *= 2 if shared and ranks < 4 else 1
+    return jobs.entry(script, [*words, *flags], ranks, nodes=2 if "--dynapipe-store-bind" in words else 1)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def profile(
         )
         profiler = Profiler(scope)
         links = measure_links(setup.device)
-        sustain(setup.device)
+        sustain(setup.device, positions=most_positions, hidden=setup.model.hidden)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         halves, prefixes = division.padded_halves(scope), division.prefixes(scope) if setup.packs else {}
         rows = measure_rows(scope, left * SHARE_OF_PACKED) if setup.packs else {}

@@ -46,8 +46,8 @@ BEYOND_CACHES_BYTES = 100_000_000
 MOST_IN_FLIGHT = 12
 SUSTAINED_S, WARM_S, SHARED_WARM = 3.0, 0.05, 3
 """Work of a GPU before anything is timed, before each point, and there in passes where ranks share the layer."""
-SUSTAINING_SIZE = 4096
-"""Rows and columns of the products that a GPU works on."""
+SUSTAINING_ROWS = 8192
+"""Positions of the products that a GPU works on, at most."""
 
 
 class Values(NamedTuple):
@@ -138,15 +138,19 @@ def measure(
     return Values(forward_ns, backward_ns, memory.stored_bytes, memory.peak_bytes)
 
 
-def sustain(device: torch.device, seconds: float = SUSTAINED_S) -> None:
-    """Let a GPU work until its clock is that of training: one that has rested runs faster at first."""
+def sustain(device: torch.device, *, positions: int, hidden: int, seconds: float = SUSTAINED_S) -> None:
+    """Let a GPU work on products as wide as the model until its clock is that of training.
+
+    One that has rested runs faster at first.
+    """
     if device.type != "cuda":
         return
-    factor = torch.zeros(SUSTAINING_SIZE, SUSTAINING_SIZE, dtype=torch.bfloat16, device=device).normal_()
+    rows = torch.zeros(min(positions, SUSTAINING_ROWS), hidden, dtype=torch.bfloat16, device=device).normal_()
+    weight = torch.zeros(hidden, hidden, dtype=torch.bfloat16, device=device).normal_()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(10):
-            factor @ factor
+            rows @ weight
         torch.cuda.synchronize(device)
 
 

@@ -6,6 +6,7 @@ The ranks are forked with Megatron imported, on the devices that `sitecustomize`
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -32,9 +33,9 @@ class Job:
     ranks: int
 
 
-def entry(script: str, argv: Sequence[str], ranks: int) -> Job:
-    """A run of an entry script."""
-    return Job("tests.helpers.rehearsal.jobs:run_entry", {"script": script, "argv": list(argv)}, ranks)
+def entry(script: str, argv: Sequence[str], ranks: int, *, nodes: int = 1) -> Job:
+    """A run of an entry script, on nodes of equally many ranks."""
+    return Job("tests.helpers.rehearsal.jobs:run_entry", {"script": script, "argv": list(argv), "nodes": nodes}, ranks)
 
 
 def layout(row: str, ranks: int) -> Job:
@@ -61,8 +62,10 @@ def run_all(
     return returned + [f"not run: all had {deadline_s:.0f} s"] * (len(jobs) - len(returned))
 
 
-def run_entry(*, rank: int, world_size: int, **given: Any) -> dict[str, Any]:
+def run_entry(*, rank: int, world_size: int, nodes: int = 1, **given: Any) -> dict[str, Any]:
     """On one rank: what `entry_scripts.run_entry` returns, and `late_groups`."""
+    local = world_size // nodes
+    os.environ |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
     late = late_groups()
     ran = entry_scripts.run_entry(rank=rank, world_size=world_size, kill=None, pictures=False, **given)
     return ran | {"late": late}
