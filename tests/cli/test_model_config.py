@@ -100,15 +100,6 @@ def test_every_run_file_describes_its_model(path: Path) -> None:
     assert {"heads", "kv_channels", "ffn", "gated", "tied"} <= found.shape.keys()
 
 
-def test_experts_of_a_run_file(tmp_path: Path) -> None:
-    run = {"num-layers": 8, "hidden-size": 64, "num-attention-heads": 4, "num-experts": 4, "moe-ffn-hidden-size": 96}
-    for frequency, layers in ((1, ()), (2, (0, 2, 4, 6)), ("([0]*1+[1]*3)*2", (1, 2, 3, 5, 6, 7))):
-        found = read_model(written(tmp_path, {**run, "moe-layer-freq": frequency, "moe-router-topk": 3}))
-        assert found.shape["experts"] == Experts(count=4, per_token=3, ffn=96, layers=layers)
-    with pytest.raises(ConfigError, match="moe-layer-freq: expected a number or a list of 8, got 'exit"):
-        read_model(written(tmp_path, {**run, "moe-layer-freq": "exit()"}))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -118,6 +109,10 @@ def test_experts_of_a_run_file(tmp_path: Path) -> None:
         ('{"num-layers": true, "hidden-size": 8}', "num-layers: expected a whole number above 0, got True"),
         ('{"model_type": "gpt2", "n_embd": -8}', "n_embd: expected a whole number above 0, got -8"),
         (None, "cannot read the model's configuration"),
+        (
+            '{"num-layers": 8, "hidden-size": 64, "num-experts": 4, "moe-layer-freq": "exit()"}',
+            "or a list of 8, got 'exit",
+        ),
     ],
 )
 def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: str) -> None:

@@ -27,12 +27,6 @@ def test_work_of_a_layer_by_hand() -> None:
     assert work.input_bytes == 2 * 64 * tokens
 
 
-def test_a_decoder_layer_works_on_both_lengths() -> None:
-    work = LayerWork(shape=T5).decoder(B, np.array(8.0), np.array(20.0))
-    assert work.core_flops == 4 * 3 * (8 * 8 + 8 * 20) * 64
-    assert work.linear_flops == 2 * (24 * (6 * 64 * 64 + 2 * 64 * 256) + 60 * 2 * 64 * 64)
-
-
 @pytest.mark.parametrize(
     ("element_bytes", "stored", "beside"),
     [

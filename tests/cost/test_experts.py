@@ -1,7 +1,5 @@
 """Layers of two kinds on one pipeline, experts that ranks share, and the files that record both."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,14 +14,13 @@ from megatron_dynapipe.cost import (
     Quantity,
 )
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
-from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, MLP
+from megatron_dynapipe.cost.tables import EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning import Space, tune
 from megatron_dynapipe.tools.tuning.validate import layout_flags
 from megatron_dynapipe.units import ModelFamily, Recompute
-from tests.helpers.stage_costs import stage_costs
 from tests.planning.planner_cases import batch
 
 GPT = ModelFamily.GPT
@@ -47,37 +44,6 @@ SETTINGS = PlannerSettings(
 
 def tables(recompute: Recompute = Recompute.NONE) -> CostTables:
     return COSTS.tables(tensor_parallel=1, recompute=recompute)
-
-
-@pytest.mark.parametrize("split", [(2, 2), (3, 1), (1.5, 2.5), (0.5, 3.5)], ids=str)
-def test_a_stage_costs_the_layers_of_each_kind_that_it_holds(split: tuple[float, ...]) -> None:
-    """Half layers may be cut before the experts: the second stage then begins with them."""
-    layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=split, expert_layers=(1, 3))
-    found = stage_costs(tables(), layout, *(np.array([n]) for n in (4, 64, 0)))
-    row = tables().at_sizes(tables().at_lengths(np.array([64]), np.array([0])), np.array([4]))[0]
-    forward = [row[tables().kinds.index(kind), Quantity.FORWARD] for kind in layout.modules]
-    first = round(2 * split[0])
-    assert layout.modules[:4] == (ATTENTION, MLP, ATTENTION, EXPERT_MLP) and layout.cuts.tolist() == [first]
-    assert found.forward_ns[0].tolist() == [sum(forward[:first]), sum(forward[first:])]
-    state = tables().state
-    assert layout.parameter_bytes(state).sum() == layout.parameter_bytes(replace(state, expert_bytes=0)).sum()
-    assert layout.expert_bytes(state).tolist() == [state.expert_bytes * n for n in ((first >= 4), 1 + (first < 4))]
-
-
-def test_planned_micro_batches_cost_what_the_rules_say() -> None:
-    settings = PlannerSettings(
-        **{name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__}
-        | {"pipeline_parallel": 2, "layers_per_stage": (1.5, 2.5), "data_parallel": 2}
-        | {"expert_parallel": 2, "lockstep": True, "recompute": (Recompute.NONE,)}
-    )
-    plan = Planner(settings, COSTS).plan(batch(GPT, 12), 0)
-    counts = {len(replica.micro_batches) for replica in plan.replicas}
-    assert len(plan.replicas) == 2 and len(counts) == 1
-    shared = settings.tables(COSTS, Recompute.NONE)
-    micro_batch = plan.replicas[0].micro_batches[0]
-    expected = stage_costs(shared, settings.layout, *(np.array([n]) for n in micro_batch.shape))
-    assert micro_batch.stored_bytes == tuple(expected.stored_bytes[0].tolist())
-    assert micro_batch.peak_bytes == tuple(expected.peak_bytes[0].tolist())
 
 
 def test_tuning_tries_every_number_of_replicas_that_may_share_experts() -> None:

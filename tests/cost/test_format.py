@@ -80,6 +80,9 @@ PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
         (at("surprise", value=1), "surprise"),
         (at("keys", value={}), r"at `\$.keys`"),
         (at("keys", "tp1_none", "tp", value=0), r"at `\$.keys\[...\].tp`"),
+        (at("keys", "tp1_none", "tp", value=2**70), r"\.tp"),
+        (at("keys", "tp1_none", "model_state_mb", "encoder", value=1e300), "model_state_mb"),
+        (at("links", value={"intra-node": {"latency_us": 1e300, "gbps": 1.0}}), "latency_us"),
         (at("keys", "tp1_none", "tp", value=2), "key 'tp1_none' holds the tables of 'tp2_none'"),
         (at("keys", "tp1_none", "recompute", value="some"), r"at `\$.keys\[...\].recompute`"),
         (at("keys", "tp1_none", "model_state_mb", value={"embedding": 1.0}), "lacks"),
@@ -89,7 +92,10 @@ PACKED_FORWARD = (*IN_PACKED, "time_ms", "encoder.forward")
         (at(*FORWARD, "8,8", value=[[1, 1.0]]), "expected keys of 1 positive length"),
         (at(*FORWARD, "0", value=[[1, 1.0]]), "expected keys of 1 positive length"),
         (at(*FORWARD, "word", value=[[1, 1.0]]), "expected keys of 1 positive length"),
+        (at(*FORWARD, value={str(2**70): [[1, 1.0]]}), "expected keys of 1 positive length"),
+        (at(*FORWARD, value={"9" * 5000: [[1, 1.0]]}), "expected keys of 1 positive length"),
         (at(*FORWARD, "8", value=[[0, 1.0]]), r"time_ms"),
+        (at(*FORWARD, "8", value=[[2**70, 1.0]]), r"time_ms"),
         (at(*FORWARD, "8", value=[[1, -1.0]]), "expected a cost of 0 or more at length 8, size 1, got -1.0"),
         (at(*FORWARD, "8", value=[[1]]), r"time_ms"),
         (at(*PACKED_FORWARD, value=...), "expected packed time_ms of"),
@@ -210,6 +216,8 @@ def test_packed_tables() -> None:
     assert costs[0, Quantity.FORWARD] == 50_000_000 + 1_000_000 + 1_000_000
     assert costs[0, Quantity.PEAK] == 50_000_000 + 500_000 + 500_000
     assert costs[-1, Quantity.FORWARD] == 2_000_000
+    for lengths in ([16, 16], [20]):  # a longer row than measured, a longer sample
+        assert packed_costs(tables, np.array(lengths), np.zeros(len(lengths), np.int64)) is None
     assert decode_file(encode_file(decode_file(packed_file(), origin="x")), origin="x").keys["tp1_none"].packed
 
 

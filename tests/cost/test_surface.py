@@ -26,25 +26,6 @@ def layer_ms(shapes: np.ndarray) -> np.ndarray:
     return np.maximum(1.0, 2e-3 * b * q + 1e-6 * b * q * q)
 
 
-def test_a_quarter_of_a_smooth_grid_predicts_the_rest() -> None:
-    shapes = grid((1, 2, 4, 8, 16, 32), (16, 32, 64, 128, 256, 512, 1024))
-    kept = np.random.default_rng(3).permutation(len(shapes))[: len(shapes) // 4]
-    held = np.setdiff1d(np.arange(len(shapes)), kept)
-    surface = fit_surface(shapes[kept], layer_ms(shapes[kept]), Quantity.TIME)
-    errors = np.abs(surface.at(shapes[held]) / layer_ms(shapes[held]) - 1)
-    assert np.median(errors) < 0.03 and np.quantile(errors, 0.9) < 0.10
-
-
-def test_both_lengths_of_a_decoder_count() -> None:
-    shapes = grid((1, 4, 16), LENGTHS, TARGETS)
-    b, s, t = shapes.T
-    memory = b * (3.0 * t + 0.5 * s + 1e-3 * t * (s + t))
-    surface = fit_surface(shapes, memory, Quantity.MEMORY)
-    asked = np.array([[8, 128, 64], [2, 512, 16]], float)
-    expected = asked[:, 0] * (3 * asked[:, 2] + 0.5 * asked[:, 1] + 1e-3 * asked[:, 2] * (asked[:, 1] + asked[:, 2]))
-    assert surface.at(asked) == pytest.approx(expected, rel=0.01)
-
-
 def test_measured_points_come_back_though_they_lie_off_the_trend() -> None:
     shapes, costs = grid(SIZES, LENGTHS), layer_ms(grid(SIZES, LENGTHS))
     costs[shapes[:, 1] == 256] *= 1.15  # a kernel that is slow for one length

@@ -8,7 +8,7 @@ from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cpu import cuda_stubs, platform, stub_table
 from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from tests.helpers.commands import run_python
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 def test_every_row_has_a_reason_and_names_something_that_torch_has_once():
@@ -61,44 +61,31 @@ def test_enable_puts_everything_in_force():
     run_python("-c", textwrap.dedent(ENABLED))
 
 
-def draw_in_regions(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    from megatron_dynapipe import cpu
+@in_ranks(1)
+def test_megatrons_random_tracker_replays_what_it_drew():
 
-    cpu.enable("cpu")
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    drawn = {}
-    for name in ("first", "second"):
+    drawn = []
+    for _ in range(2):
         tracker = CudaRNGStatesTracker()
         tracker.add("model-parallel-rng", 7)
-        drawn[f"{name}, outside before"] = torch.get_rng_state()
-        for time in ("once", "again"):
+        outside = torch.get_rng_state()
+        for _ in range(2):
             with tracker.fork():
-                drawn[f"{name}, {time}"] = torch.rand(3)
-        drawn[f"{name}, outside after"] = torch.get_rng_state()
-    return drawn
+                drawn.append(torch.rand(3))
+        assert torch.equal(torch.get_rng_state(), outside)
+    first, second, again, second_again = drawn
+    assert torch.equal(first, again) and torch.equal(second, second_again) and not torch.equal(first, second)
 
 
-def test_megatrons_random_tracker_replays_what_it_drew():
-    drawn = run_ranks(draw_in_regions, 1)[0]
-    assert torch.equal(drawn["first, once"], drawn["second, once"])
-    assert torch.equal(drawn["first, again"], drawn["second, again"])
-    assert not torch.equal(drawn["first, once"], drawn["first, again"])
-    assert torch.equal(drawn["first, outside before"], drawn["first, outside after"])
-
-
-def compile_helpers_without_any(rank: int, world_size: int) -> object:
+@in_ranks(1)
+def test_a_megatron_without_its_compiled_helpers_is_accepted():
     """What a checkout without compiled helpers would run make for."""
-    from megatron_dynapipe import cpu
 
-    cpu.enable("cpu")
     from megatron.core.datasets.utils import compile_helpers
 
-    return compile_helpers()
-
-
-def test_a_megatron_without_its_compiled_helpers_is_accepted():
-    assert run_ranks(compile_helpers_without_any, 1) == [None]
+    assert compile_helpers() is None
 
 
 def test_enabling_after_megatron_was_imported_is_refused(monkeypatch):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.helpers.processes import run_ranks
 
@@ -61,12 +60,6 @@ def losses(family: str, data: Path, flags: str, *, ranks: int, report: Path) -> 
     """Those of a run by iteration, from its last stage."""
     by_iteration: dict[str, float] = train(family, data, flags, ranks=ranks, report=report)[-1]["losses"]
     return by_iteration
-
-
-def layout_case(family: str, ranks: int, flags: str, when: str) -> Any:
-    """A parameter of a test over layouts: "core" ones run every day, others in the slow suite."""
-    marks = () if when == "core" else pytest.mark.slow
-    return pytest.param(family, ranks, flags, id=f"{family}, {ranks} ranks, {flags.replace('--', '')}", marks=marks)
 
 
 def reported(runs: list[dict]) -> str:

@@ -7,6 +7,8 @@ job of eight ranks starts in a second. Functions must be module-level; they retu
 """
 
 import faulthandler
+import functools
+import inspect
 import io
 import multiprocessing
 import os
@@ -61,6 +63,31 @@ def run_ranks(
             sender.close()
             ranks.append((process, receiver, stacks))
         return _collect(ranks, deadline_s)
+
+
+def in_ranks(world_size: int, **job: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test run on every rank of a job: `rank` and `world_size` are among its parameters if it asks for them.
+
+    @in_ranks(2)
+    def test_ranks_agree(rank, tmp_path): ...
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        asked = [parameter for name, parameter in parameters.items() if name not in ("rank", "world_size")]
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_ranks(f"{body.__module__}:{body.__name__}.on_rank", world_size, arguments, **job)
+
+        def on_rank(**arguments: Any) -> None:
+            body(**{name: argument for name, argument in arguments.items() if name in parameters})
+
+        test.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]
+        test.on_rank = on_rank  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

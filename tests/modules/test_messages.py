@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe import Pipeline, split_model
 from megatron_dynapipe.plan.instructions import SendStart
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss
 from tests.modules.test_planning import planner_of
 
@@ -30,25 +30,20 @@ def count_calls() -> Counter[str]:
     return counts
 
 
-def steps(rank: int, world_size: int) -> list[dict[str, int]]:
+@in_ranks(2)
+def test_messages_of_a_planned_step():
+    """Of stages of one's own, which exchange new shapes: `test_stage.py`."""
     dist.init_process_group("gloo")
-    counts, found = count_calls(), []
+    counts, agreements = count_calls(), []
     part = split_model(toy(), toy_batch(2, 3, 0), stages=2)
     pipeline = Pipeline(part, None, toy_loss, planner=planner_of())
     for length in (8, 9, 30, 9):
         counts.clear()
         pipeline.step(toy_batch(6, length, 0))
-        transfers = [e.instruction for e in pipeline.trace.events() if isinstance(e.instruction, SendStart)]
-        found.append({**counts, "transfers": len(transfers)})
-    return found
-
-
-def test_messages_of_a_planned_step():
-    """Of stages of one's own, which exchange new shapes: `test_stage.py`."""
-    for found in run_ranks(steps, 2):
-        for step in found:
-            assert "send" not in step and "recv" not in step and "broadcast" not in step, "no shape is sent"
-            assert step["isend"] == step["irecv"] == step["transfers"] and "integers sent" not in step
-        # one agreement, and another where shapes are traced anew, on all ranks: at first, and for rows of one sample
-        assert {step["all_gather"] for step in found} <= {1, 2} and found[-1]["all_gather"] == 1
-        assert {step["all_reduce"] for step in found} == {2}, "whatever it moves: the loss, and a weight that is tied"
+        sends = [e for e in pipeline.trace.events() if isinstance(e.instruction, SendStart)]
+        assert not {"send", "recv", "broadcast", "integers sent"} & counts.keys(), "no shape is sent"
+        assert counts["isend"] == counts["irecv"] == len(sends)
+        assert counts["all_reduce"] == 2, "whatever it moves: the loss, and a weight that is tied"
+        agreements.append(counts["all_gather"])
+    # one agreement, and another where shapes are traced anew, on all ranks: at first, and for rows of one sample
+    assert set(agreements) <= {1, 2} and agreements[-1] == 1

@@ -1,5 +1,6 @@
 """Training steps over several ranks: settings, loaders' micro-batches, evaluation, clipping, precision, checkpoints."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_dynapipe import CutPoint, Pipeline, split_model
 from megatron_dynapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_dynapipe.modules.trace import ReadAttributes
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 OFFSET = 0.0
 
@@ -75,56 +76,6 @@ def whole_losses(steps: int, lr: float = 0.1, max_norm: float | None = None) -> 
     return losses
 
 
-def settings_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    results: dict[str, Any] = {}
-    for name, settings in {
-        "plain": {},
-        "clipped": {"max_norm": 0.3},
-        "one micro-batch": {"micro_batches": 1},
-        "micro-batches of one": {"micro_batch_size": 1},
-        "gpipe": {"schedule": "gpipe"},
-        "virtual stages": {"stages": 4},
-    }.items():
-        _, pipeline = toy_pipeline(**settings)
-        results[name] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
-    part, pipeline = toy_pipeline()
-    batch = toy_batch(4, 6, 9)
-    results["evaluated"] = [pipeline.evaluate(batch).loss.item()]
-    assert part.training and all(p.grad is None for p in part.parameters())
-    result = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
-    (loss, overflow), outputs, labels = result, result.outputs, result.labels
-    assert not loss.requires_grad and not overflow
-    results["outputs"] = [tuple(output.shape) for output in outputs]
-    assert torch.equal(torch.cat([row["labels"] for row in labels] or [batch["labels"]]), batch["labels"])
-    results["labels"] = len(labels)
-    assert all(not output.requires_grad for output in outputs)
-    rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]
-    _, fresh = toy_pipeline()
-    results["run"] = [fresh.run(rows).loss.item()]
-    results["nothing"] = [fresh.run([]).loss.item()]
-    return results
-
-
-def attributes_on_two_ranks(rank: int, world_size: int) -> list[Any]:
-    """Losses where an attribute of the model and a global change between steps; what one rank's change alone gives."""
-    global OFFSET
-
-    dist.init_process_group("gloo")
-    model, batch = toy(), toy_batch(4, 6, 9)
-    pipeline = Pipeline(split_model(model, batch, split_points=["layers.1"]), None, toy_loss)
-    differences = []
-    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.5), (1.0, 0.0)):
-        model.settings.factor, OFFSET = factor, offset
-        whole, count = toy_loss(model(batch["ids"]), batch)
-        differences.append(pipeline.step(batch).loss.item() - float(whole.detach()) / count)
-    known = len(pipeline.part._variants._known)
-    model.settings.factor = 3.0 + rank
-    with pytest.raises(ConfigError, match="and the model's attributes to be the same on ranks 0, 1"):
-        pipeline.step(batch)
-    return [differences, known]
-
-
 @pytest.mark.parametrize("kind", [set, frozenset])
 def test_equal_sets_are_one_state_however_they_are_walked(kind):
     """`peft` keeps names of modules in a set, whose order differs between processes."""
@@ -138,29 +89,60 @@ def test_equal_sets_are_one_state_however_they_are_walked(kind):
     assert state([0, 8]) == state([8, 0]) != state([0, 16])
 
 
-def test_attributes_and_globals_that_tracing_read_may_change():
-    for differences, known in run_ranks(attributes_on_two_ranks, 2):
-        assert differences == pytest.approx([0.0] * 4, abs=1e-5)
-        assert known == 3, "the model is traced once for each set of values"
+@in_ranks(2)
+def test_attributes_and_globals_that_tracing_read_may_change(rank):
+    global OFFSET
+    dist.init_process_group("gloo")
+    model, batch = toy(), toy_batch(4, 6, 9)
+    pipeline = Pipeline(split_model(model, batch, split_points=["layers.1"]), None, toy_loss)
+    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.5), (1.0, 0.0)):
+        model.settings.factor, OFFSET = factor, offset
+        whole, count = toy_loss(model(batch["ids"]), batch)
+        assert pipeline.step(batch).loss.item() == pytest.approx(float(whole.detach()) / count, abs=1e-5)
+    assert len(pipeline.part._variants._known) == 3, "the model is traced once for each set of values"
+    model.settings.factor = 3.0 + rank
+    with pytest.raises(ConfigError, match="and the model's attributes to be the same on ranks 0, 1"):
+        pipeline.step(batch)
 
 
-def test_settings_change_no_loss():
-    ranks = run_ranks(settings_on_two_ranks, 2)
+@in_ranks(2)
+def test_settings_change_no_loss(rank):
+    dist.init_process_group("gloo")
     expected, clipped = whole_losses(3), whole_losses(3, max_norm=0.3)
     assert clipped != pytest.approx(expected, abs=1e-3)
-    for rank, results in enumerate(ranks):
-        for name in ("plain", "one micro-batch", "micro-batches of one", "gpipe", "virtual stages"):
-            assert results[name] == pytest.approx(expected, abs=1e-5), name
-        assert results["clipped"] == pytest.approx(clipped, abs=1e-5)
-        model, batch = toy(), toy_batch(4, 6, 9)
-        total, count = toy_loss(model(batch["ids"]), batch)
-        assert results["evaluated"] == results["run"] == pytest.approx([total.item() / count], abs=1e-5)
-        assert results["outputs"] == ([(2, 6, 16)] * 2 if rank == 1 else [])
-        assert results["labels"] == len(results["outputs"])
-        assert results["nothing"] == [0.0]
+    for settings in (
+        {},
+        {"max_norm": 0.3},
+        {"micro_batches": 1},
+        {"micro_batch_size": 1},
+        {"schedule": "gpipe"},
+        {"stages": 4},
+    ):
+        _, pipeline = toy_pipeline(**settings)
+        losses = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
+        assert losses == pytest.approx(clipped if "max_norm" in settings else expected, abs=1e-5), settings
+    part, pipeline = toy_pipeline()
+    batch = toy_batch(4, 6, 9)
+    total, count = toy_loss(toy()(batch["ids"]), batch)
+    alone = pytest.approx(total.item() / count, abs=1e-5)
+    assert pipeline.evaluate(batch).loss.item() == alone
+    assert part.training and all(p.grad is None for p in part.parameters())
+    result = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
+    (loss, overflow), outputs, labels = result, result.outputs, result.labels
+    assert not loss.requires_grad and not overflow
+    assert [output.shape for output in outputs] == [(2, 6, 16)] * 2 * rank
+    assert torch.equal(torch.cat([row["labels"] for row in labels] or [batch["labels"]]), batch["labels"])
+    assert len(labels) == len(outputs)
+    assert all(not output.requires_grad for output in outputs)
+    rows = [{key: value[k : k + 2] for key, value in toy_batch(4, 6, 9).items()} for k in (0, 2)]
+    _, fresh = toy_pipeline()
+    assert fresh.run(rows).loss.item() == alone
+    assert fresh.run([]).loss.item() == 0
 
 
-def uneven(rank: int, world_size: int) -> list[Any]:
+@in_ranks(4)
+def test_replicas_of_different_sizes_and_tied_weights():
+    """Also: the embedding that the first stage reads and the last one multiplies with stays one weight."""
     part, pipeline = toy_pipeline(replicas=2, split_points=["layers.1"])
     losses = []
     for step in range(3):
@@ -170,50 +152,35 @@ def uneven(rank: int, world_size: int) -> list[Any]:
             rows = slice(0, 4) if part.replica == 0 else slice(0, 0)
         share = {key: value[rows] for key, value in batch.items()}
         losses.append((pipeline.run([share]) if len(share["ids"]) else pipeline.run([])).loss.item())
-    return [losses, part.table.weight.detach()]
+    assert losses == pytest.approx(whole_losses(3), abs=1e-5)
+    dist.broadcast(first := part.table.weight.detach().clone(), 0)
+    assert torch.equal(first, part.table.weight)
 
 
-def test_replicas_of_different_sizes_and_tied_weights():
-    """Also: the embedding that the first stage reads and the last one multiplies with stays one weight."""
-    ranks = run_ranks(uneven, 4)
-    for losses, table in ranks:
-        assert losses == pytest.approx(whole_losses(3), abs=1e-5)
-        assert torch.equal(table, ranks[0][1])
-
-
-def half_precision(rank: int, world_size: int) -> dict[str, Any]:
+@in_ranks(2)
+def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
     part, pipeline = toy_pipeline(precision="bf16")
-    results: dict[str, Any] = {"bf16": [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]}
+    losses = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(3)]
+    assert losses == pytest.approx(whole_losses(3), abs=0.05)
     scale = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
     part = split_model(toy(), toy_batch(2, 3, 0))
     pipeline = Pipeline(
         part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss, precision="fp16", loss_scale=scale
     )
     before = [p.detach().clone() for p in part.parameters()]
-    overflows, scales = [], []
-    while not overflows or overflows[-1]:
-        loss, overflow = pipeline.step(toy_batch(4, 5, 0))
-        overflows.append(overflow)
+    scales = []
+    while (result := pipeline.step(toy_batch(4, 5, 0))).overflow:
         scales.append(pipeline.loss_scale.get_scale())
-        if overflow:
-            assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
-    results |= {"overflows": overflows, "scales": scales, "fp16": [loss.item()]}
-    return results
+    assert result.loss.item() == pytest.approx(whole_losses(1)[0], abs=0.02)
+    assert scales[0] == 2.0**39
+    assert part.ranks.control.broadcast_text(str(scales)) == str(scales)
 
 
-def test_half_precision_and_a_loss_scale_that_all_ranks_agree_on():
-    ranks = run_ranks(half_precision, 2)
-    for results in ranks:
-        assert results["bf16"] == pytest.approx(whole_losses(3), abs=0.05)
-        assert results["fp16"] == pytest.approx(whole_losses(1), abs=0.02)
-        assert results["overflows"][0] and not results["overflows"][-1]
-        assert results["scales"][0] == 2.0**39
-    assert ranks[0]["overflows"] == ranks[1]["overflows"]
-    assert ranks[0]["scales"] == ranks[1]["scales"]
-
-
-def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@in_ranks(4)
+def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
+    """Also: the loss scale is saved with the weights."""
     part, _ = toy_pipeline(replicas=2, split_points=["layers.1"])
     settings = {"precision": "fp16", "loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}
 
@@ -229,17 +196,12 @@ def one_overflows(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         overflows.append(pipeline.step(toy_batch(2, 5, part.replica)).overflow)
         kept = all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
         assert kept == overflows[-1]
-    pipeline.save(folder)
+    assert overflows == [True, False]
+    pipeline.save(tmp_path / "checkpoint")
     pipeline.loss_scale.update(1.0)
-    pipeline.load(folder)
+    pipeline.load(tmp_path / "checkpoint")
     state = pipeline.loss_scale.state_dict()
-    return {"overflows": overflows, "scale": state["scale"], "good": state["_growth_tracker"]}
-
-
-def test_an_overflow_on_one_replica_skips_the_step_on_all(tmp_path):
-    """Also: the loss scale is saved with the weights."""
-    for results in run_ranks(one_overflows, 4, {"folder": str(tmp_path / "checkpoint")}):
-        assert results == {"overflows": [True, False], "scale": 4.0, "good": 1}
+    assert (state["scale"], state["_growth_tracker"]) == (4.0, 1)
 
 
 def first_half(rank: int, world_size: int, folder: str, stages: int) -> list[float]:
@@ -277,29 +239,27 @@ def test_a_checkpoint_goes_on_under_other_stages_and_replicas(tmp_path):
     for ranks, stages in ((4, 4), (2, 1)):
         for losses in run_ranks(second_half, ranks, {"folder": folder, "stages": stages}):
             assert losses == pytest.approx(expected[2:], abs=1e-5)
-    names = set(checkpoint_names(folder))
+    names = set(checkpoint_names(tmp_path / "checkpoint"))
     assert {name for name in names if not name.startswith(("optimizer", "dynapipe"))} == set(toy().state_dict())
 
 
-def checkpoint_names(folder: str) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def refused(rank: int, world_size: int, saved: str, folders: list[str]) -> list[str]:
-    """What is said of folders, and of the toy's checkpoint by a model of one layer more, and by one of one less."""
+def refused(rank: int, world_size: int, folder: Path) -> None:
+    """Of no folder, of a changed one, and of the toy's checkpoint in a model of one layer more, and of one less."""
     _, pipeline = toy_pipeline(split_points=["layers.1"])
-    pipeline.save(saved)
-    said = [refusal(pipeline, folder) for folder in folders]
-    for layers in (4, 2):
+    pipeline.save(folder / "saved")
+    unread = "cannot read the checkpoint"
+    changed = "expected the files that were saved, found others under __1_0.distcp"
+    for name, said in (("none", unread), ("checkpoint", changed)):
+        with pytest.raises(DataError, match=said):
+            pipeline.load(folder / name)
+    for layers, said in ((4, unread), (2, "which also holds layers.")):
         part = split_model(toy(layers=layers), toy_batch(2, 3, 0), split_points=["layers.1"])
-        said.append(refusal(Pipeline(part, torch.optim.AdamW(part.parameters()), toy_loss), saved))
-    return said
-
-
-def refusal(pipeline: Pipeline, folder: str) -> str:
-    with pytest.raises(DataError) as raised:
-        pipeline.load(folder)
-    return str(raised.value)
+        with pytest.raises(DataError, match=said):
+            Pipeline(part, torch.optim.AdamW(part.parameters()), toy_loss).load(folder / "saved")
 
 
 def test_a_checkpoint_that_is_not_there_was_changed_or_is_of_another_model_is_refused_on_every_rank(tmp_path):
@@ -309,8 +269,4 @@ def test_a_checkpoint_that_is_not_there_was_changed_or_is_of_another_model_is_re
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    arguments = {"saved": str(tmp_path / "saved"), "folders": [str(tmp_path / "none"), str(folder)]}
-    for missing, changed, more, less in run_ranks(refused, 2, arguments):
-        assert "cannot read the checkpoint" in missing
-        assert "expected the files that were saved, found others under __1_0.distcp" in changed
-        assert "cannot read the checkpoint" in more and "which also holds layers." in less
+    run_ranks(refused, 2, {"folder": tmp_path})

@@ -6,11 +6,13 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.modules.test_pipeline import toy_batch, toy_pipeline
 
 
-def soak(rank: int, world_size: int) -> list[int]:
+@pytest.mark.slow
+@in_ranks(2, deadline_s=280)
+def test_memory_is_flat():
     """Resident bytes after a quarter of the iterations, and at the end."""
     draw, (_, pipeline), found = torch.Generator().manual_seed(0), toy_pipeline(), []
     for iteration in range(200):
@@ -19,10 +21,5 @@ def soak(rank: int, world_size: int) -> list[int]:
         if iteration in (49, 199):
             gc.collect()
             found.append(psutil.Process().memory_info().rss)
-    return found
-
-
-@pytest.mark.slow
-def test_memory_is_flat():
-    for early, late in run_ranks(soak, 2, deadline_s=280):
-        assert late < 1.1 * early
+    early, late = found
+    assert late < 1.1 * early

@@ -1,7 +1,6 @@
 """What a rank holds of a model: its part, its values, and no more."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from megatron_dynapipe import Pipeline, split_model
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.memory import LiveStorages
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 from tests.modules.test_pipeline import Toy, toy, toy_batch, toy_loss, whole_losses
 
 
@@ -35,28 +34,6 @@ class Remembering(Mapping[str, torch.Tensor]):
         return name in self._values
 
 
-def parts(rank: int, world_size: int) -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    batch, found = toy_batch(2, 3, 0), {}
-    empty = Toy().to("meta")
-    values = Remembering(toy().state_dict())
-    part = split_model(empty, batch, split_points=["layers.1"], state_dict=values)
-    found["read"] = sorted(set(values.read))
-    found["held"] = sorted(part.state_dict())
-    found["on meta"] = sum(p.is_meta for p in part.parameters()) + sum(p.is_meta for p in empty.parameters()) * 100
-    pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss)
-    found["losses"] = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(2)]
-    fresh = split_model(Toy().to("meta"), batch, split_points=["layers.1"])
-    found["finite"] = all(bool(p.isfinite().all()) for p in fresh.parameters())
-    found["source"] = fresh.source()
-    del values._values["layers.2.bias"]
-    try:
-        split_model(Toy().to("meta"), batch, split_points=["layers.1"], state_dict=values)
-    except ConfigError as error:
-        found["missing"] = str(error)
-    return found
-
-
 class Lazy(Remembering):
     """A state dict whose values are made when they are asked for, as a file's are."""
 
@@ -72,10 +49,10 @@ class RealMemory(LiveStorages):
             super()._note(storage)
 
 
-def most_memory(rank: int, world_size: int) -> dict[str, float]:
-    """Bytes of tensors that were made at most while a part was split off and filled, over those of the part."""
+@in_ranks(2)
+def test_a_rank_never_holds_more_than_its_part_and_one_layer():
+    """Values come from a state dict, one at a time, or from the layers themselves."""
     dist.init_process_group("gloo")
-    found: dict[str, float] = {}
     for name in ("state dict", "meta"):
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to("meta")
         with RealMemory() as live:
@@ -83,15 +60,8 @@ def most_memory(rank: int, world_size: int) -> dict[str, float]:
             part = split_model(model, torch.zeros(2, 256), split_points=["4"], state_dict=values)
             del model
         assert len(list(part.parameters())) == 8
-        found[name] = live.peak_bytes / sum(p.nbytes for p in part.parameters())
-    return found
-
-
-def test_a_rank_never_holds_more_than_its_part_and_one_layer():
-    """Values come from a state dict, one at a time, or from the layers themselves."""
-    for found in run_ranks(most_memory, 2):
-        for name, ratio in found.items():
-            assert 0.99 < ratio < 1.26, name  # a part is four layers
+        ratio = live.peak_bytes / sum(p.nbytes for p in part.parameters())
+        assert 0.99 < ratio < 1.26, name  # a part is four layers
 
 
 def both_ways(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], bool]:
@@ -111,14 +81,23 @@ def test_state_dicts_go_from_the_whole_model_to_its_parts_and_back():
     assert all(loaded for _, loaded in ranks)
 
 
-def test_a_model_without_memory_is_filled_in_this_ranks_part_alone():
-    first, last = run_ranks(parts, 2)
-    assert first["read"] == first["held"] == ["layers.0.bias", "layers.0.weight", "table.weight"]
-    assert last["read"] == last["held"]
-    assert last["held"] == ["layers.1.bias", "layers.1.weight", "layers.2.bias", "layers.2.weight", "table.weight"]
-    for found in (first, last):
-        assert found["losses"] == pytest.approx(whole_losses(2), abs=1e-5)
-        assert found["on meta"] % 100 == 0 < found["on meta"], "the rest of the model stays without memory"
-        assert found["finite"]
-        assert "expected a value of layers.2.bias in the state dict" in found["missing"]
-    assert "= received" in last["source"] and "= received" not in first["source"]
+@in_ranks(2)
+def test_a_model_without_memory_is_filled_in_this_ranks_part_alone(rank):
+    dist.init_process_group("gloo")
+    batch, empty = toy_batch(2, 3, 0), Toy().to("meta")
+    values = Remembering(toy().state_dict())
+    part = split_model(empty, batch, split_points=["layers.1"], state_dict=values)
+    layers = ["layers.0"] if rank == 0 else ["layers.1", "layers.2"]
+    held = [*(f"{layer}.{kind}" for layer in layers for kind in ("bias", "weight")), "table.weight"]
+    assert sorted(set(values.read)) == sorted(part.state_dict()) == held
+    assert not any(p.is_meta for p in part.parameters())
+    assert any(p.is_meta for p in empty.parameters()), "the rest of the model stays without memory"
+    pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), toy_loss)
+    losses = [pipeline.step(toy_batch(4, 5 + step, step)).loss.item() for step in range(2)]
+    assert losses == pytest.approx(whole_losses(2), abs=1e-5)
+    fresh = split_model(Toy().to("meta"), batch, split_points=["layers.1"])
+    assert all(bool(p.isfinite().all()) for p in fresh.parameters())
+    assert ("= received" in fresh.source()) == (rank == 1)
+    del values._values["layers.2.bias"]
+    with pytest.raises(ConfigError, match=r"expected a value of layers\.2\.bias in the state dict"):
+        split_model(Toy().to("meta"), batch, split_points=["layers.1"], state_dict=values)

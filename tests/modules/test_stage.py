@@ -10,7 +10,7 @@ from torch import nn
 from megatron_dynapipe import Pipeline, SharedModule, Stage
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.modules.test_pipeline import checkpoint_names
 
 
@@ -63,34 +63,6 @@ SIZES = [(4, 6), (4, 6), (3, 6), (4, 6), (4, 9), (4, 9)]
 """Of a step's batch: the two micro-batches of each are of two shapes where it is odd."""
 
 
-def own_stages(rank: int, world_size: int) -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    whole, model = Whole(), Whole()
-    module = (model.first, model.last)[rank]
-    SharedModule([0, 1]).register(module.table)
-    if rank == 1:
-        nn.init.zeros_(module.table.weight)  # starts as the first stage's
-    part = Stage(module, batch_of(2, 3))
-    pipeline = Pipeline(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_fn, max_norm=0.5)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    found: dict[str, Any] = {"losses": [], "expected": [], "learned": []}
-    messages = count_messages()
-    for size, length in SIZES:
-        batch = batch_of(size, length)
-        before = part.tracker.learned
-        found["losses"].append(pipeline.step(batch).loss.item())
-        found["learned"].append((part.tracker.learned - before, messages.pop("texts", 0)))
-        optimizer.zero_grad()
-        total, count = loss_fn(whole(batch["ids"], batch["scale"]), batch)
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        optimizer.step()
-        found["expected"].append((total / count).item())
-    found["table"] = module.table.weight.detach().clone()
-    found["names"] = [name for name, _ in part.named_parameters()]
-    return found
-
-
 def count_messages() -> dict[str, int]:
     """Count how often ranks tell each other texts from now on."""
     counts: dict[str, int] = {}
@@ -104,15 +76,34 @@ def count_messages() -> dict[str, int]:
     return counts
 
 
-def test_shapes_are_exchanged_once_for_each_new_one():
-    ranks = run_ranks(own_stages, 2)
-    for found in ranks:
-        assert found["losses"] == pytest.approx(found["expected"], abs=1e-5)
-        # (4, 6): two micro-batches of 2; (3, 6): one of 2, known, and one of 1; (4, 9): new
-        # two stages say what they send
-        assert found["learned"] == [(1, 2), (0, 0), (1, 2), (0, 0), (1, 2), (0, 0)]
-    assert torch.equal(ranks[0]["table"], ranks[1]["table"])
-    assert ranks[0]["names"] == ["table.weight", "layer.weight", "layer.bias"]
+@in_ranks(2)
+def test_shapes_are_exchanged_once_for_each_new_one(rank):
+    dist.init_process_group("gloo")
+    whole, model = Whole(), Whole()
+    module = (model.first, model.last)[rank]
+    SharedModule([0, 1]).register(module.table)
+    if rank == 1:
+        nn.init.zeros_(module.table.weight)  # starts as the first stage's
+    part = Stage(module, batch_of(2, 3))
+    pipeline = Pipeline(part, torch.optim.SGD(part.parameters(), lr=0.1), loss_fn, max_norm=0.5)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    learned, messages = [], count_messages()
+    for size, length in SIZES:
+        batch = batch_of(size, length)
+        before = part.tracker.learned
+        loss = pipeline.step(batch).loss.item()
+        learned.append((part.tracker.learned - before, messages.pop("texts", 0)))
+        optimizer.zero_grad()
+        total, count = loss_fn(whole(batch["ids"], batch["scale"]), batch)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        assert loss == pytest.approx((total / count).item(), abs=1e-5)
+    # (4, 6): two micro-batches of 2; (3, 6): one of 2, known, and one of 1; (4, 9): new. Two stages say what they send.
+    assert learned == [(1, 2), (0, 0), (1, 2), (0, 0), (1, 2), (0, 0)]
+    dist.broadcast(first := module.table.weight.detach().clone(), 0)
+    assert torch.equal(first, module.table.weight)
+    assert rank == 1 or [name for name, _ in part.named_parameters()] == ["table.weight", "layer.weight", "layer.bias"]
 
 
 class Plain(nn.Module):
@@ -134,8 +125,9 @@ def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return output.square().sum(), len(output)
 
 
-def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Two replicas of stages whose weights have the same names, and a shared module under two names."""
+@in_ranks(4)
+def test_stages_of_ones_own_are_saved_each_and_shared_weights_once(rank, tmp_path):
+    """Two replicas of stages whose weights have the same names; a shared module of two names is one after 20 steps."""
     dist.init_process_group("gloo")
     stage = rank // 2
     module = nn.Sequential(Plain(stage), Plain(stage + 2))
@@ -145,59 +137,38 @@ def saved_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     pipeline = Pipeline(part, torch.optim.AdamW(part.parameters(), lr=0.1), squares, max_norm=0.1)
     for _ in range(20):
         pipeline.step(x)
-    pipeline.save(folder)
+    pipeline.save(tmp_path / "checkpoint")
     values = {name: value.clone() for name, value in part.state_dict().items()}
     next_loss = pipeline.step(x).loss.item()
     with torch.no_grad():
         for parameter in part.parameters():
             parameter.fill_(rank)
-    pipeline.load(folder)
-    kept = all(torch.equal(value, values[name]) for name, value in part.state_dict().items())
-    return {"kept": kept, "next": next_loss - pipeline.step(x).loss.item(), "shared": shared.weight.detach()}
-
-
-def test_stages_of_ones_own_are_saved_each_and_shared_weights_once(tmp_path):
-    """Also: a shared module under replicas is one weight after 20 steps."""
-    folder = str(tmp_path / "checkpoint")
-    ranks = run_ranks(saved_stages, 4, {"folder": folder})
-    for found in ranks:
-        assert found["kept"] and found["next"] == 0
-        assert torch.equal(found["shared"], ranks[0]["shared"])
-    names = {name for name in checkpoint_names(folder) if not name.startswith("optimizer")}
+    pipeline.load(tmp_path / "checkpoint")
+    assert all(torch.equal(value, values[name]) for name, value in part.state_dict().items())
+    assert pipeline.step(x).loss.item() == next_loss
+    dist.broadcast(first := shared.weight.detach().clone(), 0)
+    assert torch.equal(first, shared.weight)
+    names = {name for name in checkpoint_names(tmp_path / "checkpoint") if not name.startswith("optimizer")}
     places = ["stages.0.0", "stages.0.1", "stages.1.0"]  # stages.1.1 is the first stage's 0
     assert names == {f"{place}.layer.{kind}" for place in places for kind in ("weight", "bias")}
 
 
-def given_shapes(rank: int, world_size: int) -> dict[str, Any]:
+@in_ranks(3)
+def test_shapes_that_are_given_need_no_message(rank):
     dist.init_process_group("gloo")
     messages = count_messages()
 
     def shapes(batch: Any) -> list[tuple[int, ...]]:
         return [tuple(batch["x"].shape)]
 
-    found: dict[str, Any] = {}
     x = torch.linspace(-1, 1, 24).view(6, 4)
-    for name, given in {"exchanged": None, "fixed": [(2, 4)], "by batch": shapes}.items():
+    expected = Plain(2)(Plain(1)(Plain(0)(x))).square().sum().item() / 6
+    for given in (None, [(2, 4)], shapes):
         part = Stage(Plain(rank), {"x": x})
         pipeline = Pipeline(part, None, squares, micro_batches=3, tensor_shapes=given)
         messages.clear()
-        found[name] = pipeline.step({"x": x}).loss.item()
-        found[f"{name} messages"] = messages.get("texts", 0)
+        assert pipeline.step({"x": x}).loss.item() == pytest.approx(expected, rel=1e-5)
+        assert messages.get("texts", 0) == (3 if given is None else 0), "what each stage sends"
     broken = Stage(Broken(rank) if rank == 1 else Plain(rank), {"x": x})
-    try:
+    with pytest.raises(ConfigError, match="stage 1 cannot run a batch of these shapes"):
         Pipeline(broken, None, squares, timeout_s=30).step({"x": x})
-        found["broken"] = "no error"
-    except ConfigError as error:
-        found["broken"] = str(error)
-    return found
-
-
-def test_shapes_that_are_given_need_no_message():
-    x = torch.linspace(-1, 1, 24).view(6, 4)
-    first, second, third = Plain(0), Plain(1), Plain(2)
-    expected = third(second(first(x))).square().sum().item() / 6
-    for found in run_ranks(given_shapes, 3):
-        assert [found["exchanged"], found["fixed"], found["by batch"]] == pytest.approx([expected] * 3, rel=1e-5)
-        assert found["fixed messages"] == found["by batch messages"] == 0
-        assert found["exchanged messages"] == 3, "what each stage sends"
-        assert "stage 1 cannot run a batch of these shapes" in found["broken"]

@@ -9,7 +9,7 @@ from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 WIDTH = 6
 
@@ -116,14 +116,20 @@ class Halves(nn.Module):
         return x[::2]
 
 
-def refused(rank: int, world_size: int):
+@in_ranks(2)
+def test_what_cannot_be_trained(rank):
     dist.init_process_group("gloo")
     module = nn.Linear(WIDTH, 1)
-    said = []
-    for stages, units in (([[0], [0, 1]], 1), ([[0, 1], []], 1), ([[0], [1]], 0)):
-        with pytest.raises(ConfigError) as error:
+    every_rank = "expected stages that have each of 2 ranks once"
+    for stages, units, said in (
+        ([[0], [0, 1]], 1, rf"{every_rank}, got \[\[0\], \[0, 1\]\]"),
+        ([[0, 1], []], 1, every_rank),
+        ([[0], [1]], 0, "at least one unit"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             UnevenPipeline(module, stages, None, squares, units=units)
-        said.append(str(error.value))
+    with pytest.raises(ConfigError, match="a plan of 4 layers, got one of 3"):
+        stage_of_plan(layers(), [(0, 3)], 0)
     pipeline = UnevenPipeline(module, [[0, 1]], None, squares, units=2)
     with pytest.raises(DataError, match="at least 4 for 2 units over 2 replicas, got 3 inputs and 3 targets"):
         pipeline.step(*batch(3))
@@ -132,12 +138,3 @@ def refused(rank: int, world_size: int):
     pipeline = UnevenPipeline(Halves() if rank == 0 else module, [[0], [1]], None, squares, units=2)
     with pytest.raises(ConfigError, match="stage 0 to return one floating tensor of 2 samples, as many as it takes"):
         pipeline.step(*batch(4))
-    return said
-
-
-def test_what_cannot_be_trained():
-    for said in run_ranks(refused, 2):
-        assert "expected stages that have each of 2 ranks once, got [[0], [0, 1]]" in said[0]
-        assert "expected stages that have each of 2 ranks once" in said[1] and "at least one unit" in said[2]
-    with pytest.raises(ConfigError, match="a plan of 4 layers, got one of 3"):
-        stage_of_plan(layers(), [(0, 3)], 0)

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, CostTables, PackedTables, Quantity, packed_costs
+from megatron_dynapipe.cost import ABSENT, PackedTables, Quantity, packed_costs
 from megatron_dynapipe.cost.shape import Experts
-from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 from tests.planning.packed_oracle import derived_costs
 from tests.planning.partition_oracle import batch_problems
 from tests.planning.planner_cases import batch, cost_model, planner
@@ -36,7 +34,8 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
         if draw(st.booleans()):
             t5 = bool(problem.targets.any())
             axes = [np.array([1, 40, 600]), np.array([1, 90, 600]) if t5 else np.zeros(1, np.int64)]
-            own = [np.array([1, 30, 66]), np.array([1, 66]) if t5 else np.zeros(1, np.int64)]
+            longest = draw(st.sampled_from([66, 33]))  # of a sample that was measured
+            own = [np.array([1, 30, longest]), np.array([1, longest]) if t5 else np.zeros(1, np.int64)]
             rows = len(tables.kinds), len(Quantity)
             linear, attention = (random.integers(0, 99, (*rows, len(x), len(y))) for x, y in (axes, own))
             packed = PackedTables(
@@ -145,32 +144,3 @@ def test_experts_of_the_last_layer_cost_what_counts_where_they_run_that(
     part = (positions // 2).sum() / positions.sum()
     of_all = forward_ns(positions, True)
     assert half[1] == pytest.approx(apart[1] + part * (of_all[1] - apart[1]), rel=0.05)
-
-
-def test_measured_rows_cost_a_linear_part_and_each_sample_s_attention() -> None:
-    """An attention's forward; of padded micro-batches nothing is asked."""
-    forward = ATTENTION, Quantity.FORWARD
-    linear = grid_values(GPT_KINDS, {forward: [[10], [90]]}, 2, 1)
-    own = grid_values(GPT_KINDS, {forward: [[1], [4], [ABSENT]]}, 3, 1)
-    eight, none = np.array([8]), np.array([0])
-    packed = PackedTables(
-        row_inputs=np.array([8, 24]),
-        row_targets=none,
-        linear=linear,
-        inputs=np.array([8, 16, 24]),
-        targets=none,
-        attention=own,
-    )
-    measured = CostTables(
-        kinds=GPT_KINDS,
-        sizes=np.array([1]),
-        inputs=eight,
-        targets=none,
-        values=grid_values(GPT_KINDS, {}, 1, 1, 1),
-        state=STATE,
-        packed=packed,
-    )
-    costs = packed_costs(measured, np.array([8, 8]), np.zeros(2, np.int64))
-    assert costs is not None and costs[0, Quantity.FORWARD] == 50 + 1 + 1
-    assert packed_costs(measured, np.array([16, 16]), np.zeros(2, np.int64)) is None  # a longer row than measured
-    assert packed_costs(measured, np.array([20]), none) is None  # a longer sample than fits

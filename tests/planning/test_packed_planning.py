@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.partition import OrderedPartitions
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem
@@ -23,7 +21,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.packed_oracle import best_makespan_ns
 from tests.planning.partition_oracle import batch_problems
-from tests.planning.planner_cases import batch, batch_of, cost_model
+from tests.planning.planner_cases import batch, cost_model
 from tests.planning.planner_cases import settings as settings_of
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -80,17 +78,6 @@ def test_packed_rows_waste_nothing_and_predict_less_time(family: ModelFamily) ->
     padded, packed = plan(family, PADDED, given), plan(family, BOTH, given)
     assert packed.totals.predicted_ns < padded.totals.predicted_ns
     assert packed.totals.real_tokens / packed.totals.padded_positions > 0.93
-
-
-def test_as_few_samples_as_replicas() -> None:
-    planned = plan(GPT, PACKED, batch_of((9, 0), (30, 0)), data_parallel=2)
-    assert [len(replica.micro_batches) for replica in planned.replicas] == [1, 1]
-
-
-def test_layer_splits_are_chosen_for_packed_rows() -> None:
-    options = msgspec.structs.replace(settings_of(T5, micro_batch_layouts=BOTH), layers_per_stage=(4, 4))
-    split = choose_layer_split(options, _Derived(T5), [batch(T5, 40, seed=seed) for seed in range(2)])
-    assert sum(split) == 8 and min(split) >= 1
 
 
 @settings(max_examples=25, deadline=None)

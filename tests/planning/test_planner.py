@@ -91,12 +91,6 @@ def test_labels_are_even_over_replicas(layouts: tuple[BatchLayout, ...], seed: i
     assert abs(first - second) < many / 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_sample(family: ModelFamily) -> None:
-    plan = planner(family).plan(batch_of((1, 1 if family is ModelFamily.T5 else 0)), 0)
-    assert [mb.shape.size for mb in plan.replicas[0].micro_batches] == [1]
-
-
 IN_STEP = {"lockstep": 2}
 
 
@@ -168,17 +162,6 @@ def test_settings_and_costs_are_part_of_the_digest() -> None:
     assert base.digest == planner(ModelFamily.GPT).digest
     assert base.digest != planner(ModelFamily.GPT, data_parallel=2).digest
     assert base.digest != Planner(base.settings, cost_model(ModelFamily.GPT, max_length=1024)).digest
-
-
-def test_recompute_is_chosen_where_memory_is_short() -> None:
-    samples = batch(ModelFamily.GPT, 40)
-    modes = (Recompute.NONE, Recompute.FULL)
-    chosen = []
-    for memory in (10**11, 26_000_000):
-        plan = planner(ModelFamily.GPT, memory_limit_bytes=memory, recompute=modes).plan(samples, 0)
-        chosen.append({mode for replica in plan.replicas for mb in replica.micro_batches for mode in mb.recompute})
-    assert chosen[0] == {Recompute.NONE}
-    assert Recompute.FULL in chosen[1]
 
 
 EMPTY = of_lengths([])

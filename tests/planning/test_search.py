@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import Network, ScatterGather
+from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.analytic import A100_RATES
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
@@ -121,21 +121,6 @@ def test_a_beginning_is_known_not_to_be_as_fast_as_asked():
 def test_another_seed_may_give_another_plan():
     lengths = batch(60, ModelFamily.GPT, 4)
     assert len({digest(planner(GPT, 4, search_evaluations=300, seed=seed).plan(lengths, 0)) for seed in (0, 1)}) == 2
-
-
-@pytest.mark.parametrize("family", ModelFamily)
-def test_messages_sharded_over_tensor_parallel_ranks_make_plans_faster(family):
-    """Over links that are worth it for some messages."""
-    options = msgspec.structs.replace(
-        planner(family, 4, search_evaluations=60).settings,
-        tensor_parallel=2,
-        scatter_gather=ScatterGather.AUTO,
-        network=Network(devices_per_node=4, intra_node_latency_us=20, inter_node_latency_us=50),
-    )
-    made = Planner(options, planner(family, 4).cost_model)
-    sharded = made.plan(batch(40, family, 0), 0)
-    whole = Planner(msgspec.structs.replace(options, scatter_gather=ScatterGather.OFF), made.cost_model)
-    assert time_of(sharded) < time_of(whole.plan(batch(40, family, 0), 0))
 
 
 def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, monkeypatch):

@@ -1,5 +1,4 @@
-import dataclasses
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules.one_f_one_b import gpipe, one_f_one_b
@@ -40,19 +38,6 @@ def even_problem(micro_batches: int, stages: int, *, transfer: int = 0, forward_
     )
 
 
-@pytest.mark.parametrize(("covers", "expected"), [(False, 15), (True, 9 + 15)])
-def test_a_peak_that_covers_the_backward_counts_beside_what_others_keep_then(covers, expected):
-    """F0 F1 B0 B1: 0 peaks at 15, alone in its forward, and beside the 9 of micro-batch 1 in its backward."""
-    problem = dataclasses.replace(
-        even_problem(2, 1),
-        stored_bytes=np.array([[5], [9]]),
-        peak_bytes=np.array([[15], [9]]),
-        peak_covers_backward=covers,
-    )
-    assert simulate(problem, gpipe(problem)).peak_bytes == (expected,)
-    assert simulate_in_python(problem, gpipe(problem)).peak_bytes == (expected,)
-
-
 @pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (1, 4), (4, 4), (8, 3)])
 def test_an_even_1f1b_takes_the_textbook_time(micro_batches, stages):
     problem = even_problem(micro_batches, stages)
@@ -71,37 +56,25 @@ def test_memory_is_held_from_forward_to_backward():
     assert simulate(forward_only, gpipe(forward_only)).peak_bytes == (5, 15)
 
 
-def test_a_gradient_leaves_before_the_half_of_the_weights():
-    """B0 takes 2, of which its second half takes 1; F1 stores 3 beside the 3 that BI0 keeps."""
-    order = ((Forward(0), Forward(1), Backward(0), Backward(1)),
-             (Forward(0), BackwardInput(0), Forward(1), BackwardWeight(0), Backward(1)))  # fmt: skip
-    run = simulate(even_problem(2, 2), order)
-    assert [(e.start_ns, e.end_ns) for e in run.timeline[1]] == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 7)]
-    assert run.timeline[0][2] == Event(Backward(0), 3, 5)
-    assert run.peak_bytes == (3 + 5, 10 + 3 + 5)
-    assert run.busy_ns == (6, 6)
-    with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at BW0"):
-        simulate(even_problem(1, 1), ((Forward(0), BackwardWeight(0), BackwardInput(0)),))
-
-
-def test_messages_take_their_time_and_a_queued_link_carries_one_at_a_time():
-    problem = even_problem(1, 2, transfer=7)
-    assert simulate(problem, gpipe(problem)).timeline == (
-        (Event(Forward(0), 0, 1), Event(Backward(0), 18, 20)),
-        (Event(Forward(0), 8, 9), Event(Backward(0), 9, 11)),
-    )
-    problem = even_problem(3, 2, transfer=7, forward_only=True)
-    for queued, starts in ((False, [8, 9, 10]), (True, [8, 15, 22])):
-        run = simulate(problem, gpipe(problem), queue_links=queued)
-        assert [event.start_ns for event in run.timeline[1]] == starts
-
-
 def test_an_order_that_stalls_is_refused_with_where_it_stands():
     order = ((Forward(0), Backward(0), Forward(1), Backward(1)), (Forward(0), Forward(1), Backward(0), Backward(1)))
     with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at B0, stage 1 at F1"):
         simulate(even_problem(2, 2), order)
     with pytest.raises(PlanningError, match="the pass order stalls: stage 1 at F0"):
         simulate(even_problem(1, 2), ((), (Forward(0),)))
+    with pytest.raises(PlanningError, match="the pass order stalls: stage 0 at BW0"):
+        simulate(even_problem(1, 1), ((Forward(0), BackwardWeight(0), BackwardInput(0)),))
+
+
+def strained(problem: ScheduleProblem) -> ScheduleProblem:
+    """With messages that take longer than passes, and peaks far above what is stored."""
+    uneven = 1 + np.arange(problem.micro_batches)[:, None] % 3
+    return replace(
+        problem,
+        peak_bytes=problem.stored_bytes * uneven,
+        forward_transfer_ns=problem.forward_transfer_ns * 15,
+        backward_transfer_ns=problem.backward_transfer_ns * 15,
+    )
 
 
 problems = st.builds(
@@ -112,7 +85,7 @@ problems = st.builds(
     forward_only=st.booleans(),
     peak_covers_backward=st.booleans(),
     seed=st.integers(0, 10**6),
-)
+).map(strained)
 
 
 @given(
@@ -127,14 +100,6 @@ def test_the_core_simulates_by_the_rules(problem, queue_links, schedule, seed):
     assert simulate(problem, order, queue_links=queue_links) == simulate_in_python(
         problem, order, queue_links=queue_links
     )
-
-
-@given(problem=problems)
-def test_no_rank_is_faster_than_its_work_and_nothing_overlaps(problem):
-    run = simulate(problem, one_f_one_b(problem))
-    for rank, events in enumerate(run.timeline):
-        assert sum(event.end_ns - event.start_ns for event in events) == run.busy_ns[rank] <= run.makespan_ns
-        assert all(a.end_ns <= b.start_ns for a, b in pairwise(events))
 
 
 @pytest.mark.parametrize(
@@ -164,11 +129,3 @@ def test_the_native_boundary_refuses_what_does_not_fit(change, message):
     core.simulate(**arguments)
     with pytest.raises(ValueError, match=message):
         core.simulate(**(arguments | {name: make(arguments) for name, make in change.items()}))
-
-
-def test_taking_micro_batches_takes_their_rows():
-    problem = random_problem(4, 2)
-    taken = problem.take([2, 0])
-    assert taken.micro_batches == 2
-    assert (taken.backward_ns == problem.backward_ns[[2, 0]]).all()
-    assert dataclasses.replace(taken, memory_limit_bytes=1).memory_limit_bytes == 1

@@ -106,17 +106,6 @@ def test_a_server_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         relay.close()
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server built with TLS on the PATH")
-def test_a_server_that_speaks_tls_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cert, key = certificate(tmp_path)
-    port = free_port()
-    monkeypatch.setattr("tests.store.servers.find_server_binary", lambda: shutil.which("redis-server"))
-    tls = f"port 0\ntls-port {port}\ntls-cert-file {cert}\ntls-key-file {key}\ntls-auth-clients no"
-    with serving(tmp_path, f"{tls}\nuser default off\nuser u on >p ~dynapipe:* {COMMANDS}", port=port):
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        use(f"rediss://u:p@localhost:{port}/0")
-
-
 _NAMED = os.environ.get("DYNAPIPE_TEST_SERVERS", "").split(":")
 _ON_PATH = (shutil.which(name) for name in ("redis-server", "valkey-server"))
 PROGRAMS = [Path(program) for program in (*_NAMED, *_ON_PATH) if program]

@@ -1,12 +1,14 @@
 """Stepping a pipeline without Megatron's loop: the example, evaluation, and what is refused."""
 
+import contextlib
+import gc
 import runpy
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.layouts.layout import Layout, on_ranks
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_steps.py"
 
@@ -53,31 +55,23 @@ def test_what_cannot_be_run_is_refused():
         assert said in found[wanted], wanted
 
 
-def take_masks(rank: int, world_size: int) -> list[bool]:
-    """Whether masks are made for Megatron's attention, and for ours."""
+@in_ranks(1)
+def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from megatron_dynapipe.integration.execution.step_functions import takes_mask
     from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 
-    answers = []
-    for kind in (DotProductAttention, SdpaCoreAttention):
+    for kind, takes in ((DotProductAttention, True), (SdpaCoreAttention, False)):
         attention = kind.__new__(kind)
         torch.nn.Module.__init__(attention)
-        answers.append(takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]))
-    return answers
+        assert takes_mask([torch.nn.Sequential(torch.nn.Linear(1, 1), attention)]) == takes
 
 
-def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
-    assert run_ranks(take_masks, 1) == [[True, False]]
-
-
-def watch(rank: int, world_size: int) -> dict[str, object]:
-    """What a pipeline on a device that needs watching tells its watchdog, and when that ends."""
-    import contextlib
-    import gc
-
+@in_ranks(2)
+def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives(rank):
+    """On a device that needs watching."""
     from megatron_dynapipe.runtime import step
     from tests.helpers.layouts.trainer import Trainer
 
@@ -91,12 +85,7 @@ def watch(rank: int, world_size: int) -> dict[str, object]:
     step.watched = watched
     trainer = Trainer(Layout(stages=2))
     trainer.pipeline.step(trainer.batch)
-    before = list(ended)
+    assert (seen, ended) == ([(rank, 0)], [])
     del trainer
     gc.collect()
-    return {"seen": seen, "before": before, "after": ended}
-
-
-def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives():
-    for rank, found in enumerate(run_ranks(watch, 2)):
-        assert found == {"seen": [(rank, 0)], "before": [], "after": [300.0]}
+    assert ended == [300.0]

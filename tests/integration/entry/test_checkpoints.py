@@ -26,7 +26,13 @@ ASYNC = (2, f"{WHOLE_LAYERS} --async-save")
 CHUNKS = (2, f"{WHOLE_LAYERS} --num-virtual-stages-per-pipeline-rank 2")
 SEQUENCE = (2, "--tensor-model-parallel-size 2 --sequence-parallel")
 REPLICAS_OF_STAGES = (4, f"{WHOLE_LAYERS} --overlap-grad-reduce --overlap-param-gather")
+EIGHT = (8, f"--tensor-model-parallel-size 2 {WHOLE_LAYERS}")
+LETTERS = (2, f"{WHOLE_LAYERS} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full")
+ENDS_ALONE = (4, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt|L")
+FIRST_STAGE = (2, f"{WHOLE_LAYERS} --decoder-first-pipeline-num-layers 3")
+UNIFORM = (2, f"{WHOLE_LAYERS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+TOKENS = f"{DISTRIBUTED} --tokens-per-global-batch 500"
 # model, optimizer, ranks and flags that save, ranks and flags that resume
 CASES = {
     "t5, one rank to two stages": ("t5", "", ONE, STAGES),
@@ -35,6 +41,8 @@ CASES = {
     "t5, relative, chunks to sequence": ("t5, relative positions, untied", DISTRIBUTED, CHUNKS, SEQUENCE),
     "t5, rotary, sequence to two replicas": ("t5, rotary positions, RMSNorm", DISTRIBUTED, SEQUENCE, REPLICAS),
     "t5, replicas to stages, distributed optimizer": ("t5", DISTRIBUTED, REPLICAS, STAGES),
+    "t5, one rank to uniform recomputation": ("t5", "", ONE, UNIFORM),
+    "t5, one rank to eight": ("t5", DISTRIBUTED, ONE, EIGHT),
     "t5, saved while training goes on, two stages to one rank": ("t5", DISTRIBUTED, ASYNC, ONE),
     "gpt, one rank to two stages of two chunks": ("gpt", "", ONE, CHUNKS),
     "gpt, two chunks to two replicas, distributed optimizer": ("gpt", DISTRIBUTED, CHUNKS, REPLICAS),
@@ -45,7 +53,12 @@ CASES = {
         REPLICAS_OF_STAGES,
         (4, f"{SEQUENCE[1]} {WHOLE_LAYERS}"),
     ),
-    "gpt, rotary, layers 2.5 + 1.5 to sequence": ("gpt, rotary positions", DISTRIBUTED, HALVES, SEQUENCE),
+    "gpt, rotary, layers 2.5 + 1.5 to sequence": ("gpt, rotary positions", TOKENS, HALVES, SEQUENCE),
+    "gpt, tokens to a batch, two replicas to one rank": ("gpt", f"{TOKENS} --dynapipe-last-batch keep", REPLICAS, ONE),
+    "gpt, one rank to a layout in letters": ("gpt", "", ONE, LETTERS),
+    "gpt, one rank to four stages, embedding and loss alone": ("gpt", "", ONE, ENDS_ALONE),
+    "gpt, one rank to a longer first stage": ("gpt", "", ONE, FIRST_STAGE),
+    "gpt, one rank to eight": ("gpt", DISTRIBUTED, ONE, EIGHT),
 }
 
 
@@ -64,6 +77,21 @@ def test_a_run_resumes_under_another_layout(data, tmp_path, model, optimizer, sa
     assert saved.keys() == {"1", "2", "3", "4"} and resumed.keys() == {"3", "4"}
     assert resumed == pytest.approx({iteration: saved[iteration] for iteration in resumed}, rel=1e-5)
     assert saved["4"] < saved["1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_three_tensor_parallel_ranks(family, data, tmp_path):
+    """Heads and widths that three divides, and a vocabulary that is padded to the same 516 words on one rank."""
+    size = "--hidden-size 48 --num-attention-heads 6 --ffn-hidden-size 96 --make-vocab-size-divisible-by"
+    weights = tmp_path / "weights"
+    train(family, data, f"{size} 12 --train-iters 1 --save-interval 1 --save {weights}", ranks=1, report=tmp_path)
+    goes_on = f"--train-iters 4 --load {weights} --finetune"
+    alone = train(family, data, f"{size} 12 {goes_on}", ranks=1, report=tmp_path)[0]["losses"]
+    three = f"--tensor-model-parallel-size 3 {WHOLE_LAYERS} --dynapipe-scatter-gather on"
+    runs = train(family, data, f"{size} 4 {goes_on} {three}", ranks=6, report=tmp_path)
+    assert runs[-1]["losses"] == pytest.approx(alone, rel=1e-4)
+    assert len(alone) == 4
 
 
 @pytest.mark.slow

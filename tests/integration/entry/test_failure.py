@@ -22,37 +22,30 @@ from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionErro
 from megatron_dynapipe.integration.entry import bootstrap, failure, start
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from tests.helpers.entry_scripts import run_script, script_of, words
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 
-def fail_with_a_receive_pending(rank: int, world_size: int) -> dict[str, object]:
+@in_ranks(2, deadline_s=60)
+def test_the_error_is_printed_and_the_peers_name_the_rank(rank):
     from megatron_dynapipe.integration.entry.failure import process_groups
 
+    def fail() -> None:
+        if rank == 1:
+            pending = dist.irecv(torch.zeros(1), 0)  # noqa: F841  (it must live)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        dist.recv(torch.zeros(1), 1)  # which never comes
+
     dist.init_process_group("gloo", init_method="env://")
-    errors, status = io.StringIO(), None
-    began = time.monotonic()
-    with contextlib.redirect_stderr(errors):
-        try:
-            with process_groups():
-                if rank == 1:
-                    pending = dist.irecv(torch.zeros(1), 0)  # noqa: F841  (it must live)
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-                dist.recv(torch.zeros(1), 1)  # which never comes
-        except SystemExit as leaving:
-            status = leaving.code
-    took = time.monotonic() - began
-    return {"status": status, "stderr": errors.getvalue(), "seconds": took, "groups": dist.is_initialized()}
-
-
-def test_the_error_is_printed_and_the_peers_name_the_rank():
-    first, failed = run_ranks(fail_with_a_receive_pending, 2, deadline_s=60)
-    assert failed["status"] == first["status"] == 1
-    assert "[rank 1] Traceback" in failed["stderr"] and "Tried to allocate 2 GiB" in failed["stderr"]
-    assert "failed first" not in failed["stderr"]
-    assert "[rank 0] Traceback" in first["stderr"]
-    named = "rank 1 failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert first["stderr"].rstrip().endswith(named)
-    assert not first["groups"] and not failed["groups"]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit, match=r"^1$"), process_groups():
+        fail()
+    said = errors.getvalue()
+    assert f"[rank {rank}] Traceback" in said and not dist.is_initialized()
+    if rank == 1:
+        assert "Tried to allocate 2 GiB" in said and "failed first" not in said
+    else:
+        named = "rank 1 failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+        assert said.rstrip().endswith(named)
 
 
 IN_OUR_WORDS = [
@@ -211,26 +204,21 @@ ENDS = [
 ]
 
 
-def end_each(rank: int, world_size: int, saved: str) -> list[tuple[object, str, bool]]:
+@in_ranks(1)
+def test_how_a_run_ends(tmp_path):
     from megatron_dynapipe.integration.entry.failure import process_groups
 
-    sys.argv = ["script", "--save", saved]
-    found = []
-    for error, _, _ in ENDS:
+    (tmp_path / TRACKER).write_text("40")
+    sys.argv = ["script", "--save", str(tmp_path)]
+    for error, expected, said in ENDS:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        errors, status = io.StringIO(), 0
-        with contextlib.redirect_stderr(errors):
+        status = 0
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
                 with process_groups():
                     if error is not None:
                         raise error
             except SystemExit as leaving:
                 status = leaving.code
-        found.append((status, errors.getvalue(), dist.is_initialized()))
-    return found
-
-
-def test_how_a_run_ends(tmp_path):
-    (tmp_path / TRACKER).write_text("40")
-    expected = [(status, said.format(saved=tmp_path), False) for _, status, said in ENDS]
-    assert run_ranks(end_each, 1, {"saved": str(tmp_path)}) == [expected]
+        assert (status, errors.getvalue()) == (expected, said.format(saved=tmp_path))
+        assert not dist.is_initialized()

@@ -94,15 +94,6 @@ def test_another_number_of_iterations_is_refused_with_the_flags_that_take_it(sav
     assert "Traceback" not in run["stderr"]
 
 
-def test_another_layout_is_named(saved: Path, tmp_path: Path) -> None:
-    flags = f"--train-iters 3 --override-opt-param-scheduler --load {saved / 'checkpoints'}"
-    flags += " --pipeline-model-parallel-size 2"
-    runs = train("gpt", saved / "data", flags, ranks=2, report=tmp_path / "report")
-    assert "with other settings: " in runs[0]["stdout"]
-    assert "planner.pipeline_parallel 2 (was 1)" in runs[0]["stdout"]
-    assert list(runs[1]["losses"]) == ["3"]
-
-
 def test_another_model_goes_on_to_finetune_alone_and_other_settings_are_named(saved: Path, tmp_path: Path) -> None:
     flags = f"--train-iters 3 --override-opt-param-scheduler --load {saved / 'checkpoints'} --norm-epsilon 1e-2"
     (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)

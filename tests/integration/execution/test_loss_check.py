@@ -1,12 +1,12 @@
 """NaN and Inf are looked for once per iteration: each look waits for the device."""
 
 from tests.helpers.entry_scripts import train
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
-def checked(rank: int, world_size: int, iterations: list[list[float]]) -> list[list[str]]:
-    """What Megatron's state machine is asked of each iteration of such losses."""
+@in_ranks(1)
+def test_one_look_per_iteration():
     import torch
 
     from megatron_dynapipe.integration.execution import step_functions
@@ -19,22 +19,15 @@ def checked(rank: int, world_size: int, iterations: list[list[float]]) -> list[l
             assert fatal and tolerance == 0.0 and "NaN or Inf" in message
 
     step_functions.get_rerun_state_machine = Machine
-    found = []
-    for losses in iterations:
-        step_functions.check_losses([{"lm loss": torch.tensor([loss, 3.0])} for loss in losses])
-        found.append(asked.copy())
-        asked.clear()
-    return found
-
-
-def test_one_look_per_iteration():
-    expected = [
+    for losses, said in (
         ([], []),
         ([1.0, 2.0, 3.0], ["accepted"]),
         ([1.0, float("nan")], ["rejected"]),
         ([float("inf"), 1.0], ["rejected"]),
-    ]
-    assert run_ranks(checked, 1, {"iterations": [losses for losses, _ in expected]}) == [[said for _, said in expected]]
+    ):
+        step_functions.check_losses([{"lm loss": torch.tensor([loss, 3.0])} for loss in losses])
+        assert asked == said
+        asked.clear()
 
 
 def test_a_batch_without_labels_has_the_loss_0_and_says_so(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from megatron_dynapipe.integration.execution.step_functions import masked_loss
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, TaskLosses, named_losses, with_task_sums
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 def test_losses_by_name() -> None:
@@ -23,22 +23,20 @@ def test_losses_by_name() -> None:
         }
 
 
-def named_by_replicas(rank: int, world_size: int) -> dict[str, list[float]]:
+@in_ranks(2)
+def test_replicas_name_the_tasks_that_one_of_them_has(rank):
     """Two replicas with a sample each, of different tasks; a third task has none."""
     torch.distributed.init_process_group("gloo")
     tasks = torch.tensor([[2 * rank, 0]])
     report = masked_loss(torch.tensor([[1.0, 0]]), torch.tensor([[4.0 + rank, 0]]), tasks)[2]
     (named,) = named_losses([report], ["a", "b", "c"], replicas=torch.distributed.group.WORLD)
-    return {name: part.tolist() for name, part in named.items()}
+    own, other = [4 + rank, 1], [0, 0]
+    by_task = {f"{LOSS_NAME} a": [own, other][rank], f"{LOSS_NAME} c": [other, own][rank]}
+    assert {name: part.tolist() for name, part in named.items()} == {LOSS_NAME: own} | by_task
 
 
-def test_replicas_name_the_tasks_that_one_of_them_has() -> None:
-    first, second = run_ranks(named_by_replicas, 2)
-    assert first == {LOSS_NAME: [4, 1], f"{LOSS_NAME} a": [4, 1], f"{LOSS_NAME} c": [0, 0]}
-    assert second == {LOSS_NAME: [5, 1], f"{LOSS_NAME} a": [0, 0], f"{LOSS_NAME} c": [5, 1]}
-
-
-def trained_by_replicas(rank: int, world_size: int) -> tuple[list[str], dict[str, object], dict[str, object]]:
+@in_ranks(2)
+def test_training_adds_tasks_up_over_iterations_and_replicas(rank):
     """Two iterations, of one task on the first replica and of two on the second; the third has no samples."""
     torch.distributed.init_process_group("gloo")
     losses = TaskLosses(["a", "b", "c"], is_last=True)
@@ -46,14 +44,9 @@ def trained_by_replicas(rank: int, world_size: int) -> tuple[list[str], dict[str
         report = masked_loss(torch.tensor([[1.0, 1]]), torch.tensor([[4.0 + rank, 1]]), torch.tensor([[rank, 0]]))[2]
         (left,) = losses.add([report])
     losses.finish(torch.distributed.group.WORLD)
-    return list(left), losses.read(whole=False), losses.read(whole=True)
-
-
-def test_training_adds_tasks_up_over_iterations_and_replicas() -> None:
-    (left, own, whole), (_, other, same) = run_ranks(trained_by_replicas, 2)
-    assert left == [LOSS_NAME]
-    assert own == {"a": (10.0, 4.0)} and other == {"a": (2.0, 2.0), "b": (10.0, 2.0)}
-    assert whole == same == {"a": (12.0, 6.0), "b": (10.0, 2.0)}
+    assert list(left) == [LOSS_NAME]
+    assert losses.read(whole=False) == [{"a": (10.0, 4.0)}, {"a": (2.0, 2.0), "b": (10.0, 2.0)}][rank]
+    assert losses.read(whole=True) == {"a": (12.0, 6.0), "b": (10.0, 2.0)}
 
 
 def test_without_samples_no_task_is_named() -> None:

@@ -11,29 +11,25 @@ import torch.distributed as dist
 
 from megatron_dynapipe.errors import ConfigError
 from tests.helpers.layouts.layout import Layout, table
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 
 SAID = "ranks share a GPU: messages between stages go through the host"
 
 
-def notice(*, rank: int, world_size: int, cases: list[list[str | None]]) -> list[bool]:
-    """Whether ranks whose devices have such identities are on one; None is a CPU."""
+@in_ranks(2)
+def test_ranks_on_one_gpu_are_noticed(rank):
+    """By the identities of their devices; None is a CPU."""
     from megatron_dynapipe.integration.execution.transport import share_a_device
     from megatron_dynapipe.runtime.control_group import ControlGroup
 
     dist.init_process_group("gloo")
-    control, found = ControlGroup(timeout_s=30), []
-    for devices in cases:
+    control = ControlGroup(timeout_s=30)
+    one, other = (str(uuid.UUID(int=number)) for number in (5, 6))
+    for devices, shared in (([one, other], False), ([one, one], True), ([None, None], False)):
         identity = devices[rank]
         torch.cuda.get_device_properties = lambda device, identity=identity: SimpleNamespace(uuid=identity)
         device = torch.device("cpu") if identity is None else torch.device("cuda", 0)
-        found.append(share_a_device(control, device))
-    return found
-
-
-def test_ranks_on_one_gpu_are_noticed():
-    one, other = (str(uuid.UUID(int=number)) for number in (5, 6))
-    assert run_ranks(notice, 2, {"cases": [[one, other], [one, one], [None, None]]}) == [[False, True, False]] * 2
+        assert share_a_device(control, device) is shared
 
 
 def train(*, rank: int, world_size: int, layout: Layout, staged: bool) -> dict:
@@ -60,15 +56,11 @@ def test_messages_through_the_host_change_nothing(wanted):
         assert all(a[3].equal(b[3]) for a, b in zip(one["gradients"], other["gradients"], strict=True))
 
 
-def divide_staged(*, rank: int, world_size: int) -> str:
+@in_ranks(4)
+def test_messages_through_the_host_cannot_be_divided():
     from megatron_dynapipe.integration.execution import transport
     from tests.helpers.layouts import trainer
 
     transport.share_a_device = lambda control, device: True
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="they cannot be divided there"):
         trainer.train(Layout(family="gpt", stages=2, tensor=2, scatter_gather="on"))
-    return refused.value.message
-
-
-def test_messages_through_the_host_cannot_be_divided():
-    assert all("they cannot be divided there" in message for message in run_ranks(divide_staged, 4))

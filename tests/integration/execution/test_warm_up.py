@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as flex
 from megatron_dynapipe.integration.execution.warm_up import ROWS
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout, on_ranks, table
-from tests.integration.models.packed_ranks import row_of
+from tests.integration.models.attention_ranks import row_of
 
 LAYOUTS = ("gpt 1x2x2, two chunks, overlapped", "t5 1x2x1, dropout *", "t5 2x2x1, sequence parallel, bf16")
 

@@ -5,101 +5,75 @@ import importlib
 import io
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.hooks import compatibility
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 SCHEDULES = compatibility.SCHEDULES
 
 
-def check(rank: int, world_size: int, lost: tuple[str, str] | None, extra: str) -> str:
-    """On one rank, without a function of Megatron's if one is `lost`: what the check says."""
-    if lost:
-        delattr(importlib.import_module(lost[0]), lost[1])
-    if extra:
-        compatibility.megatron_folders = lambda: [Path(extra) / "megatron"]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            compatibility.check()
-    except UnsupportedMegatronError as error:
-        return f"{error}"
-    return said.getvalue()
-
-
+@in_ranks(1)
 def test_the_installed_megatron_passes_without_a_word():
-    assert run_ranks(check, 1, {"lost": None, "extra": ""}) == [""]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compatibility.check()
+    assert not said.getvalue()
 
 
-def test_what_is_missing_is_named():
-    (said,) = run_ranks(check, 1, {"lost": (compatibility.TRAINING, "train_step"), "extra": ""})
-    assert "lacks what planned runs rely on: no train_step in megatron.training.training\n" in said
-    assert "hint: pip install 'megatron-core[training]==" in said
-
-
+@in_ranks(1)
 def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
     """Its files are not known; what is checked is the installed one's."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    (said,) = run_ranks(check, 1, {"lost": None, "extra": str(tmp_path)})
+    compatibility.megatron_folders = lambda: [tmp_path / "megatron"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        compatibility.check()
+    said = printed.getvalue()
     assert said.startswith("notice: Megatron 0.19.2 at")
     assert "is of no known release (megatron/training/arguments.py, " in said and "was checked and is there" in said
 
 
-def examples(rank: int, world_size: int) -> dict[str, object]:
-    training = compatibility.TRAINING
-    rows = {
-        "there": (SCHEDULES, "get_forward_backward_func", ("pp_size",)),
-        "no parameter": (SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
-        "no name": (SCHEDULES, "no_such_function", ()),
-        "no module": ("megatron.core.no_such_module", "train", ()),
-    }
-    calls = {
-        "called": [(training, "train", "train_step")],
-        "not called": [(training, "train", "no_such_function")],
-        "nowhere": [(training, "no_such_function", "train_step")],
-    }
-    # A wrapped function is looked at in its file: scripts of these tests wrap `training_log` to see losses.
-    importlib.import_module(training).training_log = lambda *arguments: None
-    said: dict[str, object] = {name: compatibility.missing_name(row) for name, row in rows.items()}
-    said |= {name: compatibility.missing_calls(rows) for name, rows in calls.items()}
-    return said | {"wrapped": compatibility.missing_calls(compatibility.CALLS)}
+@in_ranks(1)
+def test_what_is_missing_is_named():
+    del importlib.import_module(compatibility.TRAINING).train_step
+    message = "lacks what planned runs rely on: no train_step in megatron.training.training\nhint: pip install"
+    with pytest.raises(UnsupportedMegatronError, match=message):
+        compatibility.check()
 
 
+@in_ranks(1)
 def test_names_parameters_and_calls_that_are_missing_are_said():
     training = compatibility.TRAINING
-    assert run_ranks(examples, 1) == [
-        {
-            "there": "",
-            "no parameter": f"get_forward_backward_func of {SCHEDULES} takes no planets",
-            "no name": f"no no_such_function in {SCHEDULES}",
-            "no module": "no train in megatron.core.no_such_module",
-            "called": [],
-            "not called": [f"train() of {training} calls no no_such_function"],
-            "nowhere": [f"no_such_function() of {training} calls no train_step"],
-            "wrapped": [],
-        }
-    ]
+    for row, said in (
+        ((SCHEDULES, "get_forward_backward_func", ("pp_size",)), ""),
+        (
+            (SCHEDULES, "get_forward_backward_func", ("pp_size", "planets")),
+            f"get_forward_backward_func of {SCHEDULES} takes no planets",
+        ),
+        ((SCHEDULES, "no_such_function", ()), f"no no_such_function in {SCHEDULES}"),
+        (("megatron.core.no_such_module", "train", ()), "no train in megatron.core.no_such_module"),
+    ):
+        assert compatibility.missing_name(row) == said
+    # A wrapped function is looked at in its file: scripts of these tests wrap `training_log` to see losses.
+    importlib.import_module(training).training_log = lambda *arguments: None
+    for call, said in (
+        ((training, "train", "train_step"), []),
+        ((training, "train", "no_such_function"), [f"train() of {training} calls no no_such_function"]),
+        ((training, "no_such_function", "train_step"), [f"no_such_function() of {training} calls no train_step"]),
+    ):
+        assert compatibility.missing_calls([call]) == said
+    assert compatibility.missing_calls(compatibility.CALLS) == []
 
 
-def patches(rank: int, world_size: int) -> str:
-    try:
-        compatibility.check_patches()
-    except UnsupportedMegatronError as error:
-        return str(error)
-    return ""
-
-
+@in_ranks(1)
 def test_an_unpatched_megatron_lacks_every_call_of_the_patches():
-    (said,) = run_ranks(patches, 1)
-    assert said.count("calls no ") == len(compatibility.PATCHES)
-    assert "--check` says what each file is" in said
+    with pytest.raises(UnsupportedMegatronError, match="--check` says what each file is") as refused:
+        compatibility.check_patches()
+    assert str(refused.value).count("calls no ") == len(compatibility.PATCHES)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from tests.helpers.layouts.compare import deviation
 from tests.helpers.layouts.layout import Layout, on_ranks, reference, table
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 def adam(cls: type[torch.optim.Adam], *, fused: bool) -> tuple[torch.optim.Adam, list[torch.nn.Parameter]]:
@@ -71,29 +71,21 @@ def test_where_a_product_cannot_add_up_gradients_are_added_after_it(monkeypatch,
     fused_kernels._product_adds_up.cache_clear()
 
 
-def switch(*, rank: int, world_size: int) -> dict[str, object]:
+@in_ranks(1)
+def test_they_are_applied_and_reverted():
     import megatron.core.optimizer as made
     from megatron.core.tensor_parallel import layers
     from megatron.training import training
 
     own = made.get_megatron_optimizer
     fused_kernels.install(originals := Originals())
-    during = [
-        training.get_megatron_optimizer is made.get_megatron_optimizer is not own,
-        layers._grad_accum_fusion_available,
-        layers.fused_weight_gradient_mlp_cuda is fused_kernels.WeightGradients,
-    ]
+    assert training.get_megatron_optimizer is made.get_megatron_optimizer is not own
+    assert layers._grad_accum_fusion_available
+    assert layers.fused_weight_gradient_mlp_cuda is fused_kernels.WeightGradients
     originals.revert()
-    after = [
-        training.get_megatron_optimizer is made.get_megatron_optimizer is own,
-        not layers._grad_accum_fusion_available,
-        not hasattr(layers, "fused_weight_gradient_mlp_cuda"),
-    ]
-    return {"during": during, "after": after}
-
-
-def test_they_are_applied_and_reverted() -> None:
-    assert run_ranks(switch, 1) == [{"during": [True] * 3, "after": [True] * 3}]
+    assert training.get_megatron_optimizer is made.get_megatron_optimizer is own
+    assert not layers._grad_accum_fusion_available
+    assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
 
 
 LAYOUTS = (

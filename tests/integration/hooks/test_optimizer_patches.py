@@ -13,7 +13,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import optimizer_patches, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -32,54 +32,45 @@ def in_force(owner: type) -> bool:
     return answer
 
 
-def switch(*, rank: int, world_size: int) -> list[bool]:
+@in_ranks(1)
+def test_patches_are_applied_and_reverted_with_the_run():
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    seen, manager = [in_force(DistributedOptimizer)], buffers._coalescing_manager
+    manager = buffers._coalescing_manager
+    assert not in_force(DistributedOptimizer)
     with replacements.installed(SimpleNamespace()):
-        seen.append(in_force(DistributedOptimizer))
+        assert in_force(DistributedOptimizer)
         before = DistributedOptimizer.state_dict
         optimizer_patches.apply()
-        seen.append(DistributedOptimizer.state_dict is before)
-    seen.append(in_force(DistributedOptimizer) or buffers._coalescing_manager is not manager)
+        assert DistributedOptimizer.state_dict is before
+    assert not in_force(DistributedOptimizer) and buffers._coalescing_manager is manager
     optimizer_patches.revert()
-    return seen
-
-
-def test_patches_are_applied_and_reverted_with_the_run():
-    assert run_ranks(switch, 1) == [[False, True, True, False]]
 
 
 def refuse(*_: object) -> None:
     raise ConfigError("the arguments are looked at after this")
 
 
-def refused_in_a_patched_checkout(*, rank: int, world_size: int) -> list[bool]:
+@in_ranks(1)
+def test_patches_are_applied_in_a_patched_checkout_before_it_loads():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     checkout.check_arguments(SimpleNamespace(use_dynapipe=False))
-    stock = in_force(DistributedOptimizer)
+    assert not in_force(DistributedOptimizer)
     checkout._check_device = checkout.compatibility.check_patches = lambda: None  # here is neither a GPU nor a checkout
     checkout._check_model_flags = refuse
     with pytest.raises(SystemExit):
         checkout.check_arguments(SimpleNamespace(use_dynapipe=True))
-    return [stock, in_force(DistributedOptimizer)]
+    assert in_force(DistributedOptimizer)
 
 
-def test_patches_are_applied_in_a_patched_checkout_before_it_loads():
-    assert run_ranks(refused_in_a_patched_checkout, 1) == [[False, True]]
-
-
-def step_alone(*, rank: int, world_size: int) -> bool:
+@in_ranks(1)
+def test_patches_are_applied_for_steps_without_megatrons_loop():
     from tests.helpers.layouts.layout import Layout
     from tests.helpers.layouts.trainer import Trainer
 
-    return in_force(type(Trainer(Layout(distributed_optimizer=True)).optimizer.chained_optimizers[0]))
-
-
-def test_patches_are_applied_for_steps_without_megatrons_loop():
-    assert run_ranks(step_alone, 1) == [True]
+    assert in_force(type(Trainer(Layout(distributed_optimizer=True)).optimizer.chained_optimizers[0]))
 
 
 class Fused(torch.optim.SGD):

@@ -18,7 +18,7 @@ from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
 from megatron_dynapipe.units import Shape
 from tests.helpers.megatron_wheels import VERSIONS, source
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 class FakeSession:
@@ -61,7 +61,8 @@ def test_names_are_replaced_once():
     assert len({(row.owner, row.name) for row in replacements.TABLE}) == len(replacements.TABLE)
 
 
-def _install_twice(*, rank: int, world_size: int) -> list[str]:
+@in_ranks(1)
+def test_replacements_are_installed_once_and_reverted():
     import importlib
 
     paths = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel", "megatron.training.training"
@@ -79,20 +80,14 @@ def _install_twice(*, rank: int, world_size: int) -> list[str]:
         assert schedules == [session.forward_backward] * 4
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
-        with pytest.raises(ConfigError) as refused, replacements.installed(FakeSession()):
+        with pytest.raises(ConfigError, match="got a second one"), replacements.installed(FakeSession()):
             pass
         assert active_run.schedule(max) == session.forward_backward
     after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     assert after == before
     assert active_run.schedule(max) is max
-    return [str(refused.value), *lines]
-
-
-def test_replacements_are_installed_once_and_reverted():
-    said, line, other = run_ranks(_install_twice, 1)[0]
-    assert "got a second one" in said
-    assert line.endswith("| micro-batches: 3 |")
-    assert other == "something else"
+    line, other = lines
+    assert line.endswith("| micro-batches: 3 |") and other == "something else"
 
 
 @pytest.mark.parametrize("has_makefile", [True, False])
@@ -171,7 +166,8 @@ def test_samples_shapes_and_flops_are_those_of_the_plan():
         active_run.counters(SimpleNamespace(iteration=3))
 
 
-def _flops_in_a_checkout(*, rank: int, world_size: int) -> list[float]:
+@in_ranks(1)
+def test_a_patched_checkout_counts_flops_of_what_runs():
     """Megatron's count of an iteration before a run that a patched checkout starts, while it trains, and after it."""
     import megatron.training
     from megatron.training import training
@@ -191,11 +187,7 @@ def _flops_in_a_checkout(*, rank: int, world_size: int) -> list[float]:
         for change in (lambda: None, lambda: checkout.dataset_provider(print), checkout.finish):
             change()
             counts.append(training.num_floating_point_operations(None, 16))
-    return counts
-
-
-def test_a_patched_checkout_counts_flops_of_what_runs():
-    assert run_ranks(_flops_in_a_checkout, 1) == [[100.0, 93.0, 100.0]]
+    assert counts == [100.0, 93.0, 100.0]
 
 
 @pytest.mark.parametrize("flag", ["attention sdpa", "activation gelu_tanh", "layers-per-stage=3,1", "elastic"])

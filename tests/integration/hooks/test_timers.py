@@ -19,7 +19,7 @@ from megatron_dynapipe.plan.instructions import (
     SendWait,
 )
 from megatron_dynapipe.plan.timeline import Event
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 MS = 1_000_000
 ACTIVATION, GRADIENT = Payload.ACTIVATION, Payload.GRADIENT
@@ -48,7 +48,10 @@ class FakeTrace:
         return tuple(Event(instruction, 7 * MS, (7 + ms) * MS) for instruction, ms in TRACE)
 
 
-def fill(*, rank: int, world_size: int, level: int) -> dict:
+@pytest.mark.parametrize("level", [0, 1, 2])
+@in_ranks(1)
+def test_times_add_up_under_the_names_of_megatrons_schedules(level: int) -> None:
+    """Below their log level nothing waits for the device."""
     from megatron.core.timers import Timers
 
     from megatron_dynapipe.integration.hooks.timers import add_times, without_timers
@@ -56,17 +59,12 @@ def fill(*, rank: int, world_size: int, level: int) -> dict:
     timers, trace = Timers(level, "minmax"), FakeTrace()
     config = SimpleNamespace(timers=timers)
     with without_timers(config):
-        hidden = config.timers is None
+        assert config.timers is None
         add_times(config.timers, trace, 0.5)
+    assert config.timers is timers
     for _ in range(2):
-        add_times(config.timers, trace, 0.1)
-    times = {name: round(timer.elapsed() * 1e3, 3) for name, timer in timers._timers.items()}
-    return {"times": times, "reads": trace.reads, "hidden": hidden, "back": config.timers is timers}
-
-
-def test_times_add_up_under_the_names_of_megatrons_schedules():
-    (result,) = run_ranks(fill, 1, {"level": 2})
-    assert result["times"] == {
+        add_times(timers, trace, 0.1)
+    expected = {
         "batch-generator": 2 * (100 + 3),
         "forward-compute": 2 * 42,
         "backward-compute": 2 * 60,
@@ -75,14 +73,8 @@ def test_times_add_up_under_the_names_of_megatrons_schedules():
         "backward-recv": 2 * 40,
         "backward-send": 2 * 6,
     }
-    assert result["reads"] == 2
-    assert result["hidden"] and result["back"]
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_below_their_log_level_nothing_waits_for_the_device(level):
-    (result,) = run_ranks(fill, 1, {"level": level})
-    assert result["times"] == {} and result["reads"] == 0
+    times = {name: round(timer.elapsed() * 1e3, 3) for name, timer in timers._timers.items()}
+    assert (times, trace.reads) == ((expected, 2) if level == 2 else ({}, 0))
 
 
 def test_a_patched_checkout_refuses_timers_between_passes_of_several_stages_on_a_gpu():

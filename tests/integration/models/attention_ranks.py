@@ -1,29 +1,22 @@
-"""What the rank of the attention tests runs: our core attention beside Megatron's local one, and beside the formula."""
+"""What tests of attention run on a rank: Megatron's groups, a configuration, inputs, rows, and kernels by formulas."""
 
-import math
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-from megatron_dynapipe.data.segments import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, attention_row
 
-SIZE, QUERIES, HEADS, CHANNELS = 3, 16, 4, 8
-LENGTHS = torch.tensor([16, 9, 1])
-MASKS: dict[str, Callable[[], torch.Tensor | None]] = {
-    "none": lambda: None,
-    "encoder": lambda: encoder_mask(LENGTHS, QUERIES),
-    "decoder": lambda: decoder_mask(LENGTHS, QUERIES),
-    "causal": lambda: causal_mask(QUERIES, "cpu"),
-    "cross": lambda: cross_mask(torch.tensor([24, 1, 7]), QUERIES, 24),
-}
+HEADS, CHANNELS = 4, 8
 
 
 def start() -> None:
@@ -43,98 +36,90 @@ def config(**changes: object) -> TransformerConfig:
     return TransformerConfig(**(options | changes))
 
 
-def inputs(keys: int, groups: int = HEADS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Query, key, value, and the gradient of the result."""
+def inputs(queries: int, keys: int, groups: int = HEADS, samples: int = 1) -> list[Tensor]:
+    """Query [q, samples, heads, channels], key and value [k, samples, groups, channels], the result's gradient."""
     draw = torch.Generator().manual_seed(0)
-    shapes = (
-        (QUERIES, SIZE, HEADS, CHANNELS),
-        *((keys, SIZE, groups, CHANNELS),) * 2,
-        (QUERIES, SIZE, HEADS * CHANNELS),
-    )
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    of_keys = keys, samples, groups, CHANNELS
+    shapes = (queries, samples, HEADS, CHANNELS), of_keys, of_keys, (queries, samples, HEADS * CHANNELS)
+    return [torch.randn(shape, generator=draw) for shape in shapes]
 
 
-def run(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result and the gradients of query, key and value."""
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+def run(attend: Callable[..., Tensor], tensors: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
+    """The result and the gradients of the tensors."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     result = attend(*leaves)
-    result.backward(tensors[3])
+    result.backward(gradient.view_as(result))
     return [result.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def compare_all(rank: int, world_size: int, cases: list[tuple]) -> list[list[float]]:
-    start()
-    return [compare(*case) for case in cases]
+def assert_alike(ours: Sequence[Tensor], theirs: Sequence[Tensor], atol: float, rtol: float = 0.0) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=rtol)
 
 
-def compare(mask: str, causal: bool, groups: int, options: dict[str, object], bf16: bool) -> list[float]:
-    """Largest difference of result and gradients between ours and Megatron's."""
-    model_config = config(num_query_groups=groups, bf16=bf16, **options)
-    scale = options.get("softmax_scale")
-    kind = AttnMaskType.causal if causal else AttnMaskType.padding
-    forbidden = MASKS[mask]()
-    tensors = inputs(
-        QUERIES if forbidden is None else forbidden.size(3), groups, torch.bfloat16 if bf16 else torch.float32
-    )
-    ours, theirs = (
-        run(lambda q, k, v: attention(q, k, v, forbidden), tensors)  # noqa: B023  (it runs before the next one)
-        for attention in (
-            cls(model_config, 3, kind, "self", softmax_scale=scale) for cls in (SdpaCoreAttention, DotProductAttention)
-        )
-    )
-    assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in theirs]
-    assert ours[0].is_contiguous() and ours[0].dtype == theirs[0].dtype
-    return [(a.float() - b.float()).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+def row_of(queries: Sequence[int], keys: Sequence[int]) -> PackedRow:
+    """The row of segments of these lengths; the last of each is the tail."""
+    made = []
+    for lengths in (queries, keys):
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        host = RowSegments.of(starts, sum(lengths))
+        made.append(DeviceSegments(host=host, offsets=host.offsets, positions=host.positions))
+    return attention_row(*made, RowFormat.LOCAL)
 
 
-def compare_biases(rank: int, world_size: int, cases: list[tuple[str, bool]]) -> list[list[float]]:
-    start()
-    return [compare_bias(*case) for case in cases]
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Tensor:
+    """`varlen_attn` as its documentation has it, by plain formulas."""
+    offsets_q, offsets_k, longest_q, longest_k = arguments
+    assert offsets_q.dtype == offsets_k.dtype == torch.int32
+    assert type(longest_q) is int and longest_q == offsets_q.diff().max() and longest_k == offsets_k.diff().max()
+    assert offsets_q[-1] == len(query) and offsets_k[-1] == len(key) == len(value)
+    repeats = query.size(1) // key.size(1)
+    result = torch.zeros_like(query)
+    for segment in range(len(offsets_q) - 1):
+        of_q = slice(offsets_q[segment], offsets_q[segment + 1])
+        of_k = slice(offsets_k[segment], offsets_k[segment + 1])
+        if of_k.start == of_k.stop:
+            continue  # the kernel writes zeros
+        keys, values = (tensor[of_k].repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[of_q], keys) * options["scale"]
+        if options["window_size"] == (-1, 0):
+            later = 1 + keys.size(0) - scores.size(1)  # causal from the bottom right
+            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(later), -torch.inf)
+        result[of_q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return result
 
 
-def compare_bias(mask: str, causal: bool) -> list[float]:
-    """Largest difference of result and gradients, the bias's too, between ours and the formula."""
-    forbidden = MASKS[mask]()
-    keys = QUERIES if forbidden is None else forbidden.size(3)
-    tensors, bias = inputs(keys), torch.randn(1, HEADS, QUERIES, keys)
-    hidden = causal_mask(QUERIES, "cpu") if forbidden is None and causal else forbidden
+class EngineAttention:
+    """`DotProductAttention` of Transformer Engine 2.20 in format "thd", by plain formulas."""
 
-    def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / math.sqrt(CHANNELS) + bias
-        scores = scores if hidden is None else scores.masked_fill(hidden, -math.inf)
-        return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
+    def __init__(self, heads: int, channels: int, **given: object) -> None:
+        self.heads, self.groups, self.channels = heads, given.pop("num_gqa_groups"), channels
+        self.scale = given.pop("softmax_scale")
+        assert given == {"attention_dropout": 0.0, "qkv_format": "thd"}
 
-    attention = SdpaCoreAttention(config(), 1, AttnMaskType.causal if causal else AttnMaskType.padding, "self")
-    results = []
-    for attend in (lambda q, k, v, b: attention(q, k, v, forbidden, attention_bias=b), formula):
-        leaf = bias.clone().requires_grad_()
-        results.append([*run(lambda q, k, v: attend(q, k, v, leaf), tensors), leaf.grad])  # noqa: B023  (likewise)
-    return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
-
-
-def drop(rank: int, world_size: int) -> None:
-    """Weights are dropped in training alone, from the state that differs between tensor-parallel ranks."""
-    start()
-    tensors = inputs(QUERIES)[:3]
-    attention = SdpaCoreAttention(config(attention_dropout=0.5), 1, AttnMaskType.padding, "self")
-    whole = SdpaCoreAttention(config(), 1, AttnMaskType.padding, "self")(*tensors, None)
-    default, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-    first, second = attention(*tensors, None), attention(*tensors, None)
-    assert not torch.equal(first, second) and not torch.equal(first, whole)
-    assert torch.equal(torch.get_rng_state(), default)
-    get_cuda_rng_tracker().set_states(tracked)
-    assert torch.equal(attention(*tensors, None), first)
-    mean = torch.stack([attention(*tensors, None) for _ in range(800)]).mean(0)
-    assert (mean - whole).abs().max() < 0.25
-    assert torch.equal(attention.eval()(*tensors, None), whole)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: object) -> Tensor:
+        assert query.shape[1:] == (self.heads, self.channels) and key.shape[1:] == (self.groups, self.channels)
+        assert given["qkv_format"] == "thd" and given["pad_between_seqs"] is False
+        offsets = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+        mask = given["attn_mask_type"]
+        assert mask in ("padding", "padding_causal", "padding_causal_bottom_right")
+        if mask == "padding_causal":  # from the top left
+            assert torch.equal(*offsets)
+        window = (-1, -1) if mask == "padding" else (-1, 0)
+        longest = given["max_seqlen_q"], given["max_seqlen_kv"]
+        attended = by_kernel(query, key, value, *offsets, *longest, scale=self.scale, window_size=window)
+        return attended.flatten(1)
 
 
-def refuse(rank: int, world_size: int) -> list[str]:
-    start()
-    messages = []
-    for change in ({"window_size": (4, 0)}, {"softmax_type": "learnable"}):
-        try:
-            SdpaCoreAttention(config(**change), 1, AttnMaskType.causal, "self")
-        except ConfigError as error:
-            messages.append(str(error))
-    return messages
+@contextlib.contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """Rows are attended to in the "kernel" of PyTorch, or of Transformer Engine ("engine"), of its attention alone."""
+    package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    inner.DotProductAttention = EngineAttention  # type: ignore[attr-defined]
+    models = "megatron_dynapipe.integration.models"
+    with (
+        patch(f"{models}.attention.kernel_takes", lambda *_, **__: True),
+        patch(f"{models}.packed_attention.varlen_attn", by_kernel if name == "kernel" else None),
+        patch.dict(sys.modules, {"transformer_engine": package, "transformer_engine.pytorch": inner}),
+    ):
+        yield

@@ -1,18 +1,13 @@
-"""What the ranks of the T5 tests run: tiny T5s over real process groups, without Megatron's arguments or executor."""
+"""Tiny T5s of one stage, ours and Megatron's, of the same weights and inputs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
@@ -21,7 +16,7 @@ from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout
-from tests.helpers.layouts.model import config, draw_weights, start
+from tests.helpers.layouts.model import config, draw_weights
 from tests.helpers.t5_models import t5_layout, t5_model
 
 VOCABULARY, MAX_LENGTH = 512, 24
@@ -55,19 +50,6 @@ def batch_of(shape: Shape, seed: int) -> T5StageInputs:
         cross_mask=cross_mask(input_lengths, target_length, length),
         labels=tokens(target_length),
     )
-
-
-def check_all(rank: int, world_size: int, cases: list[tuple[str, bool, str]]) -> str:
-    """Of positions, tied weights and core attention, on one rank and stage; the refusal of masks."""
-    start(ENCODER, t5_layout(1, 1, 1))
-    for case in cases:
-        try:
-            check_against_megatrons(*case)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-    stage = T5Stage(config(ENCODER), model=t5_model(), layout=t5_layout(2, 3, 1), stage=0)
-    stage.model = t5_model(transformer_impl="transformer_engine", attention=CoreAttention.MEGATRON)
-    return refusal(lambda: stage(batch_of(SHAPES[0], 0)))
 
 
 def check_against_megatrons(positions: str, tied: bool, attention: str) -> None:
@@ -114,21 +96,3 @@ def check_against_megatrons(positions: str, tied: bool, attention: str) -> None:
     for name, parameter in their_parameters.items():
         error = relative_error(our_parameters[name].grad, parameter.grad)
         assert error < 1e-5, (name, error)
-
-
-def build_without_embedding_ranks(rank: int, world_size: int) -> str:
-    """The error of a stage whose process groups were made without the split's embedding ranks."""
-    dist.init_process_group("gloo", init_method="env://")
-    parallel_state.initialize_model_parallel(1, 2)
-    model_parallel_cuda_manual_seed(1)
-    two = Layout(family="t5", stages=2)
-    return refusal(lambda: T5Stage(config(two), model=t5_model(), layout=t5_layout(2, 2, 2), stage=rank))
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The error of a call."""
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return "no error"

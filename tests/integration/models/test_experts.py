@@ -1,6 +1,5 @@
 """Routers: terms that no partition changes, and that are Megatron's where all samples are of one length."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +19,7 @@ from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts,
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.lists import micro_batch
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import config, start
 
 HIDDEN, EXPERTS, LENGTHS = 6, 4, (8, 8, 8)
@@ -32,8 +31,9 @@ def planned(lengths, *, packed: bool, positions: int = 8):
     return micro_batch(shape, [length + 1 for length in lengths], layout=layout)
 
 
-def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Of the routers' weight: Megatron's of three samples of one length, and ours in several partitions."""
+@in_ranks(1)
+def test_terms_are_megatrons_and_no_partition_changes_them():
+    """Gradients of the routers' weight: Megatron's of three samples of one length, and ours in several partitions."""
     start()
     made = config(
         hidden_size=HIDDEN,
@@ -52,21 +52,19 @@ def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
     mine, theirs = (kind(config=made, pg_collection=groups) for kind in (PlannedRouter, TopKRouter))
     theirs.load_state_dict(mine.state_dict())
 
-    def of(router: TopKRouter, *inputs: Tensor) -> list[float]:
+    def of(router: TopKRouter, states: Tensor) -> Tensor:
         router.weight.grad = None
-        for states in inputs:
-            probs, _ = router(states)
-            probs.sum().mul(0.0).backward()  # the terms alone
-        return router.weight.grad.flatten().tolist()
+        router(states)[0].sum().mul(0.0).backward()  # the terms alone
+        return router.weight.grad
 
-    def ours(*micro_batches) -> list[float]:
+    def ours(*micro_batches) -> Tensor:
         mine.weight.grad = None
         for states, plan in micro_batches:
             lengths = plan.positions(ModelFamily.GPT)
             samples = torch.from_numpy(sample_numbers(lengths, *plan.shape[:2]))
             mine.begin(samples, len(lengths))
             mine(states)[0].sum().mul(0.0).backward()
-        return mine.weight.grad.flatten().tolist()
+        return mine.weight.grad
 
     def padded(states: Tensor, length: int) -> Tensor:
         return torch.cat([states, torch.randn(length - len(states), 1, HIDDEN)])
@@ -74,24 +72,24 @@ def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
     row = padded(torch.cat(samples), 32)
     filler = padded(samples[0][:0], 8), planned((), packed=False)
     longer = [(padded(each, 16), planned((8,), packed=False, positions=16)) for each in samples]
-    return {
-        "Megatron's": of(theirs, torch.cat(samples, dim=1)),
-        "together": ours((torch.cat(samples, dim=1), planned(LENGTHS, packed=False))),
-        "apart, padded, with a filler": ours(*longer, filler),
-        "in one row": ours((row, planned(LENGTHS, packed=True, positions=32))),
-    }
-
-
-def test_terms_are_megatrons_and_no_partition_changes_them():
-    (found,) = run_ranks(gradients, 1, deadline_s=60)
-    expected = torch.tensor(found.pop("Megatron's"))
+    expected = of(theirs, torch.cat(samples, dim=1))
     assert expected.abs().max() > 1e-3
-    for name, gradient in found.items():
-        assert torch.allclose(torch.tensor(gradient), expected, rtol=1e-4, atol=1e-6), name
+    for gradient in (
+        ours((torch.cat(samples, dim=1), planned(LENGTHS, packed=False))),
+        ours(*longer, filler),
+        ours((row, planned(LENGTHS, packed=True, positions=32))),
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def compare_experts(rank: int, world_size: int, dtype: str, counts: list[int], device: str) -> list[list[float]]:
-    """Largest differences of results and gradients from Megatron's experts: in whole passes, and in divided ones."""
+@pytest.mark.parametrize(
+    ("dtype", "bound", "device"),
+    [("float32", 1e-5, "cpu"), ("bfloat16", 0.1, "cpu"), pytest.param("bfloat16", 0.1, "cuda", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 3], [0, 0]], ids=str)
+@in_ranks(1)
+def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound, device):
+    """Results and gradients are those of Megatron's experts, in whole passes and in divided ones."""
     start()
     kind = getattr(torch, dtype)
     made = config(
@@ -126,26 +124,14 @@ def compare_experts(rank: int, world_size: int, dtype: str, counts: list[int], d
         module.zero_grad()
         return [output, *(leaf.grad for leaf in leaves), *gradients]
 
-    expected, found, waited = run(theirs), [], []
+    expected, waited = run(theirs), []
     for expert in ours.local_experts:  # as hooks that gather parameters
         expert.linear_fc2.register_forward_pre_hook(lambda linear, _: waited.append(linear))
     for key in (None, (3, 0)):
         halves.key = key
         differences = [a if b is None else a - b for a, b in zip(run(ours), expected, strict=True)]
-        found.append([difference.abs().max().item() for difference in differences if difference.numel()])
+        assert max(each.abs().max().item() for each in differences if each.numel()) < bound
     assert len(waited) == 2 * len(counts)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bound", "device"),
-    [("float32", 1e-5, "cpu"), ("bfloat16", 0.1, "cpu"), pytest.param("bfloat16", 0.1, "cuda", marks=pytest.mark.gpu)],
-)
-@pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 3], [0, 0]], ids=str)
-def test_experts_in_one_product_are_those_one_by_one(counts, dtype, bound, device):
-    given = {"dtype": dtype, "counts": counts, "device": device}
-    for differences in run_ranks(compare_experts, 1, given)[0]:
-        assert max(differences) < bound
 
 
 def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
@@ -160,11 +146,9 @@ def test_groups_need_a_device_that_reads_offsets_itself(monkeypatch):
     assert takes_grouped(torch.device("cpu"), torch.float32)
 
 
-def most_of_two_passes(rank: int, world_size: int) -> list[list[Any]]:
-    """How often a rank asked by the end of each pass of three layers, and what they were padded to.
-
-    The last layer of the second pass runs rows with labels alone, and first, as where it is recomputed.
-    """
+@in_ranks(2)
+def test_layers_of_a_pass_ask_for_the_most_positions_once(rank):
+    """The last of three layers runs rows with labels alone in the second pass, and first, as where it is recomputed."""
     torch.distributed.init_process_group("gloo")
     layers = [experts.UnevenAllGather.__new__(experts.UnevenAllGather) for _ in range(3)]
     seen, gather = [], RowGather()
@@ -183,8 +167,4 @@ def most_of_two_passes(rank: int, world_size: int) -> list[list[Any]]:
                 runs = positions if rows is None or layer is not layers[2] else rows
                 padded.append(len(layer.dispatch_preprocess(*torch.ones(3, runs, 2).unbind())[0]))
             seen.append([asking.call_count, padded])
-    return seen
-
-
-def test_layers_of_a_pass_ask_for_the_most_positions_once():
-    assert run_ranks(most_of_two_passes, 2) == [[[1, [5, 5, 5]], [3, [3, 9, 9]]]] * 2
+    assert seen == [[1, [5, 5, 5]], [3, [3, 9, 9]]]

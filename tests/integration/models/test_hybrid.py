@@ -1,6 +1,6 @@
 """The HybridModel of local layers: names and shapes of Megatron's own, whose layers are Transformer Engine's."""
 
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 NORM = {"weight": (32,), "bias": (32,)}
 STOCK = {
@@ -21,7 +21,8 @@ STOCK = {
 }  # fmt: skip
 
 
-def entries(rank: int, world_size: int) -> dict[str, tuple[int, ...]]:
+@in_ranks(1)
+def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -49,9 +50,4 @@ def entries(rank: int, world_size: int) -> dict[str, tuple[int, ...]]:
     for entry in saved.values():
         parts = entry.build() if hasattr(entry, "build") else [entry]
         found |= {part.key: tuple(part.global_shape) for part in parts if isinstance(part, ShardedTensor)}
-    return found
-
-
-def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
-    (found,) = run_ranks(entries, 1)
     assert found == {f"{module}.{name}": shape for module, names in STOCK.items() for name, shape in names.items()}

@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import config, start
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
@@ -24,13 +24,8 @@ MODELS = {
 }
 
 
-def counted(rank: int, world_size: int, models: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """By model: rows that its first MLP, its last one and its head get, and the worst difference of gradients."""
-    start()
-    return {name: _counted(flags) for name, flags in models.items()}
-
-
-def _counted(flags: dict[str, object]) -> dict[str, object]:
+def _counted(flags: dict[str, object]) -> tuple[dict[str, int], dict[str, int], float]:
+    """Rows that the first MLP, the last one and the head get: all, and with labels; the worst error of gradients."""
     made = config(num_layers=2, hidden_dropout=0.0, calculate_per_token_loss=True, add_bias_linear=False, **flags)
     layer = get_gpt_layer_local_spec(num_experts=made.num_moe_experts)
     layer = with_planned_experts(layer) if made.num_moe_experts else layer
@@ -60,13 +55,14 @@ def _counted(flags: dict[str, object]) -> dict[str, object]:
     actual = gradients(rows, labels.T.reshape(1, -1)[:, rows], torch.tensor([[1.0] * 7 + [0.0]]))
     largest = max(float(gradient.abs().max()) for gradient in expected)
     worst = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
-    return {"all": everything, "rows": seen, "error": worst / largest}
+    return everything, seen, worst / largest
 
 
-def test_modules_that_run_rows_with_labels_alone() -> None:
-    models = {name: flags for name, (flags, _) in MODELS.items()}
-    found = run_ranks(counted, 1, {"models": models}, deadline_s=120)[0]
-    for name, (_, last) in MODELS.items():
-        assert found[name]["all"] == {"first": ALL, "last": ALL, "head": ALL}, name
-        assert found[name]["rows"] == {"first": ALL, "last": last, "head": ROWS}, name
-        assert found[name]["error"] == pytest.approx(0, abs=1e-6), name
+@in_ranks(1)
+def test_modules_that_run_rows_with_labels_alone():
+    start()
+    for name, (flags, last) in MODELS.items():
+        everything, rows, error = _counted(flags)
+        assert everything == {"first": ALL, "last": ALL, "head": ALL}, name
+        assert rows == {"first": ALL, "last": last, "head": ROWS}, name
+        assert error == pytest.approx(0, abs=1e-6), name

@@ -1,15 +1,13 @@
 import pytest
 
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
-def check(rank: int, world_size: int, normalization: str) -> None:
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@in_ranks(1)
+def test_norm(normalization):
     """The norm computes what PyTorch's does, and tells Megatron to sum its gradients over tensor-parallel ranks."""
     import torch
-
-    from megatron_dynapipe import cpu
-
-    cpu.enable()
     from megatron.core.models.T5.t5_spec import LNImpl
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,8 +35,3 @@ def check(rank: int, world_size: int, normalization: str) -> None:
         kind = normalization if refused else "L2Norm"
         with pytest.raises(ConfigError, match=f"expected --normalization LayerNorm or RMSNorm.*{said}"):
             LocalNorm(config(**refused, normalization=kind), 8)
-
-
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm(normalization):
-    run_ranks(check, 1, {"normalization": normalization})

@@ -1,21 +1,34 @@
 """Attention over packed rows is that of every sample by itself."""
 
-import functools
+import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
 from torch.nn.attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.integration.models import packed_attention
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel, kernel_takes
 from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks, attend_with_biases
-from tests.helpers.processes import run_ranks
-from tests.integration.models.packed_ranks import inputs, row_of
-
-RANKS = "tests.integration.models.packed_ranks"
-
+from tests.helpers.processes import in_ranks
+from tests.integration.models.attention_ranks import (
+    HEADS,
+    assert_alike,
+    config,
+    inputs,
+    kernel,
+    row_of,
+    run,
+    start,
+)
 
 ROW = [3, 1, 7, 3, 1, 1]
 LONG = [100, 200, 3, 77, 128, 4]
@@ -37,15 +50,55 @@ CASES = {
 }
 
 
-@functools.cache
-def differences() -> dict[str, list[float]]:
-    found = run_ranks(f"{RANKS}:compare_all", 1, {"cases": list(CASES.values())})[0]
-    return dict(zip(CASES, found, strict=True))
+def distances_of(longest: int) -> Tensor:
+    return torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_samples_of_a_row_attend_as_if_alone(name):
-    assert max(differences()[name]) < 1e-5
+@in_ranks(1)
+def test_samples_of_a_row_attend_as_if_alone():
+    start()
+    for name, case in CASES.items():
+        try:
+            attends_as_alone(*case)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+def attends_as_alone(queries: list[int], keys: list[int], causal: bool, groups: int, biased: bool, how: str) -> None:
+    of = EngineCoreAttention if how == "engine" else SdpaCoreAttention
+    kind = AttnMaskType.causal if causal else AttnMaskType.padding
+    attention = of(config(num_query_groups=groups), 1, kind, "self")
+    row, longest = row_of(queries, keys), max(queries)
+    *tensors, gradient = inputs(sum(queries), sum(keys), groups)
+    plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row.cu_seqlens_q, cu_seqlens_kv=row.cu_seqlens_kv)
+
+    def bias_of(tables: tuple[Tensor, ...]) -> Tensor | None:
+        return tables[0][:, distances_of(longest)][None] if tables else None
+
+    def packed(*parts: Tensor) -> Tensor:
+        heads, bias = parts[:3], bias_of(parts[3:])
+        if how == "thd":  # as Megatron's attention hands them over
+            heads = (tensor.squeeze(1) for tensor in heads)
+            return attention(*heads, None, packed_seq_params=plain, attention_bias=bias)
+        with kernel(how) if how in ("kernel", "engine") else contextlib.nullcontext():
+            return attention(*heads, None, packed_seq_params=row, attention_bias=bias)
+
+    def one_by_one(query: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> Tensor:
+        bias, results = bias_of(tables), []
+        samples = query.split(row.lengths_q), key.split(row.lengths_kv), value.split(row.lengths_kv)
+        for q, k, v in zip(*samples, strict=True):
+            corner = None if bias is None else bias[:, :, : len(q), : len(k)]
+            results.append(attention(q, k, v, None, attention_bias=corner))
+        return torch.cat(results)
+
+    leaves = [*tensors, torch.randn(HEADS, 2 * longest - 1)] if biased else tensors
+    assert_alike(run(packed, leaves, gradient), run(one_by_one, leaves, gradient), atol=1e-5)
+
+
+def attend_to_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+    given = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    enable = {"enable_gqa": key.size(2) < query.size(2), "scale": 0.3}
+    return scaled_dot_product_attention(*given, attn_mask=mask, is_causal=causal, **enable).transpose(1, 2)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -54,30 +107,19 @@ def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
     """`flex_attention` as it runs without being compiled: the attention sample by sample, gradients of biases too."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # compiled, it has no backward on a CPU
     row, longest = row_of(lengths, lengths), max(lengths)
-    *tensors, gradient = (tensor.squeeze(1) for tensor in inputs(lengths, lengths, groups))
-    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
+    *tensors, gradient = (tensor.squeeze(1) for tensor in inputs(sum(lengths), sum(lengths), groups))
 
-    def one(query, key, value, mask):
-        given = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return attend(*given, attn_mask=mask, scale=0.3, enable_gqa=groups < query.size(2)).transpose(1, 2)
-
-    def by_sample(query, key, value, bias):
+    def by_sample(query, key, value, table):
         hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1) & causal
-        return attend_by_sample(query, key, value, row, one, bias.masked_fill(hidden, -torch.inf), causal=causal)
+        bias = table.view(4, -1)[:, distances_of(longest)][None].masked_fill(hidden, -torch.inf)
+        return attend_by_sample(query, key, value, row, attend_to_one, bias, causal=causal)
 
-    def in_kernel(query, key, value, bias):
+    def in_kernel(query, key, value, table):
+        bias = table.view(4, -1)[:, distances_of(longest)][None]
         return attend_with_biases(query, key, value, row, bias, causal=causal, scale=0.3)
 
-    found = []
-    for attend in (in_kernel, by_sample):
-        leaves = [tensor.clone().requires_grad_() for tensor in (*tensors, torch.arange(4 * 2 * longest - 4.0).sin())]
-        table = leaves[3].view(4, -1)
-        result = attend(*leaves[:3], table[:, distances][None])
-        result.backward(gradient.view_as(result))
-        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    leaves = [*tensors, torch.arange(4 * 2 * longest - 4.0).sin()]
+    assert_alike(run(in_kernel, leaves, gradient), run(by_sample, leaves, gradient), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -129,26 +171,29 @@ def test_relative_biases_compiled_once_are_those_uncompiled():
 def compare_biases(lengths: list[int]) -> None:
     draw = torch.Generator().manual_seed(1)
     tensors = [torch.randn(sum(lengths), 4, 32, generator=draw) for _ in range(4)]
-    longest = max(lengths)
-    distances = torch.arange(longest)[None] - torch.arange(longest)[:, None] + longest - 1
-    found = []
+    longest, found = max(lengths), []
     for device in ("cpu", "cuda"):
         row = row_of(lengths, lengths)
         row.cu_seqlens_q, row.positions = row.cu_seqlens_q.to(device), row.positions.to(device)
-        leaves = [
-            tensor.to(device).requires_grad_() for tensor in (*tensors[:3], torch.arange(8.0 * longest - 4).sin())
-        ]
-        bias = leaves[3].view(4, -1)[:, distances.to(device)][None]
-        result = attend_with_biases(*leaves[:3], row, bias, causal=True, scale=0.2)
-        result.backward(tensors[3].to(device))
-        found.append([result.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=2e-2)
+
+        def attend(query, key, value, table, row=row):
+            bias = table.view(4, -1)[:, distances_of(longest).to(table.device)][None]
+            return attend_with_biases(query, key, value, row, bias, causal=True, scale=0.2)
+
+        *leaves, gradient = (
+            each.to(device) for each in (*tensors[:3], torch.arange(8.0 * longest - 4).sin(), tensors[3])
+        )
+        found.append([each.cpu() for each in run(attend, leaves, gradient)])
+    assert_alike(*found, atol=2e-2, rtol=1e-2)
 
 
+@in_ranks(1)
 def test_segments_that_do_not_cover_the_row_are_refused_and_cudnn_is_out_of_the_choice():
-    said, takes_cudnn = run_ranks(f"{RANKS}:refuse", 1)[0]
-    assert said == "expected segments of 9 queries and 9 keys, got 8 and 9" and not takes_cudnn
+    start()
+    attention = SdpaCoreAttention(config(), 1, AttnMaskType.causal, "self")
+    with pytest.raises(PlanError, match="expected segments of 9 queries and 9 keys, got 8 and 9"):
+        attention(*inputs(9, 9)[:3], None, packed_seq_params=row_of([5, 3], [5, 4]))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
@@ -176,31 +221,19 @@ def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
     queries, keys, causal, groups, *_ = CASES[name]
     row = row_of(queries, keys)
     row.cu_seqlens_q, row.cu_seqlens_kv = row.cu_seqlens_q.cuda(), row.cu_seqlens_kv.cuda()
-    *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in inputs(queries, keys, groups))
-
-    def one(query, key, value, mask):
-        given = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            *given, attn_mask=mask, is_causal=causal, scale=0.3, enable_gqa=groups < query.size(2)
-        )
-        return attended.transpose(1, 2)
+    *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in inputs(sum(queries), sum(keys), groups))
 
     def in_kernel(*given):
         if not engine:
             return attend_in_kernel(*given, row, causal=causal, scale=0.3)
         pytest.importorskip("transformer_engine.pytorch")
-
         module = SimpleNamespace(softmax_scale=0.3)
         return EngineCoreAttention.attend_in_kernel(module, *given, row, causal=causal)
 
-    found = []
-    for attend in (in_kernel, lambda *given: attend_by_sample(*given, row, one, None, causal=causal)):
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        result = attend(*leaves)
-        result.backward(gradient.view_as(result))
-        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+    def by_sample(*given):
+        return attend_by_sample(*given, row, partial(attend_to_one, causal=causal), None, causal=causal)
+
+    assert_alike(run(in_kernel, tensors, gradient), run(by_sample, tensors, gradient), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(("error", "runs"), [(None, True), (ImportError("undefined symbol"), False)])

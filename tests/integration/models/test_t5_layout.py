@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost.layout import PipelineLayout
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
 from megatron_dynapipe.planning.boundary import BoundaryTensor, boundary_tensors
@@ -55,20 +54,6 @@ def test_virtual_stages_go_round_the_ranks():
 
 def test_megatron_is_told_of_one_holder_of_embeddings():
     assert embedding_ranks([3, 7]) == [3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((4, 3, 2), "7 layers cannot be split equally over 2 stages"),
-        ((0, 3, 1), "expected a t5 model with layers of its kinds, got 0 encoder and 3 decoder layers"),
-        ((2, 2, 2, [4, 0]), r"at least 0.5 on every stage, got \[4, 0\]"),
-        ((2, 2, 2, [2, 3]), r"a layer split of 4 layers .* got \[2, 3\]"),
-    ],
-)
-def test_splits_that_do_not_fit_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        t5_layout(*arguments)
 
 
 @st.composite

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel, packed_costs
+from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel
 from megatron_dynapipe.cost.tables import ATTENTION, MLP
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.processes import run_ranks
@@ -69,23 +69,6 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
         assert tables.packed is not None
     assert division.forward.mlp > 0 and division.forward.linear + division.forward.inner > 0
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["t5", "gpt"])
-def test_a_profile_with_time_for_packed_rows_plans_with_their_costs(model: str, tmp_path: Path) -> None:
-    budget = ["--budget-minutes", "2"]  # the last one counts
-    status, _, errors = profile(tmp_path / "m.json", *budget, "--recompute", "none", model=model)
-    assert status == 0, errors
-    cost = TableCostModel.load(tmp_path / "m.json")
-    assert cost.file.format == "dynapipe-cost-model/2"
-    tables = cost.tables(tensor_parallel=1, recompute=Recompute.NONE)
-    assert tables.packed is not None
-    lengths = np.array([40, 12, 7, 61])
-    row = packed_costs(tables, lengths, lengths // 2 if model == "t5" else np.zeros_like(lengths))
-    assert row is not None
-    assert (row[:, Quantity.FORWARD] > 0).all() and (row[::2, Quantity.STORED] > 0).all()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule
 from megatron_dynapipe.integration.profiling.measure import Values, at_once, largest_that_fits, measured_by_ranks
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks
 
 
 def _prepare(point: object) -> Forward:
@@ -19,13 +19,9 @@ def _prepare(point: object) -> Forward:
 PART = MeasuredModule(name="encoder", module=torch.nn.Identity(), prepare=_prepare)
 
 
-def plain(values: Values | None) -> tuple[int, ...] | None:
-    """As a rank can hand it back."""
-    return None if values is None else tuple(values)
-
-
-def in_turns(rank: int, world_size: int) -> dict[str, object]:
-    """What three calls give, the second of fewer points than ranks, and which points this rank ran."""
+@in_ranks(2)
+def test_ranks_take_turns_and_all_know_what_was_found(rank: int) -> None:
+    """Three calls, the second of fewer points than ranks."""
     dist.init_process_group("gloo")
     ran = []
 
@@ -38,15 +34,18 @@ def in_turns(rank: int, world_size: int) -> dict[str, object]:
     def measure(point: int) -> Values | None:
         return largest_that_fits(PART, partial(run, point=point), shared=False)
 
-    points = [[1, 2], [3], [4, 5]]
     found = [
-        measured_by_ranks([partial(measure, point) for point in some], turn=turn, shared=False)
-        for turn, some in enumerate(points)
+        measured_by_ranks([partial(measure, point) for point in points], turn=turn, shared=False)
+        for turn, points in enumerate([[1, 2], [3], [4, 5]])
     ]
-    return {"at_once": at_once(shared=False), "found": [list(map(plain, some)) for some in found], "ran": ran}
+    assert found == [[(1, 0, 7, 8), (2, 1, 7, 8)], [(3, 1, 7, 8)], [(4, 0, 7, 8), None]]
+    assert at_once(shared=False) == 2
+    assert ran == [[1, 4], [2, 3, 5]][rank], "in the second turn the other rank is the first"
 
 
-def together(rank: int, world_size: int, too_large_for: int) -> list[object]:
+@pytest.mark.parametrize(("too_large_for", "found"), [(-1, (1, 4, 20, 100)), (1, None)])
+@in_ranks(2)
+def test_ranks_that_share_a_layer_measure_it_together(rank: int, too_large_for: int, found: object) -> None:
     dist.init_process_group("gloo")
 
     def run(part: MeasuredModule) -> Values:
@@ -54,21 +53,8 @@ def together(rank: int, world_size: int, too_large_for: int) -> list[object]:
             raise torch.OutOfMemoryError("too much")
         return Values(2 * rank, 4, 10 * (rank + 1), 100 - rank)
 
-    measure = partial(largest_that_fits, PART, run, shared=True)
-    return [at_once(shared=True), *map(plain, measured_by_ranks([measure], turn=0, shared=True))]
-
-
-def test_ranks_take_turns_and_all_know_what_was_found() -> None:
-    first, second = run_ranks(in_turns, 2)
-    expected = [[(1, 0, 7, 8), (2, 1, 7, 8)], [(3, 1, 7, 8)], [(4, 0, 7, 8), None]]
-    assert first["found"] == second["found"] == expected
-    assert first["at_once"] == 2
-    assert (first["ran"], second["ran"]) == ([1, 4], [2, 3, 5]), "in the second turn the other rank is the first"
-
-
-@pytest.mark.parametrize(("too_large_for", "found"), [(-1, (1, 4, 20, 100)), (1, None)])
-def test_ranks_that_share_a_layer_measure_it_together(too_large_for: int, found: object) -> None:
-    assert run_ranks(together, 2, {"too_large_for": too_large_for}) == [[1, found]] * 2
+    assert at_once(shared=True) == 1
+    assert measured_by_ranks([partial(largest_that_fits, PART, run, shared=True)], turn=0, shared=True) == [found]
 
 
 def test_one_layer_is_measured_where_several_do_not_fit() -> None:

@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.errors import PlannerFailedError
 from tests.helpers.entry_scripts import words
-from tests.helpers.processes import run_ranks
+from tests.helpers.processes import in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 PER_NODE = 2
@@ -56,33 +57,22 @@ def test_the_first_rank_of_each_node_starts_its_planners_and_hands_plans_on(tmp_
     assert len(set(ranks[0]["digests"])) == 3
 
 
-def handed_on(*, rank: int, world_size: int) -> list[Any]:
-    """A plan, an error and the end, from the first rank of each node to its other."""
+@in_ranks(4)
+def test_a_plan_an_error_and_the_end_reach_the_other_ranks_of_a_node_alone(rank: int) -> None:
     from megatron_dynapipe.integration.supply.node import NodeGroup
 
     dist.init_process_group("gloo")
     group = NodeGroup(rank, [True, False, True, False], timeout_s=30)
     if group.is_first:
+        assert list(group.ranks) == [rank, rank + 1]
         group.give(3, {other: f"plan of {other}".encode() for other in group.ranks})
         group.fail(3, PlannerFailedError(f"rank {rank} failed", hint="look there"))
         group.end(3)
-        dist.barrier()
-        return [list(group.ranks)]
-    received: list[Any] = [group.receive(3)]
-    for _ in range(2):
-        try:
-            group.receive(3)
-        except PlannerFailedError as error:
-            received.append((error.message, error.hint))
+    else:
+        assert group.receive(3) == f"plan of {rank}".encode()
+        ended = f"rank {rank - 1}, which fetches this node's plans, has ended"
+        for told in ((f"rank {rank - 1} failed", "look there"), (ended, None)):
+            with pytest.raises(PlannerFailedError) as caught:
+                group.receive(3)
+            assert (caught.value.message, caught.value.hint) == told
     dist.barrier()
-    return received
-
-
-def test_a_plan_an_error_and_the_end_reach_the_other_ranks_of_a_node_alone() -> None:
-    ranks = run_ranks(handed_on, 4)
-    assert [ranks[0], ranks[2]] == [[[0, 1]], [[2, 3]]]
-    for first in (0, 2):
-        plan, failed, ended = ranks[first + 1]
-        assert plan == f"plan of {first + 1}".encode()
-        assert failed == (f"rank {first} failed", "look there")
-        assert ended == (f"rank {first}, which fetches this node's plans, has ended", None)
