@@ -173,8 +173,7 @@ def hybrid_stack(dense: ModuleSpec, sparse: ModuleSpec | None, norm: Any) -> Mod
     """
     layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
     if sparse is not None:
-        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
-        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
+        layers["moe_layer"] = without(sparse, ATTENTION)
     return ModuleSpec(module=PlannedHybridStack, params={"norm": norm}, submodules=HybridStackSubmodules(**layers))
 
 
