@@ -248,17 +248,11 @@ def begin_pass(gatherers: Sequence[UnevenAllGather]) -> None:
 
 
 def with_planned_experts(layer: ModuleSpec) -> ModuleSpec:
-    """Megatron's layer of experts with these routers and dispatchers, and local experts in groups.
-
-    Checkpoints name the norm before experts as layers of Transformer Engine and HybridModel do; Megatron's local layer
-    has one name for it and for the norm before an MLP, which Transformer Engine makes a part of the linear.
-    """
+    """Megatron's layer of experts with these routers and dispatchers, and local experts in groups."""
     parts: Any = layer.submodules
     modules = parts.mlp.keywords["submodules"]
     experts = modules.experts
     if isinstance(experts, partial) and experts.func is SequentialMLP:
         experts = partial(GroupedExperts, *experts.args, **experts.keywords)
     modules = replace(modules, router=PlannedRouter, experts=experts)
-    names = {name: key for name, key in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."}
-    mlp = partial(PlannedMoELayer, submodules=modules)
-    return replace(layer, submodules=replace(parts, mlp=mlp, sharded_state_dict_keys_map=names))
+    return replace(layer, submodules=replace(parts, mlp=partial(PlannedMoELayer, submodules=modules)))

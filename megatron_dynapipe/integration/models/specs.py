@@ -173,7 +173,8 @@ def hybrid_stack(dense: ModuleSpec, sparse: ModuleSpec | None, norm: Any) -> Mod
     """
     layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
     if sparse is not None:
-        layers["moe_layer"] = without(sparse, ATTENTION)
+        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
+        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
     return ModuleSpec(module=PlannedHybridStack, params={"norm": norm}, submodules=HybridStackSubmodules(**layers))
 
 

@@ -1,7 +1,5 @@
 """HybridModel from the entry script: a GPT's checkpoint as a pattern, modules in any order, what is refused."""
 
-import functools
-
 import pytest
 
 from megatron_dynapipe.tools.report.run import read_run
@@ -14,9 +12,8 @@ EXPERTS = (
     "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
 )
 SLOW = pytest.mark.slow
-SPARSE = f"{EXPERTS} --num-layers 2"
 PATTERNS = {
-    # ranks, flags besides the GPT's; the last word says whether it runs every day
+    # ranks, flags besides the pattern's; the last word says whether it runs every day
     "equal": (2, f"{TWO} --hybrid-layer-pattern *-*-*-*-", "core"),
     "planned": (2, f"{TWO} --hybrid-layer-pattern *-*-*-*- --dynapipe-layers-per-stage auto", "slow"),
     "virtual stages as segments": (2, f"{TWO} --hybrid-layer-pattern *-*|-|*-*|-", "slow"),
@@ -24,25 +21,19 @@ PATTERNS = {
     "pieces, divided passes": (
         2, f"{TWO} --hybrid-layer-pattern *-*|-*-*- --dynapipe-slices 16 --dynapipe-split-backward on"
         " --dynapipe-limit-rc-type none", "slow"),
-    "experts": (2, f"{TWO} --hybrid-layer-pattern *E|*E", "core"),
     "two tensor ranks": (2, "--hybrid-layer-pattern *-*-*-*- --tensor-model-parallel-size 2", "slow"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def gpt(data, tmp_path_factory):
-    """By the flags of a GPT: those to begin with its weights, and its losses and predicted times from there."""
-
-    @functools.cache
-    def trained(model):
-        folder = tmp_path_factory.mktemp("gpt")
-        saving = f"{model} --train-iters 1 --save {folder / 'weights'} --save-interval 1"
-        train("gpt", data, saving, ranks=1, report=folder / "first")
-        start = f"{model} --load {folder / 'weights'} --finetune --no-load-optim --train-iters 3"
-        losses = train("gpt", data, f"{start} {TWO}", ranks=2, report=folder / "report")[-1]["losses"]
-        return start, losses, predicted_ns(folder / "report")
-
-    return trained
+    """The flags to begin with the weights of a GPT, and its losses and predicted times from there."""
+    folder = tmp_path_factory.mktemp("gpt")
+    saving = f"--train-iters 1 --save {folder / 'weights'} --save-interval 1"
+    train("gpt", data, saving, ranks=1, report=folder / "first")
+    start = f"--load {folder / 'weights'} --finetune --no-load-optim --train-iters 3"
+    losses = train("gpt", data, f"{start} {TWO}", ranks=2, report=folder / "report")[-1]["losses"]
+    return start, losses, predicted_ns(folder / "report")
 
 
 def predicted_ns(report) -> list[float]:
@@ -50,17 +41,17 @@ def predicted_ns(report) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "name"),
+    ("ranks", "flags", "equal"),
     [
-        pytest.param(ranks, flags, name, id=name, marks=() if when == "core" else SLOW)
+        pytest.param(ranks, flags, name == "equal", id=name, marks=() if when == "core" else SLOW)
         for name, (ranks, flags, when) in PATTERNS.items()
     ],
 )
-def test_a_gpt_s_checkpoint_goes_on_as_a_pattern(ranks, flags, name, gpt, data, tmp_path):
-    start, expected, times = gpt(SPARSE if name == "experts" else "")
+def test_a_gpt_s_checkpoint_goes_on_as_a_pattern(ranks, flags, equal, gpt, data, tmp_path):
+    start, expected, times = gpt
     runs = train("gpt", data, f"{start} {flags}", ranks=ranks, report=tmp_path / "report")
     assert runs[-1]["losses"] == pytest.approx(expected, rel=1e-6)
-    if name == "equal":
+    if equal:
         assert predicted_ns(tmp_path / "report") == pytest.approx(times, rel=0.01)
 
 
