@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(NAMED is None, reason="MEGATRON_CHECKOUT names no checkout"),
 ]
 FLAGS = "--pipeline-model-parallel-size 2 --train-iters 3 --dynapipe-slices 16"
-PATTERN = "--hybrid-layer-pattern *-*|--* --num-layers 6"
+TENSOR = "--tensor-model-parallel-size 2 --train-iters 3 --dynapipe-loss targets"
+HYBRID = f"{FLAGS} --hybrid-layer-pattern *-*|--* --num-layers 6"
 MODELS = {"gpt": "", "hybrid": "--hybrid-layer-pattern *-*--*", "t5": ""}
 SEAMS = "from megatron_dynapipe import cpu; cpu.quieten(); cpu.enable('cpu'); from megatron_dynapipe.integration.hooks"
 SEAMS += " import compatibility; compatibility.check()"
@@ -68,18 +69,20 @@ def test_two_stages_train_as_with_the_installed_megatron(model, checkout, data, 
     assert found == pytest.approx(expected, rel=1e-5) and len(found) == 3
 
 
-@pytest.mark.parametrize("script", ["by hand", "pretrain_gpt.py", "pretrain_hybrid.py"])
-def test_patches_apply_train_and_are_taken_back(script, checkout, data, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "layout"),
+    [("by hand", FLAGS), ("pretrain_gpt.py", FLAGS), ("pretrain_gpt.py", TENSOR), ("pretrain_hybrid.py", HYBRID)],
+)
+def test_patches_apply_train_and_are_taken_back(script, layout, checkout, data, tmp_path):
     """The checkout's own scripts, as they are; without Transformer Engine `--spec` names a HybridModel's modules."""
     if script != "by hand" and not (checkout / script).exists():
         pytest.skip("wheels have no scripts")
     before = contents(checkout)
     states = survey(checkout)[0].named(State.MODIFIED)
     change(checkout, merge=bool(states))
-    flags = f"{FLAGS} {PATTERN}" if script == "pretrain_hybrid.py" else FLAGS
-    expected = printed(train("gpt", data, flags, ranks=2, report=tmp_path / "installed")[-1]["stdout"])
+    expected = printed(train("gpt", data, layout, ranks=2, report=tmp_path / "installed")[-1]["stdout"])
     spec = "--spec tests.helpers.stock_megatron LOCAL_STACK" if script == "pretrain_hybrid.py" else ""
-    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {flags} {spec}"
+    flags = f"{SMALL['gpt']} {COMMON} --use-dynapipe --dynapipe-data {data} {layout} {spec}"
     own = BY_HAND if script == "by hand" else f"-m megatron_dynapipe.cpu {script}"
     found = printed(launch(own, checkout, flags, tmp_path, deadline_s=400)[-1])
     change(checkout, reverse=True)

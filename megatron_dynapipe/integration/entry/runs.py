@@ -183,18 +183,17 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
 def patched_session(args: argparse.Namespace) -> Session:
     """A session under a patched checkout's own `pretrain_gpt.py`; raises ConfigError.
 
-    That script takes a batch on the first tensor-parallel rank alone and broadcasts it, with the attention mask if
-    `--create-attention-mask-in-dataloader` (the default) asks for one. Labels are on all of them besides, since `n`
-    positions with labels are taken out of what was broadcast (`RowInjection`).
+    That script takes a batch on the first tensor-parallel rank and broadcasts it, with the attention mask if
+    `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it besides: that of the branch
+    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`RowInjection`).
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
     _settle_evaluations(args, run)
 
     def required() -> RequiredFields:
-        takes = parallel_state.get_tensor_model_parallel_rank() == 0
         return RequiredFields(
-            tokens=takes and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 

@@ -117,13 +117,12 @@ class TaskLosses:
         """Add up over replicas, once for all tasks, and begin anew."""
         if self._sums is None:
             return
-        whole = self._sums.clone()
-        torch.distributed.all_reduce(whole, group=replicas)
-        both = torch.stack([self._sums, whole]).to("cpu", non_blocking=True)
-        event = torch.cuda.Event() if whole.is_cuda else None
+        both = torch.stack([self._sums.t()] * 2)
+        torch.distributed.all_reduce(both[1], group=replicas)
+        event = torch.cuda.Event() if both.is_cuda else None
+        self._sums, self._copied = None, (both.to("cpu", non_blocking=True), event)
         if event is not None:
             event.record()
-        self._sums, self._copied = None, (both, event)
 
     def read(self, *, whole: bool) -> dict[str, tuple[float, float]]:
         """Sum and number by task, of those that occurred until `finish`: of this replica, or of all of them."""
@@ -132,8 +131,9 @@ class TaskLosses:
         both, event = self._copied
         if event is not None:
             event.synchronize()
-        rows = both[int(whole)].tolist()
-        return {task: (total, count) for task, (total, count) in zip(self._tasks, rows, strict=True) if count}
+        totals, counts = both[int(whole)].tolist()
+        named = zip(self._tasks, totals, counts, strict=True)
+        return {task: (total, count) for task, total, count in named if count}
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:

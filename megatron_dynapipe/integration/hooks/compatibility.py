@@ -37,7 +37,7 @@ _SCHEDULE_PARAMETERS = (
     *("decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "force_all_reduce"),
 )
 NAMES: tuple[Name, ...] = (
-    *((row.owner, row.name, row.parameters) for row in replacements.TABLE),
+    *((row.owner, row.name, row.parameters) for row in replacements.TABLE if not row.optional),
     *(
         (optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
         for patch in optimizer_patches.PATCHES

@@ -54,13 +54,16 @@ def write_metrics(item: PlannedIteration, events: Sequence[Event], *, platform: 
         wandb.log(metrics, iteration)
 
 
-def write_task_losses(losses: Mapping[str, tuple[float, float]], iteration: int) -> None:
-    """Give Megatron's writers the loss of each task, by (sum, number) of the losses since the last line of the log."""
+def write_task_losses(losses: Mapping[str, float], iteration: int) -> None:
+    """Give Megatron's writers, where this rank has them, the loss of each task since the last line of the log."""
     board, wandb = get_tensorboard_writer(), get_wandb_writer()
-    named = {f"{LOSS_NAME} by task/{task}": total / count for task, (total, count) in losses.items()}
-    for name, value in named.items() if board is not None else ():
-        board.add_scalar(name, value, iteration)
-    if wandb is not None and named:
+    if not losses or (board is None and wandb is None):
+        return
+    named = {f"{LOSS_NAME} by task/{task}": loss for task, loss in losses.items()}
+    if board is not None:
+        for name, value in named.items():
+            board.add_scalar(name, value, iteration)
+    if wandb is not None:
         wandb.log(named, iteration)
 
 

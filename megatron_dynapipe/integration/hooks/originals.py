@@ -19,6 +19,7 @@ class Replacement:
         make: from the original to its replacement.
         parameters: those of the original that the replacement relies on; tested on every supported version.
         everywhere: also rebind it in modules that imported it by value, Megatron's and a script's own.
+        optional: some supported versions lack it, where nothing is replaced.
         why: what goes through it, or what goes wrong without it.
     """
 
@@ -27,6 +28,7 @@ class Replacement:
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     parameters: tuple[str, ...]
     everywhere: bool = False
+    optional: bool = False
     why: str
 
 
@@ -43,6 +45,8 @@ class Originals:
         """Replace what a table says."""
         for row in rows:
             owner = resolve(row.owner)
+            if row.optional and not hasattr(owner, row.name):
+                continue
             original = getattr(owner, row.name)
             replacement = row.make(original)
             for holder in holders(row.name, original) if row.everywhere else [owner]:

@@ -94,6 +94,16 @@ def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
 _SHAPE = ("micro_batch_size", "seq_length")
 
 
+def _reading(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any]:
+    """The original takes all tensors on every stage and broadcasts them in the shape of flags; ranks have their own."""
+
+    @functools.wraps(get_batch_on_this_tp_rank)
+    def batch(data_iterator: Iterator[dict[str, Any]], *_arguments: Any, **_keywords: Any) -> dict[str, Any]:
+        return dict(next(data_iterator))
+
+    return batch
+
+
 def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
     """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, of which planned runs use none."""
     makefile = Path(inspect.getfile(compile_helpers)).with_name("Makefile")
@@ -174,6 +184,15 @@ TABLE: tuple[Replacement, ...] = (
         parameters=_SHAPE,
         everywhere=True,
         why="scripts of checkouts broadcast a micro-batch by it, in the shape that flags say",
+    ),
+    Replacement(
+        owner="megatron.training.utils.common_utils",
+        name="get_batch_on_this_tp_rank",
+        make=_reading,
+        parameters=("data_iterator",),
+        everywhere=True,
+        optional=True,
+        why="pretrain_gpt.py of the branch dev takes a micro-batch by it",
     ),
     Replacement(
         owner="megatron.core.datasets.utils",

@@ -1,9 +1,10 @@
-"""Losses by task through an entry script: in Megatron's log, in TensorBoard, in the records and their report."""
+"""Losses by task through an entry script: in Megatron's log, in both writers, in the records and their report."""
 
 import contextlib
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
-from tests.integration.hooks.test_metrics import Board
+from tests.integration.hooks.test_metrics import Board, wandb_flags
 
 TASKS = ("a task", "another", "third")
 
@@ -25,17 +26,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> dict[str, Any]:
-    """On one rank: what the script says, and what it writes to TensorBoard."""
+    """On one rank: what the script says, and what it writes to TensorBoard and Weights & Biases."""
     from megatron.training import training
 
     from megatron_dynapipe.integration.hooks import metrics
 
-    board, output = Board(), io.StringIO()
+    sys.modules["wandb"] = board = Board()
+    output = io.StringIO()
     if rank == world_size - 1:
         training.get_tensorboard_writer = metrics.get_tensorboard_writer = lambda: board
     with contextlib.redirect_stdout(output):
         status = run_script(script, [*argv, "--tensorboard-dir", "unused"])
-    return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars}
+    return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars, "logged": board.logged}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,11 @@ def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> di
 def test_losses_by_task_are_logged_drawn_and_reported(
     family: str, flags: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags += " --train-iters 4 --log-interval 2 --eval-interval 2 --full-validation"
+    flags += f" --train-iters 4 --log-interval 2 --eval-interval 2 --full-validation {wandb_flags(tmp_path)}"
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=tmp_path)}
     runs = run_ranks(evaluated, 2, arguments, deadline_s=150)
     assert [run["status"] for run in runs] == [0, 0]
-    log, scalars = runs[-1]["stdout"], runs[-1]["scalars"]
+    log, scalars, logged_by_wandb = (runs[-1][name] for name in ("stdout", "scalars", "logged"))
     names = ["lm loss", *(f"lm loss {task}" for task in TASKS)]
     evaluations = read_run(tmp_path).evaluations
     assert {split: sorted(losses) for split, losses in evaluations.items()} == dict.fromkeys(
@@ -64,7 +66,8 @@ def test_losses_by_task_are_logged_drawn_and_reported(
     for at, line in logged.items():
         for task, loss in re.findall(r" ([a-z ]+): (\S+) \|", line):
             assert evaluations["train"][f"lm loss {task}"][int(at)] == pytest.approx(float(loss), rel=1e-5)
-            assert scalars[at][f"lm loss by task/{task}"] == pytest.approx(float(loss), rel=1e-5)
+            for written in (scalars, logged_by_wandb):
+                assert written[at][f"lm loss by task/{task}"] == pytest.approx(float(loss), rel=1e-5)
     for name in names:
         early, late, again, test = (float(each) for each in re.findall(rf"{name} value: (\S+)", log))
         recorded = evaluations["valid"][name]

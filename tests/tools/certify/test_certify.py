@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.tools.certify.flags import HALVES
 from megatron_dynapipe.tools.certify.records import RankRecord
 from megatron_dynapipe.tools.certify.verdict import checks_fp32, checks_half
 from tests.helpers import entry_scripts
-from tests.helpers.commands import ROOT, run_python
 from tests.helpers.processes import run_ranks
 
 STAGES = "--pipeline-model-parallel-size 3 --dynapipe-layers-per-stage 1,2,1 --dynapipe-layout packed"
@@ -129,11 +129,12 @@ def test_half_precision_is_held_against_its_noise(runs, half):
     assert min(check.error for check in checks) > 1e-7
 
 
-def test_the_command(data):
+def test_the_command(data, capsys, monkeypatch):
     """The command line, and torchrun inside."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = entry_scripts.words("gpt", data, TWO, report=data.parent / "unused")
-    words = ("-m", "megatron_dynapipe", "certify", "--iterations", "2", "--json", "--", *flags)
-    printed = json.loads(run_python(*words, cwd=ROOT, timeout_s=300).stdout)
+    assert main(["certify", "--iterations", "2", "--json", "--", *flags]) == 0
+    printed = json.loads(capsys.readouterr().out)
     assert printed["exact"] and len(printed["gradients"]) > 20
     assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
     assert not (data.parent / "unused").exists()
