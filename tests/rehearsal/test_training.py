@@ -27,7 +27,7 @@ from tests.helpers.rehearsal import build, jobs
 
 pytestmark = [
     pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
-    pytest.mark.timeout(3600),  # of the first test, which waits for all rows
+    pytest.mark.timeout(7200),  # of the first test, which waits for all rows
 ]
 
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
@@ -99,8 +99,8 @@ COMBINED = table(
     ("", Row("t5", f"{TENSOR} --sequence-parallel --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("t5", f"{OVERLAPPED} --fp16 --initial-loss-scale 8")),
     ("", Row("gpt", f"{PIPELINE} --bf16 --dynapipe-calibrate 1")),
-    ("", Row("profile", "--model gpt --budget-minutes 0.05 --max-positions 1024", ranks=1)),
-    ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024", ranks=1)),
+    ("", Row("profile", "--model gpt --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
+    ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
 )
 # Local layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 COMBINED += table(("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)))[1:]
@@ -232,7 +232,7 @@ def outcomes(request, data, tmp_path_factory) -> Mapping[str, Any]:
         selected = [row for row in rows if (row.devices, row.engine) == (devices, engine)]
         to_run = [job(row, data, tmp_path_factory.getbasetemp()) for row in selected]
         folder = tmp_path_factory.mktemp("ran")
-        ran = jobs.run_all(to_run, folder, devices=devices, engine=engine, deadline_s=120 * len(selected))
+        ran = jobs.run_all(to_run, folder, devices=devices, engine=engine, deadline_s=240 * len(selected))
         outcomes |= dict(zip((row.name for row in selected), ran, strict=True))
     return outcomes
 
