@@ -30,7 +30,7 @@ BOUNDS = {
     "kinds of values": 207,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300,
     # labels 100, #7452 20.
-    "lines of tests": 34_921,
+    "lines of tests": 34_920,
     "lines of benchmarks": 7_381,
     "flags": 27,
 }

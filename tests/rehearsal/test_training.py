@@ -102,8 +102,7 @@ COMBINED = table(
     ("", Row("profile", "--model gpt --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
 )
-# Local layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
-COMBINED += table(("", Row("t5", "--bf16 --dynapipe-calibrate 1", ranks=1)))[1:]
+# Layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 WHOLE = "--dynapipe-calibrate 0 --dynapipe-device-memory-limit 400"
 SHARED = f"{WHOLE} --distributed-backend gloo --train-iters 4 --eval-interval 4"
 DEMOS = table(*(("", Row(f"demo_{family}", WHOLE)) for family in ("gpt", "t5")))
