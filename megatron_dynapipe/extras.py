@@ -1,7 +1,6 @@
 """Packages that an extra of this one brings: planning needs none of them, and says which extra where one is missing."""
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -61,13 +60,3 @@ def entry_imports() -> Iterator[None]:
     if error is not None:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         sys.exit(2)
-
-
-def require(package: str) -> None:
-    """Refuse to begin without a package that is used at the end; raises InstallationError, naming its extra."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # it is in `sys.modules`, and is nothing
-        spec = None
-    if spec is None and (error := missing(ModuleNotFoundError(name=package))) is not None:
-        raise error

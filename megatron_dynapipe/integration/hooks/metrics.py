@@ -4,6 +4,7 @@ They are this rank's view; Megatron's writers live on the last rank, which is of
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.training import training
@@ -43,28 +44,29 @@ def write_metrics(item: PlannedIteration, events: Sequence[Event], *, platform: 
     The iteration has the number by which Megatron calls it (from 1).
     """
     iteration = item.entry.iteration + 1
-    board, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if iteration % interval or (board is None and wandb is None):
-        return
-    metrics = iteration_metrics(item, events, platform.peak_bytes())
-    if board is not None:
-        for name, value in metrics.items():
-            board.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(metrics, iteration)
+    if iteration % interval == 0 and any(_writers()):
+        _write(iteration_metrics(item, events, platform.peak_bytes()), iteration)
 
 
 def write_task_losses(losses: Mapping[str, float], iteration: int) -> None:
     """Give Megatron's writers, where this rank has them, the loss of each task since the last line of the log."""
-    board, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if not losses or (board is None and wandb is None):
-        return
-    named = {f"{LOSS_NAME} by task/{task}": loss for task, loss in losses.items()}
+    if losses and any(_writers()):
+        _write({f"{LOSS_NAME} by task/{task}": loss for task, loss in losses.items()}, iteration)
+
+
+def _writers() -> tuple[Any, Any]:
+    return get_tensorboard_writer(), get_wandb_writer()
+
+
+def _write(numbers: Mapping[str, float], iteration: int) -> None:
+    board, wandb = _writers()
     if board is not None:
-        for name, value in named.items():
-            board.add_scalar(name, value, iteration)
+        from tensorboard.compat.proto.summary_pb2 import Summary  # there is no writer without it
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        board.file_writer.add_summary(Summary(value=values), iteration)  # `add_scalar` takes 50 µs for each number
     if wandb is not None:
-        wandb.log(named, iteration)
+        wandb.log(dict(numbers), iteration)
 
 
 def count_flops(item: PlannedIteration, device: torch.device) -> bool:

@@ -25,7 +25,6 @@ from megatron_dynapipe.report.records import (
 )
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
@@ -268,6 +267,8 @@ class Recorder:
             last = max((r.iteration for r in timelines), default=0)
             panels = _panels([r for r in timelines if r.iteration == last])
             if panels:
+                from megatron_dynapipe.report.timeline import draw  # Matplotlib takes each rank most of a second
+
                 pictures.append(draw(panels, self._folder / "timeline.png"))
                 pictures.append(write_trace(panels, self._folder / "timeline.trace.json"))
         memory = [record for record in records if isinstance(record, MemoryRecord)]

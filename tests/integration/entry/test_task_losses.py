@@ -15,7 +15,7 @@ from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
-from tests.integration.hooks.test_metrics import Board, wandb_flags
+from tests.integration.hooks.test_metrics import WandB, scalars_in, writers_flags
 
 TASKS = ("a task", "another", "third")
 
@@ -26,18 +26,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> dict[str, Any]:
-    """On one rank: what the script says, and what it writes to TensorBoard and Weights & Biases."""
-    from megatron.training import training
-
-    from megatron_dynapipe.integration.hooks import metrics
-
-    sys.modules["wandb"] = board = Board()
+    """On one rank: what the script says, and what it logs to Weights & Biases."""
+    sys.modules["wandb"] = wandb = WandB()
     output = io.StringIO()
-    if rank == world_size - 1:
-        training.get_tensorboard_writer = metrics.get_tensorboard_writer = lambda: board
     with contextlib.redirect_stdout(output):
-        status = run_script(script, [*argv, "--tensorboard-dir", "unused"])
-    return {"status": status, "stdout": output.getvalue(), "scalars": board.scalars, "logged": board.logged}
+        status = run_script(script, argv)
+    return {"status": status, "stdout": output.getvalue(), "logged": wandb.logged}
 
 
 @pytest.mark.parametrize(
@@ -51,11 +45,11 @@ def evaluated(*, rank: int, world_size: int, script: str, argv: list[str]) -> di
 def test_losses_by_task_are_logged_drawn_and_reported(
     family: str, flags: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags += f" --train-iters 4 --log-interval 2 --eval-interval 2 --full-validation {wandb_flags(tmp_path)}"
+    flags += f" --train-iters 4 --log-interval 2 --eval-interval 2 --full-validation {writers_flags(tmp_path)}"
     arguments = {"script": script_of(family), "argv": words(family, data, flags, report=tmp_path)}
     runs = run_ranks(evaluated, 2, arguments, deadline_s=150)
     assert [run["status"] for run in runs] == [0, 0]
-    log, scalars, logged_by_wandb = (runs[-1][name] for name in ("stdout", "scalars", "logged"))
+    log, logged_by_wandb, scalars = runs[-1]["stdout"], runs[-1]["logged"], scalars_in(tmp_path / "board")
     names = ["lm loss", *(f"lm loss {task}" for task in TASKS)]
     evaluations = read_run(tmp_path).evaluations
     assert {split: sorted(losses) for split, losses in evaluations.items()} == dict.fromkeys(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_dynapipe.integration.hooks import metrics
 from megatron_dynapipe.units import ModelFamily
@@ -16,17 +17,13 @@ from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
-class Board:
-    """A TensorBoard writer that remembers; `log` is that of Weights & Biases."""
+class WandB:
+    """What stands for Weights & Biases' package: it remembers what is logged."""
 
     def __init__(self) -> None:
         self.config: dict[str, object] = {}
-        self.scalars: dict[str, dict[str, float]] = {}
         self.logged: dict[str, dict[str, float]] = {}
         self.last_step = 0
-
-    def add_scalar(self, name: str, value: float, iteration: int, **_: object) -> None:
-        self.scalars.setdefault(str(iteration), {})[name] = float(value)
 
     def log(self, values: dict[str, float], step: int) -> None:
         assert step >= self.last_step, "Weights & Biases drops what comes out of order"
@@ -38,14 +35,10 @@ class Board:
 
 
 def run_with_writers(rank: int, world_size: int, argv: list[str]) -> dict:
-    from megatron.core import timers
-    from megatron.training import global_vars, training
+    from megatron.training import training
 
-    timers.SummaryWriter = Board  # Megatron's timers look at the writer's class, which None is without TensorBoard
-    board, flops = Board(), []
-    if rank == world_size - 1:
-        global_vars._set_tensorboard_writer = lambda _: setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
-        sys.modules["wandb"] = board  # a package that only runs which log to it need
+    wandb, flops = WandB(), []
+    sys.modules["wandb"] = wandb
     consume = training.consume_seqlen_stats_in_iteration
 
     def consumed() -> tuple:
@@ -56,25 +49,41 @@ def run_with_writers(rank: int, world_size: int, argv: list[str]) -> dict:
     training.consume_seqlen_stats_in_iteration = consumed
     with contextlib.redirect_stdout(io.StringIO()):
         assert run_script(script_of("gpt"), argv) == 0
-    return {"scalars": board.scalars, "logged": board.logged, "flops": flops}
+    return {"logged": wandb.logged, "flops": flops}
 
 
-def wandb_flags(folder: Path) -> str:
-    return f"--wandb-project ours --wandb-exp-name this --wandb-save-dir {folder / 'wandb'}"
+def scalars_in(folder: Path) -> dict[str, dict[str, float]]:
+    """What TensorBoard shows of a folder: numbers by name, by iteration."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    found: dict[str, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for each in events.Scalars(name):
+            found.setdefault(str(each.step), {})[name] = each.value
+    return found
+
+
+def writers_flags(folder: Path) -> str:
+    """Flags by which a run writes to `folder`/board and to Weights & Biases."""
+    wandb = f"--wandb-project ours --wandb-exp-name this --wandb-save-dir {folder / 'wandb'}"
+    return f"--tensorboard-dir {folder / 'board'} {wandb}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("metrics")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> list[dict]:
     data = make_dataset(folder / "data", 48)
     flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --train-iters 4 --log-throughput"
-    flags += f" --timing-log-level 2 --log-timers-to-tensorboard {wandb_flags(folder)}"
+    flags += f" --timing-log-level 2 --log-timers-to-tensorboard {writers_flags(folder)}"
     argv = words("gpt", data, f"{flags} --tensorboard-log-interval 2", report=folder / "report")
-    return [*run_ranks(run_with_writers, 4, {"argv": argv}), {"report": str(folder / "report")}]
+    return run_ranks(run_with_writers, 4, {"argv": argv})
 
 
-def test_both_writers_get_the_numbers_of_every_interval(runs):
-    for written in (runs[3]["scalars"], runs[3]["logged"]):
+def test_both_writers_get_the_numbers_of_every_interval(runs, folder):
+    for written in (scalars_in(folder / "board"), runs[3]["logged"]):
         ours = {i: {n: v for n, v in of.items() if n.startswith("dynapipe/")} for i, of in written.items()}
         assert [i for i, of in ours.items() if of] == ["2", "4"]
         for numbers in (ours["2"], ours["4"]):
@@ -83,10 +92,11 @@ def test_both_writers_get_the_numbers_of_every_interval(runs):
             assert numbers["dynapipe/plan wait (ms)"] >= 0 and 0 <= numbers["dynapipe/bubbles"] < 1
 
 
-def test_megatrons_timers_get_the_times_of_the_trace(runs):
+def test_megatrons_timers_get_the_times_of_the_trace(runs, folder):
+    scalars = scalars_in(folder / "board")
     names = ("batch-generator", "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv")
     for iteration in ("2", "3", "4"):  # Megatron writes none for the first
-        times = {name: value for name, value in runs[3]["scalars"][iteration].items() if name.endswith("-time")}
+        times = {name: value for name, value in scalars[iteration].items() if name.endswith("-time")}
         assert {f"{name}-time" for name in (*names, "backward-send", "forward-backward")} <= times.keys()
         for name in names:
             assert times[f"{name}-time"] > 0, name
@@ -95,7 +105,7 @@ def test_megatrons_timers_get_the_times_of_the_trace(runs):
 
 
 def test_the_count_of_flops_takes_real_lengths(runs):
-    for run in runs[:4]:
+    for run in runs:
         assert run["flops"] == runs[0]["flops"]
         assert len(run["flops"]) == 4
         for tokens, squares in run["flops"]:
@@ -115,8 +125,8 @@ def test_lengths_are_copied_from_pinned_memory(monkeypatch):
     assert steps[:2] == ["pinned", ("cuda", {"non_blocking": True})] and steps[2].tolist() == [0, 8, 12]
 
 
-def test_one_tensor_parallel_rank_records_for_all(runs):
-    records = {path.name: path.read_text() for path in Path(runs[4]["report"]).glob("rank-*.jsonl")}
+def test_one_tensor_parallel_rank_records_for_all(runs, folder):
+    records = {path.name: path.read_text() for path in (folder / "report").glob("rank-*.jsonl")}
     recorded = [name for name, text in records.items() if '"type":"iteration"' in text]
     timelines = [name for name, text in records.items() if '"type":"timeline"' in text]
     assert recorded == ["rank-0.jsonl"]
