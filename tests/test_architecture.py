@@ -58,7 +58,9 @@ ROOMS = {
     "modules": room(5, "numpy", "torch", "sympy"),
     "segments": room(4, "numpy"),
     "config": room(6, "yaml"),
-    "integration": room(7, "numpy", "torch", "megatron", "nemo", "transformer_engine", "transformers", "tqdm", "yaml"),
+    "integration": room(
+        *(7, "numpy", "torch", "megatron", "nemo", "tensorboard", "transformer_engine", "transformers", "tqdm", "yaml")
+    ),
     "tools": room(
         8,
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),

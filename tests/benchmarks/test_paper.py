@@ -58,6 +58,7 @@ def point() -> Any:
     return simulate.Point(max_seq_len=512, tokens=16_384, batches=batches)
 
 
+@pytest.mark.slow
 def test_the_best_layout_of_every_method(point: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = clusters.Case("t5", 8)
     monkeypatch.setattr(simulate, "chosen_split", lambda *_: None)

@@ -97,7 +97,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
 def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool) -> dict:
     """On one rank: what the script says, how it ends, its losses and its gradients' norms."""
-    from megatron_dynapipe.integration.supply import recorder
+    from megatron_dynapipe.report import timeline
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
@@ -105,7 +105,7 @@ def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill:
 
     losses = record_losses(after, norms := dict[str, float]())
     if not pictures:
-        recorder.draw = lambda panels, path: path
+        timeline.draw = lambda panels, path: path
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         status = run_script(script, argv)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -126,6 +127,7 @@ def test_few_samples_go_to_replicas_of_their_own_and_others_are_idle(
     st.sampled_from([(BatchLayout.PACKED,), tuple(BatchLayout)]),
     st.sampled_from([10**11, 50_000_000]),
 )
+@hypothesis.settings(max_examples=40)
 def test_packed_rows_for_any_lengths_on_any_replicas(lengths, replicas, layouts, memory) -> None:
     samples = of_lengths(lengths)
     free = planner(ModelFamily.GPT, data_parallel=replicas, micro_batch_layouts=layouts, memory_limit_bytes=memory)

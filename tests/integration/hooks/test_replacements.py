@@ -121,7 +121,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("name", ["get_write_results_queue", "async_loop"])
+@pytest.mark.parametrize("name", ["get_write_results_queue", pytest.param("async_loop", marks=pytest.mark.slow)])
 def test_a_process_of_checkpoints_ends_with_a_rank_that_is_killed(name, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     rank = subprocess.Popen([sys.executable, tmp_path / "rank.py", name], stdout=subprocess.PIPE, text=True)

@@ -41,7 +41,7 @@ def profile(path: Path, *options: str, model: str, ranks: int = 1) -> tuple[int,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["t5", "gpt"])
+@pytest.mark.parametrize("model", [pytest.param("t5", marks=pytest.mark.slow), "gpt"])
 def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
     status, said, errors = profile(tmp_path / "m.json", "--recompute", "none,full", model=model)
     assert status == 0, errors

@@ -7,7 +7,10 @@ from tests.helpers.processes import run_ranks
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
 
 
-@pytest.mark.parametrize(("family", "layers"), [("t5", ["decoder", "encoder"]), ("gpt", ["encoder"])])
+GPT_ROW = pytest.param("gpt", ["encoder"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("t5", ["decoder", "encoder"]), GPT_ROW])
 def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
     flags = [*FLAGS, *(T5 if family == "t5" else GPT)]
     tables = "tests.integration.profiling.packed_ranks:tables"

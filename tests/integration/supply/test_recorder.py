@@ -9,6 +9,7 @@ from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.report import timeline
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from megatron_dynapipe.units import Shape
@@ -80,7 +81,7 @@ def test_what_fails_is_told_once_and_changes_nothing(store, tmp_path, monkeypatc
         for rank in ranks:
             monkeypatch.setattr(rank, "_collect", fail)
     else:
-        monkeypatch.setattr(module, name, fail)
+        monkeypatch.setattr(timeline if name == "draw" else module, name, fail)
     summary = run(*ranks)
     said = capsys.readouterr().err
     assert said.count("warning: rank 0 cannot ") == 1 and "goes on without" in said

@@ -91,12 +91,13 @@ ALL_SHARED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "ranks", "eps"),
     [
         pytest.param("t5-v1.1", "", 1, None, id="t5-v1.1"),
-        pytest.param("mixtral", ALL_SHARED, 4, None, id="mixtral, all shared", marks=pytest.mark.slow),
-        pytest.param("mixtral", ALL_SHARED, 4, 1e-8, id="mixtral, all shared, Adam", marks=pytest.mark.slow),
+        pytest.param("mixtral", ALL_SHARED, 4, None, id="mixtral, all shared"),
+        pytest.param("mixtral", ALL_SHARED, 4, 1e-8, id="mixtral, all shared, Adam"),
     ],
 )
 def test_a_model_fine_tunes_as_its_source_does(tmp_path, name, flags, ranks, eps):
