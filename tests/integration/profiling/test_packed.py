@@ -6,7 +6,6 @@ import pytest
 from tests.helpers.processes import run_ranks
 from tests.integration.profiling.test_command import FLAGS, GPT, T5
 
-
 GPT_ROW = pytest.param("gpt", ["encoder"], marks=pytest.mark.slow)
 
 
