@@ -15,9 +15,13 @@ int64_t time_of(const MicroBatch& batch, size_t v) { return batch.costs->forward
 
 }  // namespace
 
-MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBatches& batches) {
+MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBatches& given, double limit) {
+    MicroBatches batches = given;
     const size_t modes = problem.modes.size(), stages = problem.stages(), virtual_stages = problem.modules.size();
     if (modes < 2 || problem.pipeline.forward_only) return batches;
+    if (limit > 0)
+        for (const MicroBatch*& batch : batches)
+            if (const MicroBatch* lightest = maker.make(batch->samples, modes - 1, batch->packed)) batch = lightest;
     std::vector<std::vector<const MicroBatch*>> under(batches.size());  // [micro-batches][modes]
     std::vector<Modes> chosen;
     for (size_t row = 0; row < batches.size(); ++row) {
@@ -32,7 +36,7 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
     }
     for (const MicroBatch* batch : batches)
         for (size_t v = 0; v < virtual_stages; ++v) full[v % stages] += share[v % stages] * batch->costs->stored[v];
-    const double fullest = *std::max_element(full.begin(), full.end());
+    const double most = limit > 0 ? limit : *std::max_element(full.begin(), full.end());
     std::vector<Upgrade> upgrades;
     for (size_t row = 0; row < batches.size(); ++row)
         for (size_t mode = 0; mode < modes; ++mode) {
@@ -48,7 +52,7 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
     for (const auto& [row, v, mode, _] : upgrades) {
         const MicroBatch *now = under[row][chosen[row][v]], *next = under[row][mode];
         const double more = share[v % stages] * (next->costs->stored[v] - now->costs->stored[v]);
-        if (time_of(*next, v) >= time_of(*now, v) || full[v % stages] + more > fullest) continue;
+        if (time_of(*next, v) >= time_of(*now, v) || full[v % stages] + more > most) continue;
         full[v % stages] += more;
         chosen[row][v] = mode;
     }

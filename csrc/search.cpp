@@ -25,6 +25,7 @@ constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
 constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
+constexpr double kFullStages[] = {0, 1.0, 0.93, 0.85};  // parts of their memory, beside which there are messages
 constexpr int64_t kKept = 400;    // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
@@ -54,7 +55,7 @@ private:
         return evaluator_.makespan(replica, bound, kinds);
     }
     Solution assigned(const MicroBatches& batches);
-    void lighten(Solution& solution);
+    void lighten(ReplicaState& replica);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
     void begin_tight(ReplicaState& replica);
@@ -159,6 +160,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
+            if (few) lighten(replica);
             if (replica.makespan >= limit) return;
         }
         least = std::min(least, solution.slowest());
@@ -181,19 +183,21 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
-    for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i) lighten(solutions[i]);
+    for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
+        for (ReplicaState& replica : solutions[i].replicas) lighten(replica);
     if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     return solutions;
 }
 
-// Takes modes by stage where a replica is faster with them.
-void Search::lighten(Solution& solution) {
-    for (ReplicaState& replica : solution.replicas) {
+// Takes modes by stage where the replica is faster with them.
+void Search::lighten(ReplicaState& replica) {
+    const MicroBatches given = replica.micro_batches;
+    for (double limit : kFullStages) {
         ReplicaState lighter = replica;
-        lighter.micro_batches = lightened(problem_, maker_, replica.micro_batches);
-        if (lighter.micro_batches == replica.micro_batches) continue;
+        lighter.micro_batches = lightened(problem_, maker_, given, limit);
+        if (lighter.micro_batches == given) continue;
         lighter.makespan = evaluate(lighter, replica.makespan);
         try_policies(lighter.micro_batches, kFewExtras, kFewRules, lighter);
         if (lighter.makespan < replica.makespan) replica = std::move(lighter);

@@ -20,7 +20,7 @@ from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.native import NEVER, fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
-from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
+from megatron_dynapipe.planning.pieces import FEW_ROWS, LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -169,7 +169,8 @@ class Planner:
     ) -> tuple[CutBatch | None, ScheduledBatch | None]:
         """The samples in pieces, None for whole ones, and the fastest schedule found of them, None where none fits.
 
-        Where both would do, the one is searched that is ahead where searches begin.
+        Where both would do, the one is searched that is ahead where searches begin; both where pieces make few rows, of
+        which beginnings tell little.
         """
         begun = self._begin_pieces(samples, problem, partitioned)
         if begun is None:
@@ -178,11 +179,16 @@ class Planner:
             begun = self._begin_pieces(samples, problem, None)
         if begun is None:
             return None, None
-        if (cut := self._schedule(begun.problem, begun.partitioned, searchable=True)) is not None:
+        cut = self._schedule(begun.problem, begun.partitioned, searchable=True)
+        asked = isinstance(self.settings.slices, int)
+        if cut is not None and (asked or len(cut.members) > FEW_ROWS * problem.replicas):
             return begun, cut
-        if isinstance(self.settings.slices, int):
+        if cut is None and asked:
             notice(f"no order of pieces of at most {self.settings.slices} positions was found: samples stay whole")
-        return None, self._schedule_whole(problem, orders, partitioned)
+        whole = self._schedule_whole(problem, orders, partitioned)
+        if cut is not None and (whole is None or cut.makespan_ns <= whole.makespan_ns):
+            return begun, cut
+        return None, whole
 
     def _schedule_whole(
         self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions

@@ -137,29 +137,40 @@ def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, mo
     ]
 
 
-@given(
-    samples=st.integers(8, 40),
-    seed=st.integers(0, 999),
-    memory_gb=st.sampled_from([2.5, 3.0, 4.0]),
-    simpler=st.sampled_from(
-        [{"memory_gb": 0.9}, {"memory_gb": 0.97}, {"slices": "off"}, {"split_backward": "off"}, {"slices": 256}]
-    ),
-)
-@hypothesis.example(26, 546, 4.0, {"split_backward": "off"})  # full to the brim with divided passes
+PACKED = {"micro_batch_layouts": (BatchLayout.PACKED,)}
+SIMPLER = [{"memory_gb": 0.9}, {"memory_gb": 0.97}, {"split_backward": "off"}, {"evaluations": 300}, PACKED]
+OF_GPT = [{"slices": "off"}, {"slices": 256}]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple:
+    family = draw(st.sampled_from([GPT, T5]))
+    simpler = draw(st.sampled_from(SIMPLER if family is T5 else SIMPLER + OF_GPT))
+    memory_gb = draw(st.sampled_from([2.5, 3.0, 4.0]))
+    return family, draw(st.integers(1, 2)), draw(st.integers(8, 40)), draw(st.integers(0, 9999)), memory_gb, simpler
+
+
+@given(cases())
+@hypothesis.example((GPT, 1, 26, 546, 4.0, {"split_backward": "off"}))  # full to the brim with divided passes
+@hypothesis.example((GPT, 2, 21, 6981, 2.5, {"memory_gb": 0.97}))  # pieces ahead where searches begin
+@hypothesis.example((T5, 1, 38, 2276, 3.0, {"evaluations": 300}))  # modes by stage alone let two rows fit
 @hypothesis.settings(max_examples=8)
-def test_no_plan_is_much_slower_than_in_less_memory_or_with_fewer_choices(samples, seed, memory_gb, simpler):
-    """Of 290 such cases one took 1.04 times as long, the others at most 1.01; cliffs took 1.3 to 3 times as long."""
-    lengths, everything = batch(samples, GPT, seed), {"slices": "auto", "split_backward": "auto"}
-    everything["micro_batch_layouts"] = tuple(BatchLayout)
+def test_no_plan_is_much_slower_than_in_less_memory_or_with_fewer_choices(case):
+    """Of 1,537 such cases seven took 1.02 to 1.06 times as long, the others less; cliffs took 1.3 to 3 times as long."""
+    family, chunks, samples, seed, memory, simpler = case
+    lengths, everything = (
+        batch(samples, family, seed),
+        {"split_backward": "auto", "micro_batch_layouts": tuple(BatchLayout)},
+    )
+    everything["slices"] = "auto" if family is GPT else "off"
 
-    def predicted(memory_gb, **changes):
-        made = planner(GPT, 4, memory_gb=memory_gb)
-        return time_of(Planner(msgspec.structs.replace(made.settings, **changes), made.cost_model).plan(lengths, 0))
+    def predicted(memory_gb=1.0, evaluations=None, **changes):
+        made = planner(family, 4, chunks=chunks, memory_gb=memory_gb * memory, search_evaluations=evaluations)
+        settings = msgspec.structs.replace(made.settings, **everything | changes)
+        return time_of(Planner(settings, made.cost_model).plan(lengths, 0))
 
-    less = memory_gb * simpler.get("memory_gb", 1)
-    changes = {name: value for name, value in simpler.items() if name != "memory_gb"}
     try:
-        limit = predicted(less, **everything | changes)
+        limit = predicted(**simpler)
     except InfeasibleError:
         return
-    assert predicted(memory_gb, **everything) <= 1.05 * limit
+    assert predicted() <= 1.07 * limit
