@@ -98,7 +98,9 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     devices = work.everywhere(work.time)
     stages = max(devices, work.best_split(work.time, PRICES[:1]))
     memory = max(stages, work.best_split(work.fitting_time, PRICES))
-    of_plan = max(_of_replica(replica, divides=planner.settings.division != "off") for replica in plan.replicas)
+    of_plan = max(
+        _of_replica(replica, divides=planner.settings.effective_split_backward != "off") for replica in plan.replicas
+    )
     return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
 
 
@@ -115,7 +117,7 @@ class _LeastWork:
     def __init__(self, planner: Planner, samples: Samples) -> None:
         s = planner.settings
         self.layout, self.stages, self.replicas = planner.layout, planner.layout.stages, s.data_parallel
-        self.limit, self.divides = s.memory_limit_bytes, s.division != "off"
+        self.limit, self.divides = s.memory_limit_bytes, s.effective_split_backward != "off"
         inputs, targets, self.counts = _different(samples)
         cut = s.may_cut and can_cut(planner.problem(samples))
         modes = [LeastCosts(tables) for tables in planner.tables]

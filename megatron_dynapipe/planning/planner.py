@@ -288,7 +288,7 @@ class Planner:
             forward_only=forward_only,
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
-            division="off" if forward_only else s.division,
+            split_backward="off" if forward_only else s.effective_split_backward,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -104,7 +104,7 @@ class BatchProblem:
         chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
             follow one another.
         piece_costs: int64[modes, samples, 2, len(Quantity)], what pieces cost besides (`cost.pieces`).
-        division: whether backward passes may be divided: where that is faster, or all that can be.
+        split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
             None where all do.
         label_experts: whether experts are among those.
@@ -129,7 +129,7 @@ class BatchProblem:
     transfers: TransferRules = GLOO_RULES
     chains: npt.NDArray[np.int32] | None = None
     piece_costs: IntArray | None = None
-    division: SplitBackward = "off"
+    split_backward: SplitBackward = "off"
     labels: IntArray | None = None
     label_experts: bool = False
 
@@ -180,7 +180,7 @@ class BatchProblem:
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
-                division=SPLIT_BACKWARD[self.division],
+                division=SPLIT_BACKWARD[self.split_backward],
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

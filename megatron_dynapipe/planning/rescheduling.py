@@ -120,7 +120,7 @@ class Rescheduler:
                     depth,
                     int(rule),
                     self._peak_covers_backward,
-                    _UNDIVIDED if s.division == "off" else _LEAST_GAP,
+                    _UNDIVIDED if s.effective_split_backward == "off" else _LEAST_GAP,
                     best,
                 )
                 best = min(best, makespan)
@@ -152,7 +152,7 @@ class Rescheduler:
         sent = s.hidden_size * s.element_bytes
         kept = sent // (s.tensor_parallel if s.sequence_parallel else 1)
         first, last = ((0, 0), (1, 0)), ((0, 0), (0, 1))
-        weights = sums[:, :, Quantity.WEIGHT] * (s.division != "off")
+        weights = sums[:, :, Quantity.WEIGHT] * (s.effective_split_backward != "off")
         costs = [
             sums[:, :, Quantity.FORWARD],
             sums[:, :, Quantity.BACKWARD],

@@ -68,7 +68,7 @@ def schedule_batch(
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
         if searched is not None:
-            if problem.division == "on":
+            if problem.split_backward == "on":
                 return searched
             candidates.append(searched)
             # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
@@ -99,7 +99,7 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     modes = np.concatenate([replica.modes for replica in solution])
     costs, _ = problem.costs_of(members, layouts, modes)
     replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
-    may_be_plain = problem.chains is None and problem.division != "on"
+    may_be_plain = problem.chains is None and problem.split_backward != "on"
     schedules = [
         predict(one, replica.order, *([one_f_one_b_within_memory(one)] if may_be_plain else []))
         for one, replica in zip(map(costs.take, replicas), solution, strict=True)

@@ -157,7 +157,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.slices != "off" and self._whole_samples_because is None
 
     @property
-    def division(self) -> SplitBackward:
+    def effective_split_backward(self) -> SplitBackward:
         """Whether the search may divide backward passes; a single stage waits for nobody."""
         alone = self.pipeline_parallel == 1 and self.split_backward == "auto"
         return self.split_backward if self.searches and not alone else "off"
@@ -165,7 +165,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def divides_apart(self) -> bool:
         """Whether one replica may divide a backward pass that another runs whole."""
-        return self.division != "off" and self.in_step < self.data_parallel
+        return self.effective_split_backward != "off" and self.in_step < self.data_parallel
 
     @property
     def layout(self) -> PipelineLayout:

@@ -156,13 +156,10 @@ def cases(draw: st.DrawFn) -> tuple:
 @hypothesis.example((T5, 1, 38, 2276, 3.0, {"evaluations": 300}))  # modes by stage alone let two rows fit
 @hypothesis.settings(max_examples=8)
 def test_no_plan_is_much_slower_than_in_less_memory_or_with_fewer_choices(case):
-    """Of 1,537 such cases seven took 1.02 to 1.06 times as long, the others less; cliffs took 1.3 to 3 times as long."""
+    """Of 1,537 such cases seven took 1.02 to 1.06 times as long, the others less; cliffs took 1.3 to 3 times."""
     family, chunks, samples, seed, memory, simpler = case
-    lengths, everything = (
-        batch(samples, family, seed),
-        {"split_backward": "auto", "micro_batch_layouts": tuple(BatchLayout)},
-    )
-    everything["slices"] = "auto" if family is GPT else "off"
+    lengths, slices = batch(samples, family, seed), "auto" if family is GPT else "off"
+    everything = {"split_backward": "auto", "slices": slices, "micro_batch_layouts": tuple(BatchLayout)}
 
     def predicted(memory_gb=1.0, evaluations=None, **changes):
         made = planner(family, 4, chunks=chunks, memory_gb=memory_gb * memory, search_evaluations=evaluations)
