@@ -29,9 +29,9 @@ BOUNDS = {
     "lines of its core": 31_429,
     "kinds of values": 207,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300,
-    # labels 100, #7452 20.
-    "lines of tests": 34_920,
-    "lines of benchmarks": 7_381,
+    # labels 100, #7452 20, cliffs of T5 and chunks 30.
+    "lines of tests": 34_950,
+    "lines of benchmarks": 7_400,  # plans that knew of a slow stage 19
     "flags": 27,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

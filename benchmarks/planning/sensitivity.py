@@ -10,8 +10,9 @@ passes, and is replayed by the true costs:
     slow stage  the passes of one stage take 10 or 20% longer
     slow link   messages between two stages take ten times as long
 
-Beside each is the loss against a plan that knew: planned by the true costs where a kind is wrong, and else with the
-same micro-batches, their passes ordered by the true costs, where that is faster. And what packed rows of other
+Beside each is the loss against a plan that knew: planned by the true costs where a kind is wrong; else with the same
+micro-batches, their passes ordered by the true costs, and where a stage is slow with half a layer or a whole one of its
+own on any other stage, whichever is fastest. And what packed rows of other
 trainers, in 1F1B's order, take over the plan that did not know.
 """
 
@@ -103,7 +104,24 @@ def losses(
     for name, change in _changes(settings.pipeline_parallel, random):
         changed = change(plan.scheduled.costs)
         blind, packed_blind = plan.replayed(changed), packed.replayed(change(packed.scheduled.costs))
-        yield name, (blind / min(blind, plan.replayed(changed, anew=True)), packed_blind / blind)
+        known = min(blind, plan.replayed(changed, anew=True))
+        if name.startswith("stage"):
+            others = [
+                Planned(lighter, costs, batch) for lighter in _with_less(settings, settings.pipeline_parallel // 2)
+            ]
+            known = min(known, *(other.replayed(change(other.scheduled.costs)) for other in others))
+        yield name, (blind / known, packed_blind / blind)
+
+
+def _with_less(settings: PlannerSettings, stage: int) -> Iterator[PlannerSettings]:
+    """Settings with half a layer of a stage, or a whole one, on another."""
+    layers = settings.layers_per_stage
+    assert layers is not None
+    for moved in (0.5, 1):
+        for other in set(range(len(layers))) - {stage}:
+            split = [n + moved * (at == other) - moved * (at == stage) for at, n in enumerate(layers)]
+            whole = tuple(int(n) if n % 1 == 0 else n for n in split)
+            yield msgspec.structs.replace(settings, layers_per_stage=whole)
 
 
 def _changes(stages: int, random: np.random.Generator) -> Iterator[tuple[str, Change]]:

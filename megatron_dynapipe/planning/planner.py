@@ -169,8 +169,7 @@ class Planner:
     ) -> tuple[CutBatch | None, ScheduledBatch | None]:
         """The samples in pieces, None for whole ones, and the fastest schedule found of them, None where none fits.
 
-        Where both would do, the one is searched that is ahead where searches begin; both where pieces make few rows, of
-        which beginnings tell little.
+        Of both the one is searched that is ahead where searches begin; both of few rows, of which that tells little.
         """
         begun = self._begin_pieces(samples, problem, partitioned)
         if begun is None:
@@ -186,9 +185,8 @@ class Planner:
         if cut is None and asked:
             notice(f"no order of pieces of at most {self.settings.slices} positions was found: samples stay whole")
         whole = self._schedule_whole(problem, orders, partitioned)
-        if cut is not None and (whole is None or cut.makespan_ns <= whole.makespan_ns):
-            return begun, cut
-        return None, whole
+        is_faster = cut is not None and (whole is None or cut.makespan_ns <= whole.makespan_ns)
+        return (begun, cut) if is_faster else (None, whole)
 
     def _schedule_whole(
         self, problem: BatchProblem, orders: list[IntArray], partitioned: OrderedPartitions
