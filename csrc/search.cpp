@@ -25,7 +25,7 @@ constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
 constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
-constexpr double kFullStages[] = {0, 1.0, 0.93, 0.85};  // parts of their memory, beside which there are messages
+constexpr std::initializer_list<double> kAsTheFullest{0}, kFullStages{0, 1.0, 0.93, 0.85};  // parts of memory, the rest for messages
 constexpr int64_t kKept = 400;    // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
@@ -55,7 +55,7 @@ private:
         return evaluator_.makespan(replica, bound, kinds);
     }
     Solution assigned(const MicroBatches& batches);
-    void lighten(ReplicaState& replica);
+    void lighten(ReplicaState& replica, std::initializer_list<double> limits);
     void begin_padded(ReplicaState& replica);
     void begin_packed(ReplicaState& replica);
     void begin_tight(ReplicaState& replica);
@@ -160,7 +160,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
-            if (few) lighten(replica);
+            if (few) lighten(replica, kFullStages);
             if (replica.makespan >= limit) return;
         }
         least = std::min(least, solution.slowest());
@@ -184,7 +184,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
-        for (ReplicaState& replica : solutions[i].replicas) lighten(replica);
+        for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);
     if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
     std::stable_sort(solutions.begin(), solutions.end(),
                      [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
@@ -192,9 +192,9 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
 }
 
 // Takes modes by stage where the replica is faster with them.
-void Search::lighten(ReplicaState& replica) {
+void Search::lighten(ReplicaState& replica, std::initializer_list<double> limits) {
     const MicroBatches given = replica.micro_batches;
-    for (double limit : kFullStages) {
+    for (double limit : limits) {
         ReplicaState lighter = replica;
         lighter.micro_batches = lightened(problem_, maker_, given, limit);
         if (lighter.micro_batches == given) continue;
