@@ -35,6 +35,12 @@ constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kFewExtras{1, 8}, 
 constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict},
     kFewRules{Rule::kBackwardFirst, Rule::kForwardFirst};
 
+std::vector<Solution>& by_objective(std::vector<Solution>& solutions) {
+    std::stable_sort(solutions.begin(), solutions.end(),
+                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    return solutions;
+}
+
 class Search {
 public:
     Search(const Problem& problem, CostCache& costs, BatchMaker& maker, Division division, int64_t evaluations,
@@ -151,6 +157,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
                                      const std::vector<MicroBatches>& packed, int64_t most) {
     std::vector<Solution> solutions;
     int64_t least = most;
+    bool fills = false;
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
         const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
@@ -160,7 +167,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
-            if (few) lighten(replica, kFullStages);
+            if (fills && few) lighten(replica, kFullStages);
             if (replica.makespan >= limit) return;
         }
         least = std::min(least, solution.slowest());
@@ -175,19 +182,24 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     const int64_t left = left_;
     for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
     for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    if (solutions.empty() || by_objective(solutions)[0].rows() <= kFewRows) {  // few rows: again, and each stage filled
+        fills = true;
+        least = most;
+        solutions.clear();
+        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
+        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    }
     if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty()) {
         for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight);
         for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight);
     }
     if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
-    std::stable_sort(solutions.begin(), solutions.end(),
-                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);
     if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
-    std::stable_sort(solutions.begin(), solutions.end(),
-                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    by_objective(solutions);
     return solutions;
 }
 
@@ -220,8 +232,7 @@ void Search::compete(std::vector<Solution>& solutions) {
         const int64_t share = evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
         for (Solution& solution : solutions)
             if (share > 0) improve(solution, share);
-        std::stable_sort(solutions.begin(), solutions.end(),
-                         [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+        by_objective(solutions);
     }
     if (left_ > 0) improve(solutions[0], left_);
 }
