@@ -35,12 +35,6 @@ constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kFewExtras{1, 8}, 
 constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict},
     kFewRules{Rule::kBackwardFirst, Rule::kForwardFirst};
 
-std::vector<Solution>& by_objective(std::vector<Solution>& solutions) {
-    std::stable_sort(solutions.begin(), solutions.end(),
-                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
-    return solutions;
-}
-
 class Search {
 public:
     Search(const Problem& problem, CostCache& costs, BatchMaker& maker, Division division, int64_t evaluations,
@@ -156,8 +150,7 @@ Solution Search::assigned(const MicroBatches& batches) {
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
                                      const std::vector<MicroBatches>& packed, int64_t most) {
     std::vector<Solution> solutions;
-    int64_t least = most;
-    bool fills = false;
+    int64_t least = most; bool fills = false;
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
         const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
@@ -180,12 +173,9 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         if (std::count(batches.begin(), batches.end(), nullptr) > 0) padded.pop_back();
     }
     const int64_t left = left_;
-    for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
-    for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
-    if (solutions.empty() || by_objective(solutions)[0].rows() <= kFewRows) {  // few rows: again, and each stage filled
-        fills = true;
-        least = most;
-        solutions.clear();
+    for (const bool again : {false, true}) {  // where the best has few rows, with stages that are filled
+        if (again && !solutions.empty() && by_objective(solutions)[0].rows() > kFewRows) break;
+        fills = again, least = most, solutions.clear();
         for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
         for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
     }
@@ -199,8 +189,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);
     if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
-    by_objective(solutions);
-    return solutions;
+    return std::move(by_objective(solutions));
 }
 
 // Takes modes by stage where the replica is faster with them.

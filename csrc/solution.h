@@ -55,4 +55,11 @@ struct Solution {
     }
 };
 
+// The least objective first.
+inline std::vector<Solution>& by_objective(std::vector<Solution>& solutions) {
+    std::stable_sort(solutions.begin(), solutions.end(),
+                     [](const Solution& a, const Solution& b) { return a.objective() < b.objective(); });
+    return solutions;
+}
+
 }  // namespace dynapipe
