@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "budget.h"
 #include "checks.h"
 #include "fast_verify.h"
 #include "list_schedule.h"
@@ -104,6 +105,7 @@ nb::dict constants() {
     found["LARGEST_COST"] = kLargestCost;
     found["LARGEST_COORDINATE"] = kLargestCoordinate;
     found["NEVER"] = kUnreachable;
+    found["FEW_ROWS"] = kFewRows;
     const auto add = [&](const char* name, const std::vector<std::pair<const char*, int64_t>>& numbers) {
         nb::dict named;
         for (const auto& [member, number] : numbers) named[member] = number;

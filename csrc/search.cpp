@@ -8,7 +8,6 @@
 
 #include "blocks.h"
 #include "chains.h"
-#include "checks.h"
 #include "evaluate.h"
 #include "jitter.h"
 #include "join_halves.h"
@@ -150,8 +149,8 @@ Solution Search::assigned(const MicroBatches& batches) {
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
                                      const std::vector<MicroBatches>& packed, int64_t most) {
     std::vector<Solution> solutions;
-    int64_t least = most; bool fills = false;
-    const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
+    int64_t least = most;
+    const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&), bool fills) {
         Solution solution = assigned(batches);
         const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
         const int64_t margin = few ? kStartMarginOfFew : kStartMargin;
@@ -173,18 +172,19 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         if (std::count(batches.begin(), batches.end(), nullptr) > 0) padded.pop_back();
     }
     const int64_t left = left_;
-    for (const bool again : {false, true}) {  // where the best has few rows, with stages that are filled
-        if (again && !solutions.empty() && by_objective(solutions)[0].rows() > kFewRows) break;
-        fills = again, least = most, solutions.clear();
-        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
-        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    for (bool fills : {false, true}) {  // where the best has few rows, again with modes that fill every stage
+        if (fills && !solutions.empty() && by_objective(solutions)[0].rows() > kFewRows) break;
+        least = most;
+        solutions.clear();
+        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded, fills);
+        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed, fills);
     }
     if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty()) {
-        for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight);
-        for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight);
+        for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight, true);
+        for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight, true);
     }
-    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
+    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight, true);
     by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);

@@ -11,9 +11,9 @@ passes, and is replayed by the true costs:
     slow link   messages between two stages take ten times as long
 
 Beside each is the loss against a plan that knew: planned by the true costs where a kind is wrong; else with the same
-micro-batches, their passes ordered by the true costs, and where a stage is slow with half a layer or a whole one of its
-own on any other stage, whichever is fastest. And what packed rows of other
-trainers, in 1F1B's order, take over the plan that did not know.
+micro-batches, their passes ordered by the true costs; where a stage is slow, also with half a layer or one of it on
+another: whichever is fastest. And what packed rows of other trainers, in 1F1B's order, take over the plan
+that did not know.
 """
 
 import argparse
@@ -106,10 +106,9 @@ def losses(
         blind, packed_blind = plan.replayed(changed), packed.replayed(change(packed.scheduled.costs))
         known = min(blind, plan.replayed(changed, anew=True))
         if name.startswith("stage"):
-            others = [
-                Planned(lighter, costs, batch) for lighter in _with_less(settings, settings.pipeline_parallel // 2)
-            ]
-            known = min(known, *(other.replayed(change(other.scheduled.costs)) for other in others))
+            for lighter in _with_less(settings, settings.pipeline_parallel // 2):
+                other = Planned(lighter, costs, batch)
+                known = min(known, other.replayed(change(other.scheduled.costs)))
         yield name, (blind / known, packed_blind / blind)
 
 

@@ -98,9 +98,8 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     devices = work.everywhere(work.time)
     stages = max(devices, work.best_split(work.time, PRICES[:1]))
     memory = max(stages, work.best_split(work.fitting_time, PRICES))
-    of_plan = max(
-        _of_replica(replica, divides=planner.settings.effective_split_backward != "off") for replica in plan.replicas
-    )
+    divides = planner.settings.effective_split_backward != "off"
+    of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
     return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
 
 

@@ -21,8 +21,6 @@ from megatron_dynapipe.units import Recompute
 
 LEAST_GAIN = 0.01
 """Of cut samples over whole ones where searches begin, from which the cut ones are searched, and not the whole ones."""
-FEW_ROWS = 8
-"""Of a replica (`kFewRows` of `csrc/budget.h`): a search of so few may end far from where its beginning promises."""
 _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)

@@ -18,9 +18,9 @@ from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
-from megatron_dynapipe.planning.native import NEVER, fast_verify
+from megatron_dynapipe.planning.native import FEW_ROWS, NEVER, fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
-from megatron_dynapipe.planning.pieces import FEW_ROWS, LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
+from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings

@@ -13,6 +13,7 @@ import pkgutil
 import torch
 import torch.distributed
 
+import megatron_dynapipe.report.timeline
 from megatron_dynapipe import cpu
 
 torch.set_num_threads(1)
@@ -31,7 +32,6 @@ from transformers import (  # noqa: E402, F401
 )
 
 import megatron_dynapipe.integration  # noqa: E402
-import megatron_dynapipe.report.timeline  # noqa: E402
 
 for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
     importlib.import_module(found.name)
