@@ -1,5 +1,6 @@
 // megatron_dynapipe.planning._native: arrays in, arrays out. Nothing is converted: floats are refused, not rounded.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -62,8 +63,8 @@ public:
 
     using Partitions = std::vector<std::tuple<Ints, Ints>>;  // sizes and modes of each
 
-    // What a search of less than `most` ns begins with takes, or NEVER.
-    int64_t begin(const Ints& order, const Partitions& partitions, int64_t most) {
+    // What a search of less than `most` ns begins with takes, or NEVER, and its micro-batches to a replica.
+    std::pair<int64_t, int64_t> begin(const Ints& order, const Partitions& partitions, int64_t most) {
         const Integers places = checked_order(order);
         const std::vector<std::vector<Run>> checked = checked_partitions(partitions);
         nb::gil_scoped_release release;

@@ -13,6 +13,15 @@ struct Upgrade {
 
 int64_t time_of(const MicroBatch& batch, size_t v) { return batch.costs->forward[v] + batch.costs->backward[v]; }
 
+// What a pass of a stage needs at most beside what micro-batches keep.
+int64_t most_above(const Problem& problem, const MicroBatches& batches, size_t stage) {
+    int64_t most = 0;
+    for (const MicroBatch* batch : batches)
+        for (size_t v = stage; v < problem.modules.size(); v += problem.stages())
+            most = std::max(most, batch->costs->peak[v] - batch->costs->stored[v]);
+    return most;
+}
+
 }  // namespace
 
 MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBatches& given, double limit) {
@@ -32,7 +41,9 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
     std::vector<double> full(stages, 0.0);
     for (size_t s = 0; s < stages; ++s) {
         const size_t held = std::min((stages - s) * problem.chunks(), batches.size());
-        share[s] = static_cast<double>(held) / batches.size() / std::max<int64_t>(problem.memory(s), 1);
+        const int64_t memory = std::max<int64_t>(problem.memory(s), 1);
+        share[s] = static_cast<double>(held) / batches.size() / memory;
+        if (limit > 0) full[s] = static_cast<double>(most_above(problem, batches, s)) / memory;
     }
     for (const MicroBatch* batch : batches)
         for (size_t v = 0; v < virtual_stages; ++v) full[v % stages] += share[v % stages] * batch->costs->stored[v];

@@ -14,7 +14,8 @@ namespace dynapipe {
 
 // The micro-batches of a replica with modes that keep more on stages that are less full than the fullest, the most time
 // saved per byte first, until they are as full; with a `limit`, from the modes that keep the least on, until such a part of
-// each stage's memory is full. A stage is as full as micro-batches of mean size, as many as fill the pipeline, make it.
+// each stage's memory is full, counting what a pass needs beside what is kept. A stage is as full as micro-batches of
+// mean size, as many as fill the pipeline, make it.
 MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBatches& batches, double limit);
 
 // Gives micro-batches modes that keep more, on all stages or on one, where `accepts` the micro-batches with them; it is

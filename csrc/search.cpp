@@ -373,12 +373,12 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 }  // namespace
 
-int64_t begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+std::pair<int64_t, int64_t> begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
               int64_t most) {
     if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
     Search search(problem, costs, begun.maker, problem.division, 0, 0);
     const std::vector<Solution> solutions = search.starts(partitions, begun.packed, most);
-    return solutions.empty() ? kUnreachable : solutions[0].slowest();
+    return solutions.empty() ? std::pair(kUnreachable, int64_t{0}) : std::pair(solutions[0].slowest(), solutions[0].rows());
 }
 
 Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,

@@ -36,8 +36,9 @@ struct Begun {
     std::vector<MicroBatches> packed;  // rows to begin with
 };
 
-// The makespan of the best start; kUnreachable where none is shorter than `most`, or only a little longer.
-int64_t begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
+// The makespan of the best start and the most micro-batches of a replica in it; kUnreachable and none where no start is
+// shorter than `most`, or only a little longer.
+std::pair<int64_t, int64_t> begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
               int64_t most);
 
 // The best solution from the given partitions of the order and, where rows may be packed, from rows made here.

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-# The same examples in every run, on however slow a machine.
+# The same examples in every run that loads the same modules, on however slow a machine.
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")

@@ -56,8 +56,8 @@ class BatchProblem:
     ) -> tuple[list[int], list[tuple[list[int], list[int], int, int]]]:
         """The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits."""
 
-    def begin(self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], most: int) -> int:
-        """Time of what a search begins with, where it may be less than `most`; else `NEVER`."""
+    def begin(self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], most: int) -> tuple[int, int]:
+        """Time of what a search begins with, where it may be less than `most`, else `NEVER`; rows of a replica."""
 
     def search(
         self,

@@ -21,6 +21,8 @@ from megatron_dynapipe.units import Recompute
 
 LEAST_GAIN = 0.01
 """Of cut samples over whole ones where searches begin, from which the cut ones are searched, and not the whole ones."""
+MARGIN_OF_FEW = 0.25
+"""By which cut samples may take longer where searches begin, and are searched too, where whole ones make few rows."""
 _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)

@@ -20,12 +20,12 @@ from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.native import FEW_ROWS, NEVER, fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
-from megatron_dynapipe.planning.pieces import LEAST_GAIN, CutBatch, can_cut, cut_batch, piece_limits
+from megatron_dynapipe.planning.pieces import LEAST_GAIN, MARGIN_OF_FEW, CutBatch, can_cut, cut_batch, piece_limits
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
-from megatron_dynapipe.planning.search import begun_ns, notice
+from megatron_dynapipe.planning.search import begin, notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
 from megatron_dynapipe.sampling import GlobalBatch
@@ -171,16 +171,16 @@ class Planner:
 
         Of both the one is searched that is ahead where searches begin; both of few rows, of which that tells little.
         """
-        begun = self._begin_pieces(samples, problem, partitioned)
+        begun, both = self._begin_pieces(samples, problem, partitioned)
         if begun is None:
             if (whole := self._schedule_whole(problem, orders, partitioned)) is not None:
                 return None, whole
-            begun = self._begin_pieces(samples, problem, None)
+            begun, _ = self._begin_pieces(samples, problem, None)
         if begun is None:
             return None, None
         cut = self._schedule(begun.problem, begun.partitioned, searchable=True)
         asked = isinstance(self.settings.slices, int)
-        if cut is not None and (asked or len(cut.members) > FEW_ROWS * problem.replicas):
+        if cut is not None and (asked or not (both or len(cut.members) <= FEW_ROWS * problem.replicas)):
             return begun, cut
         if cut is None and asked:
             notice(f"no order of pieces of at most {self.settings.slices} positions was found: samples stay whole")
@@ -200,8 +200,8 @@ class Planner:
 
     def _begin_pieces(
         self, samples: Samples, problem: BatchProblem, partitioned: OrderedPartitions | None
-    ) -> CutBatch | None:
-        """Samples cut in the way that promises the most, or None where it is not more than whole samples promise.
+    ) -> tuple[CutBatch | None, bool]:
+        """Samples cut in the way that promises the most, None where whole ones promise more; whether to search both.
 
         Args:
             samples: of the batch.
@@ -210,43 +210,39 @@ class Planner:
         """
         s = self.settings
         if not s.may_cut or problem.forward_only or not can_cut(problem):
-            return None
-        element_bytes, multiple = s.element_bytes, LENGTH_MULTIPLE * s.tensor_parallel
+            return None, False
+        multiple = LENGTH_MULTIPLE * s.tensor_parallel
+        strict = isinstance(s.slices, int) or partitioned is None  # for memory, the longest piece counts
         limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
         best: CutBatch | None = None
-        least, longer = NEVER, 0
+        least, longer, few = NEVER, 0, False
         if limits and partitioned is not None and not isinstance(s.slices, int):
-            whole = self._begun_ns(problem, partitioned, NEVER)
-            least = whole if whole >= NEVER else int(whole / (1 + LEAST_GAIN))
+            whole, rows = self._begin(problem, partitioned, NEVER)
+            few = 0 < rows <= FEW_ROWS
+            least = whole if whole >= NEVER else int(whole * (1 + MARGIN_OF_FEW if few else 1 - LEAST_GAIN))
         for most in limits:
             cut = cut_batch(
-                samples,
-                problem,
-                most,
-                multiple,
-                recompute=s.recompute,
-                element_bytes=element_bytes,
-                strict=isinstance(s.slices, int) or partitioned is None,  # for memory, the longest piece counts
+                samples, problem, most, multiple, recompute=s.recompute, element_bytes=s.element_bytes, strict=strict
             )
             if cut is None:
                 continue
             if isinstance(s.slices, int):
-                return cut
-            begun = self._begun_ns(cut.problem, cut.partitioned, least)
+                return cut, False
+            begun, _ = self._begin(cut.problem, cut.partitioned, least)
             if begun < least:
                 best, least = cut, begun
             longer = longer + 1 if begun > least * (1 + LEAST_GAIN) else 0
             if longer == 2:
                 break  # smaller pieces take longer still
-        return best
+        return best, few
 
-    def _begun_ns(self, problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> int:
-        """Time of what a search begins with, by the first rules of transfers that allow any; `NEVER` above `most`."""
-        begun = begun_ns(problem, partitioned, most)
+    def _begin(self, problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> tuple[int, int]:
+        """What a search begins with, by the first rules of transfers that allow any; as `search.begin`."""
+        begun = begin(problem, partitioned, most)
         for rules in self.settings.transfers.relaxed():
-            if begun < NEVER:
+            if begun[0] < NEVER:
                 break
-            begun = begun_ns(replace(problem, transfers=rules), partitioned, most)
+            begun = begin(replace(problem, transfers=rules), partitioned, most)
         return begun
 
     def samples(self, batch: GlobalBatch) -> Samples:

@@ -87,11 +87,11 @@ def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Parti
     return [partition for partition in partitioned.partitions if len(partition.sizes) >= problem.replicas]
 
 
-def begun_ns(problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> int:
-    """Predicted time of what a search begins with; `NEVER` where nothing fits, or all is clearly more than `most`."""
-    begin = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
+def begin(problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> tuple[int, int]:
+    """What a search begins with: its ns, `NEVER` where nothing is about as fast as `most`; rows of a replica."""
+    partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
     try:
-        return problem.native.begin(order=partitioned.order, partitions=begin, most=most)
+        return problem.native.begin(order=partitioned.order, partitions=partitions, most=most)
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
 
@@ -118,9 +118,9 @@ def search(
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
         if evaluations < LEAST:
             notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
-    begin = [(partition.sizes, partition.modes) for partition in enough]
+    partitions = [(partition.sizes, partition.modes) for partition in enough]
     try:
-        replicas = problem.native.search(order=order, partitions=begin, evaluations=evaluations, seed=seed)
+        replicas = problem.native.search(order=order, partitions=partitions, evaluations=evaluations, seed=seed)
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [
