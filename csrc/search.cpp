@@ -24,7 +24,8 @@ constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
 constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
-constexpr std::initializer_list<double> kAsTheFullest{0}, kFullStages{0, 1.0, 0.93, 0.85};  // parts of memory, the rest for messages
+constexpr int64_t kFilledRows = 8;  // per stage: starts of at most so many rows are tried with modes that fill every stage
+constexpr std::initializer_list<double> kAsTheFullest{0}, kAboutFull{0.93}, kFullStages{0, 1.0, 0.93, 0.85};  // parts of memory, the rest for messages
 constexpr int64_t kKept = 400;    // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
@@ -45,7 +46,7 @@ public:
 
     Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
-                                 int64_t most);
+                                 int64_t most, int64_t filled);
 
 private:
     Found improved(std::vector<Solution> solutions);
@@ -77,9 +78,8 @@ private:
     Chains chains_;
     Evaluator evaluator_;
     Mutations mutations_;
-    int64_t left_;
+    int64_t left_, most_depth_ = kUnreachable;
     bool by_default_;
-    int64_t most_depth_ = kUnreachable;
     std::vector<uint8_t> kinds_;
     std::vector<size_t> touched_;
 };
@@ -115,9 +115,11 @@ void Search::begin_padded(ReplicaState& replica) {
 void Search::begin_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
-    if (replica.makespan < kUnreachable) {  // One try tells which are far from the best.
-        const ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), 0};
-        if (evaluate(first, replica.makespan + replica.makespan / kStartMargin) >= kUnreachable) return;
+    if (replica.makespan < kUnreachable) {  // A deep and a shallow try tell which are far from the best, or do not fit.
+        const int64_t limit = replica.makespan + replica.makespan / kStartMargin;
+        ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), limit};
+        try_policies(first.micro_batches, {0}, {Rule::kBackwardFirst}, first);
+        if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) return;
     }
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
@@ -145,21 +147,21 @@ Solution Search::assigned(const MicroBatches& batches) {
     return solution;
 }
 
-// Of those that are not much longer than `most`.
+// Of those that are not much longer than `most`. Those of at most `filled` rows are tried with modes that fill every stage.
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
-                                     const std::vector<MicroBatches>& packed, int64_t most) {
+                                     const std::vector<MicroBatches>& packed, int64_t most, int64_t filled) {
     std::vector<Solution> solutions;
     int64_t least = most;
-    const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&), bool fills) {
+    const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
-        const bool few = static_cast<int64_t>(batches.size()) <= kFewRows * problem_.replicas;
-        const int64_t margin = few ? kStartMarginOfFew : kStartMargin;
+        const int64_t rows = (static_cast<int64_t>(batches.size()) - 1) / problem_.replicas + 1;
+        const int64_t margin = rows <= kFewRows ? kStartMarginOfFew : kStartMargin;
         const int64_t limit = least < kUnreachable ? least + least / margin : kUnreachable;
         for (ReplicaState& replica : solution.replicas) {
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
-            if (fills && few) lighten(replica, kFullStages);
+            if (rows <= filled) lighten(replica, rows <= kFewRows ? kFullStages : kAboutFull);
             if (replica.makespan >= limit) return;
         }
         least = std::min(least, solution.slowest());
@@ -172,23 +174,17 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         if (std::count(batches.begin(), batches.end(), nullptr) > 0) padded.pop_back();
     }
     const int64_t left = left_;
-    for (bool fills : {false, true}) {  // where the best has few rows, again with modes that fill every stage
-        if (fills && !solutions.empty() && by_objective(solutions)[0].rows() > kFewRows) break;
-        least = most;
-        solutions.clear();
-        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded, fills);
-        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed, fills);
-    }
+    for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
+    for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
     if (solutions.empty() && most < kUnreachable) return solutions;
-    if (solutions.empty()) {
-        for (const MicroBatches& batches : padded) add(lighter(problem_, maker_, batches), &Search::begin_tight, true);
-        for (const MicroBatches& rows : packed) add(lighter(problem_, maker_, rows), &Search::begin_tight, true);
-    }
-    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight, true);
+    if (solutions.empty())
+        for (const std::vector<MicroBatches>* its : {&std::as_const(padded), &packed})
+            for (const MicroBatches& each : *its) add(lighter(problem_, maker_, each), &Search::begin_tight);
+    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
     by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);
-    if (problem_.may_pack) left_ = left;  // what begins a search is not counted where it is many
+    left_ = left;  // what begins a search is not counted
     return std::move(by_objective(solutions));
 }
 
@@ -212,10 +208,9 @@ void Search::compete(std::vector<Solution>& solutions) {
                            kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
-    const bool few = solutions[0].rows() <= kFewRows;
     const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
-                        : few ? std::pair(std::begin(kFewRounds), std::end(kFewRounds))
-                              : std::pair(std::begin(kPackedRounds), std::end(kPackedRounds));
+                        : solutions[0].rows() <= kFewRows ? std::pair(std::begin(kFewRounds), std::end(kFewRounds))
+                        : std::pair(std::begin(kPackedRounds), std::end(kPackedRounds));
     for (auto round = rounds.first; round != rounds.second; ++round) {
         solutions.resize(std::min(solutions.size(), round->solutions));
         const int64_t share = evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
@@ -229,7 +224,7 @@ void Search::compete(std::vector<Solution>& solutions) {
 // Nothing where every start is longer than `most`.
 Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
                   int64_t most) {
-    std::vector<Solution> solutions = starts(partitions, packed, kUnreachable);
+    std::vector<Solution> solutions = starts(partitions, packed, kUnreachable, kFilledRows * problem_.pipeline.stages);
     if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
     return improved(std::move(solutions));
@@ -377,7 +372,7 @@ std::pair<int64_t, int64_t> begin(const Problem& problem, CostCache& costs, Begu
               int64_t most) {
     if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
     Search search(problem, costs, begun.maker, problem.division, 0, 0);
-    const std::vector<Solution> solutions = search.starts(partitions, begun.packed, most);
+    const std::vector<Solution> solutions = search.starts(partitions, begun.packed, most, kFewRows);
     return solutions.empty() ? std::pair(kUnreachable, int64_t{0}) : std::pair(solutions[0].slowest(), solutions[0].rows());
 }
 

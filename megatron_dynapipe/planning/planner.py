@@ -215,7 +215,7 @@ class Planner:
         strict = isinstance(s.slices, int) or partitioned is None  # for memory, the longest piece counts
         limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
         best: CutBatch | None = None
-        least, longer, few = NEVER, 0, False
+        least, few = NEVER, False
         if limits and partitioned is not None and not isinstance(s.slices, int):
             whole, rows = self._begin(problem, partitioned, NEVER)
             few = 0 < rows <= FEW_ROWS
@@ -231,9 +231,6 @@ class Planner:
             begun, _ = self._begin(cut.problem, cut.partitioned, least)
             if begun < least:
                 best, least = cut, begun
-            longer = longer + 1 if begun > least * (1 + LEAST_GAIN) else 0
-            if longer == 2:
-                break  # smaller pieces take longer still
         return best, few
 
     def _begin(self, problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> tuple[int, int]:
