@@ -1,8 +1,6 @@
 #include "search.h"
 
 #include <algorithm>
-#include <initializer_list>
-#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -147,11 +145,12 @@ Solution Search::assigned(const MicroBatches& batches) {
     return solution;
 }
 
-// Of those that are not much longer than `most`. Those of at most `filled` rows are tried with modes that fill every stage.
+// Of those that are not much longer than `most`. Those of at most `filled` rows that are not are tried with fuller stages.
 std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
                                      const std::vector<MicroBatches>& packed, int64_t most, int64_t filled) {
     std::vector<Solution> solutions;
     int64_t least = most;
+    bool few = false;  // the best has few rows, so each is tried with modes that fill every stage
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
         const int64_t rows = (static_cast<int64_t>(batches.size()) - 1) / problem_.replicas + 1;
@@ -161,7 +160,8 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
             if (replica.micro_batches.empty()) return;  // fewer links than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
-            if (rows <= filled) lighten(replica, rows <= kFewRows ? kFullStages : kAboutFull);
+            if (few && rows <= kFewRows) lighten(replica, kFullStages);
+            else if (rows <= filled && replica.makespan >= limit) lighten(replica, kAboutFull);
             if (replica.makespan >= limit) return;
         }
         least = std::min(least, solution.slowest());
@@ -174,8 +174,13 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         if (std::count(batches.begin(), batches.end(), nullptr) > 0) padded.pop_back();
     }
     const int64_t left = left_;
-    for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
-    for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+    for (;; few = true) {
+        least = most;
+        solutions.clear();
+        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
+        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+        if (few || (!solutions.empty() && by_objective(solutions)[0].rows() > kFewRows)) break;
+    }
     if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty())
         for (const std::vector<MicroBatches>* its : {&std::as_const(padded), &packed})
