@@ -22,7 +22,7 @@ constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
 constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
-constexpr int64_t kFilledRows = 8;  // per stage: starts of at most so many rows are tried with modes that fill every stage
+constexpr int64_t kFilledRows = 8;  // per stage: starts of at most so many rows that do not fit are tried with modes by stage
 constexpr std::initializer_list<double> kAsTheFullest{0}, kAboutFull{0.93}, kFullStages{0, 1.0, 0.93, 0.85};  // parts of memory, the rest for messages
 constexpr int64_t kKept = 400;    // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is accepted at first; idle changes in a row
