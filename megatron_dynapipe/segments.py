@@ -13,7 +13,6 @@ Planning takes each virtual stage for one module of a kind of its own, which cos
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -24,14 +23,14 @@ import numpy.typing as npt
 from megatron_dynapipe.cost.format import FORMAT, Link, Table, is_cost_file
 from megatron_dynapipe.cost.network import Network
 from megatron_dynapipe.cost.tables import ABSENT, HEAD, CostTables, IntArray, Kind, ModelState, Quantity, increasing
-from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
+from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.outputs import write_file
+from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
-type _Reached = tuple[tuple[int, int], tuple[int, ...]]
 _STATE_BYTES = 16
 """Bytes of a trained parameter: itself, its gradient and Adam's two moments, 4 bytes each."""
 
@@ -235,41 +234,6 @@ def segment_settings(
         model_state_bytes=tuple(sum(state[rank::stages]) for rank in range(stages)),
         schedule=schedule or ScheduleSettings(),
     )
-
-
-def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
-    """How many of the items each part has, at least one, where the busiest part has the least work.
-
-    A dynamic program over items × parts; of equally busy ones that of the least sum of squares so far goes on.
-
-    Args:
-        work: of the items.
-        parts: how many.
-        fits: `[first][end]`: whether the items from `first` up to `end` may be one part.
-
-    Raises:
-        InfeasibleError: no division fits.
-    """
-    ends, count = [0, *accumulate(work)], len(work)
-    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
-    least: dict[int, _Reached] = {0: ((0, 0), ())}
-    for part in range(1, parts + 1):
-        following: dict[int, _Reached] = {}
-        for n in range(part, count - parts + part + 1):
-            options = []
-            for m, ((busiest, squares), division) in least.items():
-                if m < n and (fits is None or fits[m][n]):
-                    added = ends[n] - ends[m]
-                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
-            if options:
-                following[n] = min(options)
-        least = following
-    if count not in least:
-        raise InfeasibleError(
-            f"no division of {count} segments into {parts} stages fits the memory",
-            hint="use more stages, or smaller batches",
-        )
-    return least[count][1]
 
 
 def stage_of_each(counts: Sequence[int]) -> list[int]:

@@ -8,11 +8,12 @@
 
 One command compares all methods on every model × layout × maximum length. Layouts are data, tensor and pipeline
 parallel ranks, by default RANKS pipeline stages; longer samples than a maximum length are truncated. A job of processes
-per method stays up. For every global batch each job in turn trains it, in an order that rotates, while the others wait
-without computing: whatever else the machine does slows all methods alike, and ratios are of one batch at nearly one
-time. Methods that take many times as long as the planned runs train fewer of the batches. Baselines take 1F1B, an equal
-layer split, one recompute mode, and of all sizes of micro-batches the one of least predicted time; planned methods take
-the best layer split of each layout. Costs are measured first (`profile`), unless a file is given.
+per method stays up. Each job in turn, in an order that rotates, trains a global batch twice, while the others wait
+without computing; the second time counts, since the first begins with cold caches. Whatever else the machine does
+slows all methods alike, and ratios are of one batch at nearly one time. Methods that take many times as long as the
+planned runs train fewer batches. Baselines take 1F1B, an equal layer split, one recompute mode, and of all sizes of
+micro-batches that of least predicted time; planned methods take the best layer split of each layout. Costs are measured
+first (`profile`), unless a file is given.
 
     tokens/s    real tokens, without padding, of all replicas and batches over their time
     ratio       the method's tokens/s over those of the planned runs, or of --against (of several the fastest, which

@@ -130,15 +130,15 @@ def chosen_split(case: Case, spec: Spec) -> list[int | float] | None:
 
 
 def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[str, Results]:
-    """Every method's answers by turn; turn 0 warms up with the first batch."""
+    """Every method's answers by turn, to the second time that it trains the batch; turn 0 warms up with the first."""
     methods = list(running)
     results: dict[str, Results] = {method: {} for method in methods}
     for turn in range(rounds * batches + 1):
         for method in [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]:
             if turn % SELDOM > 1 and is_slow(results, method):
                 continue
-            number = 0 if turn == 0 else (turn - 1) % batches
-            results[method][turn] = running[method].ask({"batch": number})
+            for _ in range(2 if turn else 1):
+                results[method][turn] = running[method].ask({"batch": (turn - 1) % batches if turn else 0})
         say(f"{turn} of {rounds * batches}")
     return results
 

@@ -10,14 +10,15 @@ be divided between its attention and its MLP where the costs of both are known.
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice, permutations
+from itertools import accumulate, chain, islice, pairwise, permutations
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost import ABSENT, CostModel, Quantity, Split, even_split, in_modules, of_modules
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BoolArray
 from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
@@ -85,21 +86,22 @@ def choose_layer_split(
     trials = _Trials(settings, cost_model, batches, to_fit)
     start, layer = settings.layout.layers_per_stage, trials.modules_of_layer
     trials.require(start)
-    evened = trials.evened(start)
-    if not trials.required:  # Model state alone is too much where the search begins.
-        trials.require(evened)
-    trials.choose_batches([start, evened])
-    best = trials.improved(min(start, evened, key=trials.predicted_ns), (layer,))
+    evened = trials.by_work(len(start), (layer,))
+    for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
+        trials.require(split)
+    trials.choose_batches([start, *evened])
+    best = trials.improved([start, *evened], (layer,))
     steps = (layer // 2, layer) if halves and trials.know_modules else (layer,)
-    if len(steps) > 1:  # From the best of whole layers, so that halves are never behind it.
-        best = trials.improved(best, steps)
+    # From the best of whole layers, so that halves are never behind it.
+    best = trials.improved([best, *trials.by_work(len(start), steps)], steps)
     for count in chunks if settings.pipeline_parallel > 1 else ():
         try:
             even = even_split(int(sum(start)), settings.pipeline_parallel * count, halves=1 in steps)
         except ConfigError:  # fewer modules than virtual stages
             continue
-        more = trials.improved(even, steps)
-        if trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - LEAST_GAIN * (len(more) > len(best))):
+        more = trials.improved([even, *trials.by_work(len(even), steps)], steps)
+        least_gain = LEAST_GAIN * (len(more) > len(best))
+        if trials.fits(more) and trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - least_gain):
             best = more
     return best
 
@@ -180,22 +182,25 @@ class _Trials:
             hint="use more pipeline stages or tensor parallelism, or truncate long samples",
         )
 
-    def evened(self, split: Split) -> Split:
-        """The split whose bound is least, whole layers moved one at a time, samples that must fit fitting."""
-        while True:
-            here = self._bound_ns(split)
-            better = sorted(_neighbours(split, (self.modules_of_layer,)), key=self._bound_ns)
-            following = next((other for other in better if self._bound_ns(other) < here and self.fits(other)), None)
-            if following is None:
-                return split
-            split = following
+    def by_work(self, stages: int, steps: Iterable[int]) -> list[Split]:
+        """Splits over so many virtual stages, the busiest with the least work on the known micro-batches."""
+        known = [its.values[:, :, [Quantity.FORWARD, Quantity.BACKWARD]] for its in chain.from_iterable(self._known)]
+        *work, head = np.sum([values.sum(axis=(0, 2)) for values in known], axis=0).tolist()
+        work[-1] += head
+        splits, each = list[Split](), self.modules_of_layer // 2  # of a split's modules
+        for size in {max(step // each, 1) for step in steps}:
+            items = [sum(work[first : first + size]) for first in range(0, len(work), size)]
+            if len(items) >= stages:
+                ends = [min(end * size, len(work)) for end in accumulate(evenest(items, stages))]
+                splits.append(of_modules([(end - first) * each for first, end in pairwise([0, *ends])]))
+        return splits
 
-    def improved(self, split: Split, steps: Sequence[int]) -> Split:
+    def improved(self, splits: Sequence[Split], steps: Sequence[int]) -> Split:
         """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned."""
         last = len(self.results) + TRIALS
-        best = split
-        if split not in self.results:  # scheduled with the micro-batches of another number of chunks
-            best = min(split, self._descended(split, steps), key=self.predicted_ns)
+        # Those that were not planned are scheduled with the micro-batches of another number of chunks.
+        led_to = [self._descended(split, steps) for split in splits if split not in self.results]
+        best = min(filter(self.fits, [*splits, *led_to]), key=self.predicted_ns, default=splits[0])
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
                 self._plans, self._scheduled = plans, {}

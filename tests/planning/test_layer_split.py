@@ -236,6 +236,9 @@ def test_more_virtual_stages_are_chosen_where_they_are_faster() -> None:
     assert choose_layer_split(settings, costs, batches, chunks=(8,)) == choose_layer_split(settings, costs, batches)
     one = run_settings(Costs(GPT), (4,), pipeline_parallel=1)
     assert choose_layer_split(one, Costs(GPT), batches, chunks=(2, 4)) == (4,)
+    costs, batches = Costs(T5, encoder=300, decoder=100), [batch_of(*[(400, 400)] * 24)]
+    found = choose_layer_split(run_settings(costs, (6,) * 4, encoder_layers=12), costs, batches, chunks=(4,))
+    assert found == (*(1,) * 12, *(3,) * 4), "of equal work, which moves from equal layers do not come to"
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
 from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.segments import evenest
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
 
 CHARGED = ((1, 1), (1, 0), (0, 1))
