@@ -196,11 +196,16 @@ class _Trials:
         return splits
 
     def improved(self, splits: Sequence[Split], steps: Sequence[int]) -> Split:
-        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned."""
+        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned.
+
+        The first of those given where what must fit fits none of them.
+        """
         last = len(self.results) + TRIALS
         # Those that were not planned are scheduled with the micro-batches of another number of chunks.
         led_to = [self._descended(split, steps) for split in splits if split not in self.results]
-        best = min(filter(self.fits, [*splits, *led_to]), key=self.predicted_ns, default=splits[0])
+        best = min(filter(self.fits, [*splits, *led_to]), key=self.predicted_ns, default=None)
+        if best is None:
+            return splits[0]
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
                 self._plans, self._scheduled = plans, {}

@@ -191,6 +191,9 @@ def test_a_layer_is_divided_where_that_evens_stages() -> None:
     options = msgspec.structs.replace(run_settings(Costs(GPT), (2, 1)), hidden_size=512, memory_limit_bytes=10**10)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
+    tight = msgspec.structs.replace(options, layers_per_stage=(1, 1), encoder_layers=2, memory_limit_bytes=105 * 10**6)
+    found = choose_layer_split(tight, costs, [batch_of((500, 0), *[(400, 0)] * 8)], chunks=(2,))
+    assert found == (1, 1), "an MLP apart keeps its input, too, for which a sample of 500 leaves no room"
 
 
 def test_halves_begin_with_the_best_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
