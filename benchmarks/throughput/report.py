@@ -120,10 +120,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 axis.set_visible(False)
                 continue
             own = [row for row in rows if row["model"] == model and _case(row) == cases[model][line]]
-            values = {row["method"]: row["tokens_per_second"] for row in own}
+            speed = {row["method"]: row["tokens_per_second"] for row in own}  # of groups at different times
+            values = {row["method"]: speed[row["against"]] * row[f"ratio_to_{row['against']}"][1] for row in own}
             layout, length = cases[model][line]
             title = f"{own[0]['size']} {model.upper()}, layout {layout}, up to {length:,} tokens"
-            charts.bars(axis, values, title=title, x="measured tokens/s", form="{:,.0f}", best="planned")
+            charts.bars(axis, values, title=title, x="tokens/s in the same turns", form="{:,.0f}", best="planned")
     charts.save(figure, path)
 
 
