@@ -65,6 +65,7 @@ def _end_with_trainer() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # both the trainer and the end of stdin may send it: plans are being deleted
     raise SystemExit(128 + number)
 
 
