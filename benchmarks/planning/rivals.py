@@ -30,7 +30,7 @@ from benchmarks.planning.full import answer
 from megatron_dynapipe.tools.rivals.methods import TRAINERS
 
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
-NAMES = {"gpt": "GPT", "t5": "T5 XXL", "gpt-llama-8b": "LLaMA 3 8B", "gpt-qwen-7b": "Qwen 2.5 7B"}
+NAMES = {"gpt": "GPT", "t5": "T5 11B", "gpt-llama-8b": "LLaMA 3 8B", "gpt-qwen-7b": "Qwen 2.5 7B"}
 ABOUT = ("costs", "setting", "labels", "maximum")
 COLUMNS = ("costs", "setting", "maximum", "batches", *(f"`{name}`" for name in TRAINERS))
 COLUMNS += ("**fastest**", "worst", "of the limit", "at the limit", "date")
