@@ -15,6 +15,7 @@ from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import located
 from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -123,7 +124,7 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
     on_cpu = device.type == "cpu"
     shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
+        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
         fields, tensor_parallel = msgspec.structs.asdict(shape), args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
         return costs
