@@ -1,7 +1,7 @@
 """An iteration composed of passes that were measured stage by stage: the planner's own simulation, with their times.
 
-    stage 0   F0 F1 ·· B0 …      passes take what they took alone, with what their list does besides (loads, sends);
-    stage 1      F0 B0 …         messages take what the links do
+stage 0   F0 F1 ·· B0 …      passes take what they took alone, with what their list does besides (loads, sends);
+stage 1      F0 B0 …         messages take what the links do
 """
 
 from collections import defaultdict

@@ -10,6 +10,8 @@ of it. One that fails, or does not end in time, keeps none of the others from be
 """
 
 import argparse
+import contextlib
+import importlib
 import importlib.util
 import json
 import sys
@@ -23,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is started by its path
 
 from benchmarks.common import ROOT, markdown, number, say
-from benchmarks.gpu.machine import ProcessFailedError, Processes, provenance
+from benchmarks.gpu.machine import Processes, ProcessFailedError, provenance
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import DynaPipeError
@@ -33,6 +35,8 @@ LATE_S = 25.0
 """What an item may take beyond its share: kernels are compiled, and the fewest points measured, whatever the time."""
 LEAST_S = 20.0
 """A share below which a measurement is not begun."""
+ADAM_PARAMETERS, ADAM_S = 2**28, 60.0
+"""Whose steps are timed by each fused Adam that is installed, and within what time."""
 COLUMNS = ("costs", "outcome", "s", "points", "error of times, median", "nine tenths", "layer, ms at 2,048 positions")
 
 
@@ -98,6 +102,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         measure_when_told(sys.argv[2])
         return
+    if sys.argv[1:2] == ["--adam"]:
+        print(json.dumps(adam_ms(sys.argv[2], int(sys.argv[3]))))
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [item.name for item in ITEMS]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -112,10 +119,58 @@ def main() -> None:
     items = [item for item in ITEMS if item.name in options.only]
     rows = [{"name": item.name, "outcome": "Transformer Engine is not installed"} for item in items if lacks(item)]
     with tempfile.TemporaryDirectory() as logs:
+        origin["adam_ms"] = adam_of_each(options, Path(logs))
         rows += measured([item for item in items if not lacks(item)], options, origin, end, Path(logs))
     write(options.output, origin, rows)
     print(markdown(COLUMNS, [cells(row) for row in rows]), flush=True)
     sys.exit(not any(row["outcome"] == "measured" for row in rows))
+
+
+def adam_of_each(options: argparse.Namespace, logs: Path) -> dict[str, float] | str:
+    """`adam_ms` in a process of its own; why there is none."""
+    count = 10_000 if options.small else ADAM_PARAMETERS
+    words = [sys.executable, "-m", "benchmarks.gpu.measure", "--adam", options.device, str(count)]
+    process = Processes([words], environments=[{"OMP_NUM_THREADS": "1"}], log=logs / "adam")
+    try:
+        process.wait(time.monotonic() + ADAM_S)
+        found: dict[str, float] = json.loads(process.outputs()[0].splitlines()[-1])
+    except (ProcessFailedError, ValueError, IndexError) as failure:
+        return str(failure)[-1000:]
+    say(f"Adam's steps of {count:,} parameters, ms: {found}")
+    return found
+
+
+def adam_ms(device: str, count: int) -> dict[str, float]:
+    """ms of a step of so many fp32 parameters, by each fused Adam there is: the least of some."""
+    import torch
+
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found = {}
+    for name, make in _adams().items():
+        parameters = [torch.nn.Parameter(torch.randn(count // 16, device=device)) for _ in range(16)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer, times = make(parameters), []
+        for _ in range(6):
+            synchronize()
+            began = time.perf_counter()
+            optimizer.step()
+            synchronize()
+            times.append((time.perf_counter() - began) * 1e3)
+        found[name] = round(min(times), 3)
+    return found
+
+
+def _adams() -> dict[str, Any]:
+    import torch
+
+    adams: dict[str, Any] = {"PyTorch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)}
+    for name, module in (("Transformer Engine", "transformer_engine.pytorch.optimizers"), ("apex", "apex.optimizers")):
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            with contextlib.suppress(ImportError):
+                fused = importlib.import_module(module).FusedAdam
+                adams[name] = lambda parameters, fused=fused: fused(parameters, lr=1e-4)
+    return adams
 
 
 def lacks(item: Item) -> bool:

@@ -116,7 +116,10 @@ def cases(folder: Path, device: str, costs: dict[str, str], *, small: bool, flag
         run_file.write_text(yaml.safe_dump(loaded))
         batch = next(b for m in ("flan_more", "sft_like") for b in recorded_batches(m) if b["id"] == batch_id)
         family = ModelFamily(batch["model"])
-        longest = (int(loaded["seq-length"]) + (family is ModelFamily.GPT), int(loaded.get("decoder-seq-length", 2)) - 2)
+        longest = (
+            int(loaded["seq-length"]) + (family is ModelFamily.GPT),
+            int(loaded.get("decoder-seq-length", 2)) - 2,
+        )
         lengths = [
             [min(tokens, most) for tokens in batch[side]]
             for side, most in zip(("input", "target"), longest, strict=True)

@@ -33,7 +33,7 @@ import msgspec
 
 from benchmarks.common import markdown, number, say, torchrun
 from benchmarks.gpu.composed import compose, errors, medians, predicted_times, times_of
-from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, Processes, provenance, run
+from benchmarks.gpu.machine import Budget, NotRunError, Processes, ProcessFailedError, provenance, run
 from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import cluster_file
@@ -48,7 +48,15 @@ TURNS = {"cuda": 2, "cpu": 6}
 """The first of which does not count."""
 LEAST_S = 8.0
 """Below which no stage is begun."""
-COLUMNS = ("pipeline", "way", "micro-batches", "predicted, ms", "composed, ms", "composed tokens/s", "predicted / composed")
+COLUMNS = (
+    "pipeline",
+    "way",
+    "micro-batches",
+    "predicted, ms",
+    "composed, ms",
+    "composed tokens/s",
+    "predicted / composed",
+)
 COLUMNS += ("real, ms", "composed / real", "times the rows'", "activations planned / allocated")
 
 

@@ -77,7 +77,8 @@ def main() -> None:
             methods = [
                 method
                 for method in chosen_methods(args)
-                if (method not in MEGATRON or case.model == "gpt") and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
+                if (method not in MEGATRON or case.model == "gpt")
+                and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
             ]
             of_case = compare(case, methods, setting, lambda so_far: keep(args.json, [*rows, *so_far]))
             in_bf16 = size == "gpu" or "--bf16" in args.flags

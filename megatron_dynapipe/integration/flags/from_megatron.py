@@ -34,6 +34,7 @@ from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
@@ -102,6 +103,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         plans_chunks=args.dynapipe_layers_per_stage == AUTO
         and args.dynapipe_chunks is None
         and not args.hybrid_layer_pattern,  # which says how many there are
+        optimizer=optimizer_in_words(args.optimizer),
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         log_interval=args.log_interval,
@@ -114,6 +116,7 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) 
     """Lines of the log on the settings, for the run's start."""
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
     notes.append(f"layout of micro-batches: {describe(layouts)}")
+    notes.append(f"optimizer: {optimizer_in_words(args.optimizer)}")
     if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
         notes.append(f"backward passes: whole ({reason})")
     return tuple(notes)
