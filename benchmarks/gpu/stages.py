@@ -1,6 +1,6 @@
 """Every stage of a pipeline in turn on one GPU: what an iteration takes, composed of passes that were measured.
 
-    python benchmarks/gpu/stages.py --output FILE [--budget-s 270] [--cost-model llama3_8b=FILE …] [-- FLAGS of the runs]
+    python benchmarks/gpu/stages.py --output FILE [--budget-s 270] [--cost-model llama3_8b=FILE …] [-- FLAGS of runs]
     python benchmarks/gpu/stages.py --device cpu --small --real --output FILE     # against real runs, without a GPU
 
 A LLaMA of 8B on 4 and 8 stages and a T5-XXL on 8, a batch of 65,536 tokens: planned, and in the packed rows of other

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 
 from benchmarks.common import DEMO_DATA
 from benchmarks.throughput import synthetic
-from benchmarks.throughput.comparison import Layout, layouts_of, lengths_of, product
+from benchmarks.throughput.comparison import Case, Layout, layouts_of, lengths_of, product
 from benchmarks.throughput.devices import CONFIGS, DEVICES, SIZES, SYNTHETIC_DATA, machine_of, size_of
 from benchmarks.throughput.methods import MEGATRON, METHODS
 from benchmarks.throughput.report import SAME_LOSS, SAME_LOSS_BF16, check_losses, sentence, table, to_json, write
@@ -74,13 +74,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(args=args, machine=machine, size=size, data=data, folder=Path(folder))
         for case in cases:
-            methods = [
-                method
-                for method in chosen_methods(args)
-                if (method not in MEGATRON or case.model == "gpt")
-                and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
-            ]
-            of_case = compare(case, methods, setting, lambda so_far: keep(args.json, [*rows, *so_far]))
+            methods = [method for method in chosen_methods(args) if runs(method, case)]
+            earlier = list(rows)
+            of_case = compare(case, methods, setting, lambda so_far, earlier=earlier: keep(args.json, earlier + so_far))
             in_bf16 = size == "gpu" or "--bf16" in args.flags
             check_losses(of_case, SAME_LOSS_BF16 if in_bf16 else SAME_LOSS)
             print(sentence(of_case) if args.demo else table(of_case), flush=True)
@@ -96,6 +92,11 @@ def keep(path: Path | None, rows: list[dict[str, Any]]) -> None:
         part = path.with_name(f"{path.name}.part")
         part.write_text(to_json(rows))
         part.replace(path)
+
+
+def runs(method: str, case: Case) -> bool:
+    """Whether a method has anything to train in a case: Megatron alone a GPT, virtual stages a pipeline."""
+    return (method not in MEGATRON or case.model == "gpt") and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
 
 
 def make_parser() -> argparse.ArgumentParser:

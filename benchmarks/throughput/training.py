@@ -55,9 +55,7 @@ Found = dict[str, tuple[Results, Results]]
 Rows = list[dict[str, Any]]
 
 
-def compare(
-    case: Case, methods: Sequence[str], setting: Setting, keep: Callable[[Rows], None] = lambda _: None
-) -> Rows:
+def compare(case: Case, methods: Sequence[str], setting: Setting, keep: Callable[[Rows], None]) -> Rows:
     """Train the same batches by every method; a row of figures for each, `keep` being given those so far."""
     args = setting.args
     batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)

@@ -191,7 +191,8 @@ VALUES = [
     (
         "--train-iters 2",
         "notes",
-        "('layout of micro-batches: padded or packed, whichever a plan finds faster', 'optimizer: Adam of PyTorch, fused')",
+        "('layout of micro-batches: padded or packed, whichever a plan finds faster',"
+        " 'optimizer: Adam of PyTorch, fused')",
     ),
     ("--train-iters 2 --dynapipe-calibrate 20", "calibrate_s", "20.0"),
     ("--train-iters 2 --dynapipe-device-memory-limit 36000", "planner.memory_limit_bytes", "36000000000"),
