@@ -183,8 +183,11 @@ def prepared_stages(planned: Planned) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def alone(planned: Planned, stage: int) -> Iterator[Stage]:
-    """A stage of a plan in this process, which thinks that it is one rank of its pipeline."""
+def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[Stage]:
+    """A stage of a plan in this process, which thinks that it is one rank of its pipeline.
+
+    Unless `is_warm`, kernels are loaded as before training; where no receive is pending, a first turn does it as well.
+    """
     stages = planned.settings.pipeline_parallel
     real = dist.init_process_group
 
@@ -206,6 +209,7 @@ def alone(planned: Planned, stage: int) -> Iterator[Stage]:
             dtype=setup.model.dtype,
             deadline_s=DEADLINE_S,
         )
+        steps.is_warm = is_warm
         with contextlib.closing(Stage(setup, planned, stage, steps)) as built:
             yield built
 

@@ -223,7 +223,8 @@ class Comparison:
         from benchmarks.gpu.playing import alone
 
         began = time.perf_counter()
-        with alone(row.planned, stage) as player:
+        is_first = len(self.rows) == 1 and stage == 0
+        with alone(row.planned, stage, is_warm=not is_first) as player:
             built = time.perf_counter()
             turns = [player.turn() for _ in range(TURNS[self.options.device])][1:]
             allocated, own_bytes = player.peak_bytes(), player.own_bytes
