@@ -92,7 +92,6 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 BY_A_DEVICE_ALONE = (
     "test_marks_tell_the_devices_time_and_pass_in_order",  # work that runs beside the host
     "test_the_watchdog_names_the_instruction_at_which_the_device_stands",  # likewise
-    "test_relative_biases_compiled_once_are_those_uncompiled",  # kernels that Inductor makes
 )
 """Tests marked `gpu` that fail on rehearsed devices."""
 
