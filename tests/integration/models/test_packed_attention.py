@@ -182,6 +182,7 @@ def compare_biases(lengths, groups, channels=CHANNELS, *, causal, device="cpu", 
         return attend_with_biases(query, key, value, row, bias_of(table), causal=causal, scale=SCALE)
 
     ours = run(in_kernel, [leaf.to(device) for leaf in leaves], gradient.to(device))
+    assert all(tensor is not None for tensor in ours), "rehearsed uncompiled, biases get no gradient"
     assert_alike([tensor.cpu() for tensor in ours], run(by_sample, leaves, gradient), **bounds)
 
 
