@@ -40,6 +40,6 @@ git ls-files -z | tar --create --null --files-from - | tar --extract --directory
 cp --parents megatron_dynapipe/planning/_native*.so "$root"
 cp --parents --recursive .demo/data "$root"
 git describe --always --dirty --abbrev=40 >"$root/COMMIT"
-# By the sources' content, not their time: whatever unpacks them may set another. What does not compile is said there.
-$python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$root" || true
+# Bytecode goes by the sources' content, not by their time, which whatever unpacks them may set anew.
+$python -m compileall -qq -j 0 --invalidation-mode checked-hash "$root" || true
 tar --create --auto-compress --file "$archive" --directory "$work" dynapipe
