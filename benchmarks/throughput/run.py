@@ -35,6 +35,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,19 @@ def main() -> None:
                 for method in chosen_methods(args)
                 if (method != STOCK or case.model == "gpt") and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
             ]
-            of_case = compare(case, methods, setting)
+            of_case = compare(case, methods, setting, partial(keep, args, list(rows)))
             in_bf16 = size == "gpu" or "--bf16" in args.flags
             check_losses(of_case, SAME_LOSS_BF16 if in_bf16 else SAME_LOSS)
             print(sentence(of_case) if args.demo else table(of_case), flush=True)
             rows += of_case
-    if args.json:
-        args.json.write_text(to_json(rows))
     if args.output:
         write(rows, args.output)
+
+
+def keep(args: argparse.Namespace, before: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
+    """Write what is known so far: a comparison that does not come to its end leaves the methods before."""
+    if args.json:
+        args.json.write_text(to_json(before + known))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -126,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=2, help="times that every batch is trained by every method")
     add("--cost-model", type=Path, help="measured costs, of the one --model given")
     add("--profile-minutes", type=float, help="to measure costs (default 2; with --quick 0.7); 0: costs are computed")
-    add("--json", type=Path, help="where to write the figures")
+    add("--json", type=Path, help="where to write the figures, after each group of methods")
     add("--output", type=Path, metavar="FOLDER", help="where to write them with a table and a chart")
     add("--draw", type=Path, nargs="+", metavar="FILE", help="write --output of these JSON files, without training")
     add("--demo", action="store_true", help="a minute's comparison, and what it says in a sentence")

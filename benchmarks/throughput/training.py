@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,10 @@ class Setting:
         return [*words, *own, *length_flags(case, [*words, *own])]
 
 
-def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[str, Any]]:
-    """Train the same batches by every method; a row of figures for each."""
+def compare(
+    case: Case, methods: Sequence[str], setting: Setting, keep: Callable[[list[dict[str, Any]]], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Train the same batches by every method; a row of figures for each, `keep` being told of those that are known."""
     args = setting.args
     batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)
     costs = args.cost_model or profile(case, setting)
@@ -78,30 +80,41 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
                 splits[alike] = chosen_split(case, specs[method])
             specs[method] = msgspec.structs.replace(specs[method], layers_per_stage=splits[alike])
     rounds = 1 if args.demo else args.rounds
-    found = train(case, specs, against[0], groups(methods, against[0], together), batches=batches, rounds=rounds)
-    base = min(against, key=lambda method: mean_ms(found[method][0]))
-    return [
-        figures(
-            {
-                "model": case.model,
-                "size": setting.size,
-                "method": method,
-                "layout": str(case.layout),
-                "max_seq_len": longest_of(case, flags),
-                "layers_per_stage": specs[method].layers_per_stage,
-            },
-            found[method][0],
-            found[base][0] if len(against) > 1 else found[method][1],
-            base,
-        )
-        for method in methods
-    ]
+
+    def rows(found: dict[str, tuple[Results, Results]]) -> list[dict[str, Any]]:
+        base = min(against, key=lambda method: mean_ms(found[method][0]))
+        return [
+            figures(
+                {
+                    "model": case.model,
+                    "size": setting.size,
+                    "method": method,
+                    "layout": str(case.layout),
+                    "max_seq_len": longest_of(case, flags),
+                    "layers_per_stage": specs[method].layers_per_stage,
+                },
+                found[method][0],
+                found[base][0] if len(against) > 1 else found[method][1],
+                base,
+            )
+            for method in methods
+            if method in found
+        ]
+
+    known: list[dict[str, Any]] = []
+    parts = groups(methods, against[0], together)
+    for found in train(case, specs, against[0], parts, batches=batches, rounds=rounds):
+        keep(known := rows(found))
+    return known
 
 
 def train(
     case: Case, specs: dict[str, Spec], base: str, parts: Sequence[Sequence[str]], *, batches: int, rounds: int
-) -> dict[str, tuple[Results, Results]]:
-    """Every method's results, and those of the base in turns with it. Each group's jobs are up at a time."""
+) -> Iterator[dict[str, tuple[Results, Results]]]:
+    """After each group: every method's results so far, and those of the base in turns with it.
+
+    Each group's jobs are up at a time.
+    """
     found: dict[str, tuple[Results, Results]] = {}
     with contextlib.ExitStack() as whole:
         say(f"{case}: starting {base}")
@@ -116,7 +129,7 @@ def train(
                 results = take_turns(running, batches=batches, rounds=rounds)
             for method in part:
                 found.setdefault(method, (results[method], results[base]))
-    return found
+            yield found
 
 
 def chosen_split(case: Case, spec: Spec) -> list[int | float] | None:
