@@ -1,6 +1,7 @@
 """From measurements to a cost model file."""
 
 import datetime
+import importlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -135,10 +136,15 @@ def describe(setup: ProfileSetup) -> Provenance:
         "ranks": torch.distributed.get_world_size(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
+        **({"transformer-engine": _engine_version()} if model.transformer_engine else {}),
         "megatron-core": found_version(),
         "megatron-dynapipe": __version__,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
+
+
+def _engine_version() -> str:
+    return str(getattr(importlib.import_module("transformer_engine"), "__version__", "unknown"))
 
 
 def _model(setup: ProfileSetup) -> dict[str, Any]:
