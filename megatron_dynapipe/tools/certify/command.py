@@ -11,6 +11,7 @@ from megatron_dynapipe import config
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.tools.certify import flags as command_lines
+from megatron_dynapipe.tools.certify.records import read_records
 from megatron_dynapipe.tools.certify.verdict import Check, checks_fp32, checks_half
 from megatron_dynapipe.tools.tuning import validate
 
@@ -70,6 +71,8 @@ def certify(
 
         ranks = ranks or _default_ranks(words, said)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
+        for note in read_records(reference)[0].notes:
+            said(note)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
         for half, added in command_lines.HALVES.items():
             if f"--{half}" in words:

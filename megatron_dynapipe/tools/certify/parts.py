@@ -1,5 +1,6 @@
 """The parameters of a model that many ranks hold in parts, put together and compared."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +10,9 @@ from megatron_dynapipe.tools.certify.records import Part
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Distance of two tensors over the length of the second."""
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+    """Distance of two tensors over the length of the second; infinite where either holds what is not a number."""
+    error = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
 
 
 def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[str, torch.Tensor]:
@@ -40,5 +42,5 @@ def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Te
     """
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
-    kept = [name for name, norm in norms.items() if norm > 1e-5 * max(norms.values())]
+    kept = [name for name, norm in norms.items() if not norm <= 1e-5 * max(norms.values())]
     return {name: relative_error(actual[name], expected[name]) for name in kept}
