@@ -120,6 +120,7 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     from megatron_dynapipe.tools.conversion import checkpoint, command
     from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
+    from megatron_dynapipe.tools.conversion.source import published
 
     found = {}
     rows = [(name, config, flags(config), False) for name, config in configs().items()]
@@ -129,7 +130,7 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for name, config, described, divides_scores in rows:
         theirs, family = make(config), family_of(config.to_dict())
         table = entries(config.model_type, described, config.vocab_size, divides_scores=divides_scores)
-        expected, tensors = their_logits(theirs), command.published(theirs)
+        expected, tensors = their_logits(theirs), published(theirs)
         with checkpoint.whole_model(described, family, config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)
@@ -204,6 +205,96 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         except ConfigError as error:
             said[config.model_type] = str(error)
     return said
+
+
+def as_asked(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What `convert` makes of models with more rows, with a head of their own, and in other types than their files."""
+    _without_cuda()
+    import msgspec
+    from safetensors.torch import load_file, save_file
+
+    from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
+    from megatron_dynapipe.integration.flags.megatron_flags import RELEASE
+    from megatron_dynapipe.tools.conversion.command import from_hugging_face, to_hugging_face
+
+    known = configs()
+
+    def source(case: str, name: str, change: Any = None, **settings: Any) -> Path:
+        place = Path(folder) / case
+        write(make(known[name]), place)
+        tensors = load_file(place / "model.safetensors")
+        if change is not None:
+            save_file(change(tensors), place / "model.safetensors", {"format": "pt"})
+        file = place / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        return place
+
+    def there(place: Path, rows: int | None = None) -> tuple[list[str], Path]:
+        said: list[str] = []
+        converted = place.with_name(f"{place.name} converted")
+        from_hugging_face(place, converted, vocabulary_rows=rows, said=said.append)
+        return said, converted
+
+    def back(place: Path, rows: int | None = None, like: Path | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        target = place.with_name(f"{place.name} back {rows} {like is None}")
+        to_hugging_face(place, target, like, vocabulary_rows=rows)
+        return load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
+
+    def errors(call: Any) -> str:
+        try:
+            return str(call())
+        except ConfigError as error:
+            return str(error)
+
+    from megatron_dynapipe.errors import ConfigError
+
+    found: dict[str, Any] = {"grown": {}}
+    for name in ("llama", "gpt2", "t5-v1.1"):
+        plain = source(f"grown {name}", name)
+        said, converted = there(plain, VOCABULARY + 30)
+        yaml = (converted / "model.yaml").read_text()
+        all_rows, own_rows, as_before = (
+            back(converted),
+            back(converted, VOCABULARY),
+            load_file(plain / "model.safetensors"),
+        )
+        found["grown"][name] = {
+            "padded": f"padded-vocab-size: {384}" in yaml,
+            "said": said,
+            "sizes": [config["vocab_size"] for _, config in (all_rows, own_rows)],
+            "as before": all(torch.equal(own_rows[0][key], as_before[key]) for key in own_rows[0]),
+            "means": [
+                (tensor[VOCABULARY:] - as_before[key].mean(0)).abs().max().item()
+                for key, tensor in all_rows[0].items()
+                if len(tensor) == VOCABULARY + 30
+            ],
+        }
+    record = ResumeRecord(model={"vocabulary_size": str(VOCABULARY + 10)}, tokenizer="", dataset={}, settings={})
+    (converted / RELEASE / NAME).write_bytes(msgspec.json.encode(record))
+    found["dropped unasked"] = errors(lambda: back(converted, None, plain))
+    found["kept as asked"] = back(converted, VOCABULARY + 10, plain)[1]["vocab_size"]
+    found["dropped as asked"] = back(converted, VOCABULARY, plain)[1]["vocab_size"]
+    found["fewer"] = errors(lambda: there(source("fewer", "llama"), VOCABULARY - 1))
+
+    torch.manual_seed(1)
+    head = torch.randn(VOCABULARY, 64)
+    for name in ("qwen2", "gpt2"):
+        own = source(f"own head {name}", name, lambda tensors: tensors | {"lm_head.weight": head})
+        said, converted = there(own)
+        results = [back(converted), back(converted, None, own)]
+        heads = [torch.equal(tensors["lm_head.weight"], head) for tensors, _ in results]
+        found[name] = said, heads, [config["tie_word_embeddings"] for _, config in results]
+    equal = source("equal head", "qwen2", lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    said, converted = there(equal)
+    found["equal head"] = said, "lm_head.weight" in back(converted)[0]
+
+    def halved(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+    found["rounded"] = there(source("rounded", "llama", dtype="bfloat16"))[0]
+    found["half"] = there(source("half", "llama", halved, dtype="bfloat16"))[0]
+    found["widened"] = there(source("widened", "llama", halved, dtype="float32"))[0]
+    return found
 
 
 def _without_cuda() -> None:
