@@ -26,7 +26,8 @@ def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[s
     for rank, parts in enumerate(ranks):
         for name, offset, shape, part in parts:
             other, known = first.setdefault((name, tuple(offset)), (rank, part))
-            if not torch.equal(part, known) and not (error := relative_error(part, known)) < tolerance:
+            same = torch.allclose(part, known, rtol=0, atol=0, equal_nan=True)
+            if not same and not (error := relative_error(part, known)) < tolerance:
                 raise DataError(f"{name}: the copies of ranks {other} and {rank} differ by {error:.1e}")
             tensor = tensors.setdefault(name, torch.zeros(shape))
             lengths = (*[1] * (len(offset) - part.dim()), *part.shape)

@@ -131,7 +131,9 @@ def _gradients(ranks: Sequence[RankRecord], alone: RankRecord) -> tuple[Check, d
         return Check(name="gradients", error=float("inf"), where=error.message), {}
     errors = errors_by_name(actual, expected)
     worst = where = max(errors, key=lambda name: errors[name])
-    if errors[worst] > SUMS:
+    if math.isinf(errors[worst]):
+        where = f"{worst}: not a number"
+    elif errors[worst] > SUMS:
         others = sum(error > SUMS for error in errors.values()) - 1
         plain = f"{worst} and {others} other parameters" if others else f"{worst} alone: the sum over its copies"
         where = _weights(actual, alone, ranks) or plain

@@ -213,6 +213,7 @@ def as_asked(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     import msgspec
     from safetensors.torch import load_file, save_file
 
+    from megatron_dynapipe.errors import ConfigError
     from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
     from megatron_dynapipe.integration.flags.megatron_flags import RELEASE
     from megatron_dynapipe.tools.conversion.command import from_hugging_face, to_hugging_face
@@ -246,8 +247,6 @@ def as_asked(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
         except ConfigError as error:
             return str(error)
 
-    from megatron_dynapipe.errors import ConfigError
-
     found: dict[str, Any] = {"grown": {}}
     for name in ("llama", "gpt2", "t5-v1.1"):
         plain = source(f"grown {name}", name)
@@ -259,7 +258,7 @@ def as_asked(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
             load_file(plain / "model.safetensors"),
         )
         found["grown"][name] = {
-            "padded": f"padded-vocab-size: {384}" in yaml,
+            "padded": "padded-vocab-size: 384" in yaml,
             "said": said,
             "sizes": [config["vocab_size"] for _, config in (all_rows, own_rows)],
             "as before": all(torch.equal(own_rows[0][key], as_before[key]) for key in own_rows[0]),
