@@ -10,7 +10,7 @@ import pytest
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.data.meta import read_meta, write_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.sampling import LengthTable
+from megatron_dynapipe.sampling import LengthTable, TruncationSide
 from tests.cost.models import gpt_file
 from tests.helpers import entry_scripts
 from tests.helpers.commands import run_python
@@ -77,9 +77,11 @@ def test_a_batch_larger_than_the_dataset_is_said(data, tmp_path):
 
 
 def test_what_long_samples_lose_is_said_by_task(tmp_path):
-    """Inputs are cut before targets; a sample of more tokens than a batch may have is an iteration of its own."""
-    data = make_dataset(tmp_path / "data", lengths=(1, 40), tasks=("short", "long"))
+    """Inputs are cut before targets, by the sides of their tasks; samples above a batch's tokens are said, too."""
+    sides = {"long": TruncationSide.LEFT}
+    data = make_dataset(tmp_path / "data", lengths=(1, 40), tasks=("short", "long"), sides=sides)
     flags = "--train-iters 1 --seq-length 16 --dynapipe-long-samples truncate --tokens-per-global-batch 16"
+    flags += " --dynapipe-loss targets"
     (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report")
     lengths = LengthTable.read(data, "train")
     whole = lengths.input + lengths.target
