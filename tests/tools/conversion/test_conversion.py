@@ -38,42 +38,6 @@ def found() -> dict[str, dict[str, Any]]:
     return told
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (told,) = run_ranks(models.as_asked, 1, {"folder": str(tmp_path_factory.mktemp("asked"))}, deadline_s=280)
-    return told
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5-v1.1"])
-def test_a_vocabulary_grows_by_means_and_comes_back_with_or_without_new_rows(asked: dict[str, Any], name: str) -> None:
-    told = asked["grown"][name]
-    assert told["padded"] and told["said"] == []
-    assert told["sizes"] == [models.VOCABULARY + 30, models.VOCABULARY] and told["as before"]
-    assert len(told["means"]) == (1 if name == "gpt2" else 2) and max(told["means"]) < 1e-6
-
-
-def test_rows_of_added_tokens_are_not_left_out_unasked(asked: dict[str, Any]) -> None:
-    said = asked["dropped unasked"]
-    assert "expected as many rows as the run's data has tokens, 310, got 300 by" in said
-    assert "hint: --vocabulary-rows 310 keeps those of the tokens that were added, 300 leaves them out" in said
-    assert (asked["kept as asked"], asked["dropped as asked"]) == (310, 300)
-    assert asked["fewer"] == "expected --vocabulary-rows of at least the model's 300, got 299"
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_a_head_that_is_not_the_embedding_is_kept_whatever_the_configuration_says(asked, name: str) -> None:
-    said, heads, ties = asked[name]
-    assert said == ["config.json says that the head is the embedding, and the files have another: it is kept, untied"]
-    assert heads == [True, True] and ties == [False, False]
-    assert asked["equal head"] == ([], False), "which is the embedding"
-
-
-def test_weights_that_lose_digits_are_said(asked: dict[str, Any]) -> None:
-    (said,) = asked["rounded"]
-    assert said.startswith("weights are rounded from float32 to bfloat16, the dtype in config.json")
-    assert asked["half"] == asked["widened"] == []
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_source(found: dict[str, dict[str, Any]], name: str) -> None:
     told = found[name]
