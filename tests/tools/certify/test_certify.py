@@ -162,9 +162,15 @@ def test_the_command(data, capsys, monkeypatch):
     cut = f"{TWO} --seq-length 48 --dynapipe-long-samples truncate"
     flags = entry_scripts.words("gpt", data, cut, report=data.parent / "unused")
     assert main(["certify", "--iterations", "2", "--json", "--", *flags]) == 0
-    output = capsys.readouterr()
-    assert "samples are longer than the maximum and were truncated: no target token is lost" in output.err
-    printed = json.loads(output.out)
+    said = capsys.readouterr()
+    progress = [line for line in said.err.splitlines() if line.startswith("run ")]
+    assert [line.rstrip("0123456789 s") for line in progress[1::2]] == [
+        "run 1 of 2 ended after",
+        "run 2 of 2 ended after",
+    ]
+    assert progress[2].startswith("run 2 of 2: planned, fp32, ranks: ") and "at most 1800 s" in progress[2]
+    assert "samples are longer than the maximum and were truncated: no target token is lost" in said.err
+    printed = json.loads(said.out)
     assert printed["exact"] and len(printed["gradients"]) > 20
     assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
     assert not (data.parent / "unused").exists()
