@@ -31,7 +31,7 @@ BOUNDS = {
     "kinds of values": 210,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300,
     # labels 100, #7452 20, cliffs of T5 and chunks 30, splits of equal work 7.
-    "lines of tests": 35_883,
+    "lines of tests": 35_885,
     "lines of benchmarks": 9_146,  # plans that knew of a slow stage 19, throughput in turns 2
     "flags": 27,
 }
