@@ -74,7 +74,8 @@ class Bench:
         models, optimizer = build(setup)
         self._base = Planner(inputs.planner, inputs.costs.load())
         self._pipeline = MegatronPipeline(models, optimizer, self._base, seed=setup.args.seed)
-        self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train"), inputs.splits[0].sampler)
+        order = inputs.splits[0].sampler
+        self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train", order.family), order)
         self._control = ControlGroup(timeout_s=300)
         self.rank, self._stage = self._control.rank, parallel_state.get_pipeline_model_parallel_rank()
         self._device, self._vocabulary = setup.device, setup.args.vocab_size

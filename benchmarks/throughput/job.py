@@ -51,8 +51,8 @@ class Job:
         self._joins = method.joins
         folder = Path(inputs.data_folder)
         self.prepare(method.planner(inputs.planner, longest), inputs.costs, meta)
-        self._sampler = Sampler(LengthTable.read(folder, "train"), inputs.splits[0].sampler)
-        self._reader = open_split(folder, "train")
+        self._sampler = Sampler(LengthTable.read(folder, "train", setup.family), inputs.splits[0].sampler)
+        self._reader = open_split(folder, "train", setup.family)
         self._control = ControlGroup(timeout_s=TIMEOUT_S)
         self.rank = self._control.rank
 

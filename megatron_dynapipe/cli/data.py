@@ -54,6 +54,8 @@ def _add_prepare(actions: Any) -> None:
     add("--long-samples", choices=("fail", "truncate", "skip"), default="fail", help="longer ones (%(default)s)")
     where = "where truncated samples lose tokens (%(default)s)"
     add("--truncate", choices=("right", "left", "middle"), default="right", help=where)
+    bad = "rows that cannot be used: the first one ends the preparation, or they are left out and counted (%(default)s)"
+    add("--bad-rows", choices=("fail", "skip"), default="fail", help=bad)
     empty = "leave out samples with an empty input or target, and conversations without a turn of the assistant"
     add("--skip-empty", action="store_true", help=empty)
     add("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
@@ -76,7 +78,7 @@ def _prepare(args: argparse.Namespace) -> None:
     if bool(args.files) == (args.mixture is not None):
         raise ConfigError(f"expected either files or --mixture, got {'both' if args.files else 'neither'}")
     from megatron_dynapipe.tools.mixture.sources import open_sources
-    from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
+    from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings, prepare_mixture
 
     root = Path()
     if args.mixture:
@@ -86,7 +88,11 @@ def _prepare(args: argparse.Namespace) -> None:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
     flags = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
-    choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
+    choices: dict[str, Any] = {
+        "bad_rows": BadRows(args.bad_rows),
+        "long_samples": LongSamples(args.long_samples),
+        "truncate": TruncationSide(args.truncate),
+    }
     settings = PrepareSettings(source=source, **flags | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
     meta, notes = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)

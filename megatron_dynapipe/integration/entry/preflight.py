@@ -85,7 +85,7 @@ def _print(run: RunConfig, lines: Iterable[str]) -> None:
 
 def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     if sampler.report.long_samples:
-        names, table = read_meta(data).tasks, LengthTable.read(data, split.name)
+        names, table = read_meta(data).tasks, LengthTable.read(data, split.name, sampler.settings.family)
         long = long_by_task(table, read_task_ids(data, split.name, len(table)), sampler.settings)
         yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
     samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch

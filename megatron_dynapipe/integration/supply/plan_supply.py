@@ -93,7 +93,8 @@ class PlanSupply:
 
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
         folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
-        reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
+        meta, family = read_meta(folder), split.sampler.family
+        reader = open_split(folder, split.name, family) if required.text else None
         by_task = required.labels and len(meta.tasks) > 1
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
