@@ -115,6 +115,16 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.format == FORMAT
 
     @property
+    def missing_ends(self) -> str | None:
+        """What samples of a dataset of an earlier version lack, in words; None of today's."""
+        if self.has_ends:
+            return None
+        return (
+            f"{self.format}: samples were made without end tokens, which the tokenizer adds: a decoder-only model does not "
+            "learn to stop, an encoder reads none; prepare the dataset again for both"
+        )
+
+    @property
     def split_samples(self) -> dict[str, int]:
         """Samples of each split."""
         return {split: sum(self.samples[split].values()) for split in SPLITS}
