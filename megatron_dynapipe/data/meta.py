@@ -62,8 +62,8 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         skipped: samples that were left out, by reason.
         truncated: samples that lost tokens, by task.
         rates: how often each task is drawn in training, where not by its size.
-        loss: which tokens of decoder-only samples count if nothing else is asked for: "targets" where it holds
-            conversations, else "everything".
+        loss: which tokens of decoder-only samples count if nothing else is asked for: "targets", what the model will
+            have to write itself, or "everything", as of plain text alone.
         lengths: training samples by the power of two that their input and their target do not exceed.
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape, where it never counts; the end token where a tokenizer has no
@@ -120,8 +120,8 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.has_ends:
             return None
         return (
-            f"{self.format}: samples were made without end tokens, which the tokenizer adds: a decoder-only model does not "
-            "learn to stop, an encoder reads none; prepare the dataset again for both"
+            f"{self.format}: samples were made without end tokens, which the tokenizer adds: a decoder-only model does "
+            "not learn to stop, an encoder reads none; prepare the dataset again for both"
         )
 
     @property

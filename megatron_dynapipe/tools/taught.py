@@ -63,7 +63,7 @@ def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[Ta
 
 
 def sample_printer(folder: Path, *, coloured: bool) -> Callable[[TaughtSample], str]:
-    """A function that gives a sample as text, by the dataset's own tokenizer; raises DataError where that is missing."""
+    """A function that gives a sample as text, by the dataset's tokenizer; raises DataError where that is missing."""
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     before, after = _COLOURED if coloured else _MARKED
 

@@ -79,7 +79,9 @@ def test_version_1_is_still_read(folder: Path) -> None:
     meta_path(folder).unlink()
     (folder / "meta.json").write_text(json.dumps(fields | old))
     assert read_meta(folder) == msgspec.structs.replace(current, format="dynapipe-dataset/2")
-    assert current.has_ends and not read_meta(folder).has_ends
+    assert current.missing_ends is None
+    said = read_meta(folder).missing_ends
+    assert said is not None and said.startswith("dynapipe-dataset/2: samples were made without end tokens")
     assert len(open_split(folder, "train")) == 4
     (folder / "meta.json").write_text(json.dumps(fields | old | {"tasks": 3}))
     with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1"):

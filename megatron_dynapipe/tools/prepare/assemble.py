@@ -146,7 +146,7 @@ def write_dataset(
         skipped={reason: count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
-        loss="targets" if any(spec.messages for spec in mixture.tasks) else "everything",
+        loss="everything" if all(spec.text for spec in mixture.tasks) else "targets",
         lengths=_histogram(staging, splits == 0),
         vocabulary_size=len(tokenizer),
         pad_id=pad_id(tokenizer),

@@ -37,10 +37,10 @@ _FIXED_DATE = (
 """Before a template that asks for the date: transformers lets no function of ours in. It writes nothing."""
 _OTHER_ANSWER = "\0"
 
-OTHERS = "messages of other roles are marked to be learned, which only the assistant's are"
-REWRITES = "conversations became a sample for each answer (turns: each): the chat template rewrites earlier turns"
-OTHER_PROMPT = "answers begin otherwise than what the chat template writes as the prompt for one"
-EMPTY_THOUGHTS = "answers begin with an empty thought that the chat template writes, which is not learned"
+OTHERS = "messages of other roles that are marked to be learned, which only the assistant's are"
+REWRITES = "conversations with a sample for each answer (turns: each), since the chat template rewrites earlier turns"
+OTHER_PROMPT = "answers before which the chat template writes something else than its prompt for one"
+EMPTY_THOUGHTS = "answers with an empty thought that the chat template writes, which is not learned"
 
 
 class RewrittenError(TemplateError):
@@ -182,7 +182,7 @@ class ChatTemplate:
             has_marks = marked and _MARKS.search(source) is not None
             if "strftime_now" in source:
                 today = date or DATE
-                self.remarks[f"conversations have {today} as today's date, for which the chat template asks"] += marked
+                self.remarks[f"conversations with {today} as today's date, for which the chat template asks"] += marked
                 formats = {form: today.strftime(form) for _, form in _DATE_FORMATS.findall(source)}
                 source, special = _FIXED_DATE + source, self._special | {"dynapipe_dates": formats}
             else:
@@ -210,9 +210,9 @@ class ChatTemplate:
         for message in conversation.messages:
             for key in message.keys() - KNOWN:
                 if not self._is_read(key, has_tools):
-                    self.remarks[f"messages have {key!r}, which the chat template does not read"] += 1
+                    self.remarks[f"messages with {key!r}, which the chat template does not read"] += 1
         if has_tools and not self._is_read("tools", has_tools):
-            self.remarks["conversations have 'tools', which the chat template does not read"] += 1
+            self.remarks["conversations with 'tools', which the chat template does not read"] += 1
 
     def _is_read(self, key: str, has_tools: bool) -> bool:
         if (has_tools, key) not in self._reads:

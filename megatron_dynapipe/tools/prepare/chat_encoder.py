@@ -13,11 +13,10 @@ from megatron_dynapipe.tools.prepare.chat import ChatTemplate, Written
 from megatron_dynapipe.tools.prepare.encoded import Encoded, TextEncoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings
 from megatron_dynapipe.tools.prepare.teach import Ends, Speech, Taught
-from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer
 
 UNENDED = (
-    "answers end in no special token, since the chat template writes none after them: a model does not learn there when"
-    " to stop (`eos: true` ends a conversation with the tokenizer's end token)"
+    "answers that end in no special token, since the chat template writes none after them: a model does not learn there"
+    " when to stop (`eos: true` ends a conversation with the tokenizer's end token)"
 )
 
 
@@ -40,7 +39,6 @@ class ChatEncoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         encoder: TextEncoder,
         ends: Ends,
         spec: TaskSpec,
@@ -48,7 +46,7 @@ class ChatEncoder:
         settings: PrepareSettings,
     ) -> None:
         self._encoder, self._ends, self._spec, self._settings = encoder, ends, spec, settings
-        self._template = ChatTemplate(tokenizer, template, learns_empty_thoughts=spec.empty_thoughts)
+        self._template = ChatTemplate(encoder.tokenizer, template, learns_empty_thoughts=spec.empty_thoughts)
         self._speech = Speech(encoder.special, encoder.is_blank)
 
     def __call__(self, rows: Iterable[tuple[int, Any]], refuse: Refuse) -> Iterator[tuple[int, str, TaughtChat | None]]:

@@ -1,4 +1,4 @@
-"""A block of rows → tokens, in one process: what a worker does. Imports no torch.
+"""A block of rows → tokens, in one process: what a worker does. Imports no torch, and transformers for conversations.
 
 Plain text becomes samples of the next token, for decoder-only models, or of T5's removed spans:
 
@@ -30,7 +30,7 @@ from megatron_dynapipe.tools.prepare.encoded import TextEncoder
 from megatron_dynapipe.tools.prepare.indexed import token_dtype
 from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings, Skipped, empty, too_long
 from megatron_dynapipe.tools.prepare.teach import Ends, Part, Taught
-from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL, load_tokenizer
+from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL
 
 KEPT, TRUNCATED = 0, 1
 FIRST_SKIPPED = 2
@@ -110,14 +110,14 @@ class Encoder:
         mixture: Mixture,
         settings: PrepareSettings,
         vocabulary_size: int,
+        eos_id: int,
         sentinels: tuple[int, ...],
     ) -> None:
         self._mixture, self._settings = mixture, settings
         self._vocabulary_size, self._sentinels = vocabulary_size, sentinels
-        self._tokenizer = load_tokenizer(folder, pad_token=settings.pad_token)
-        self._encode = TextEncoder(folder, self._tokenizer)
+        self._encode = TextEncoder(folder, settings.pad_token)
         before, after = self._encode.around
-        self._ends = Ends(before=before, after=after, eos=int(self._tokenizer.eos_token_id))
+        self._ends = Ends(before=before, after=after, eos=eos_id)
         if settings.max_input_length is not None and settings.max_input_length <= len(before) + len(after):
             raise ConfigError(
                 f"expected max_input_length above {len(before) + len(after)}, the tokens that the tokenizer adds to "
@@ -177,9 +177,7 @@ class Encoder:
     def _conversations(self, rows: Iterator[tuple[int, Any]], task: int, errors: "_Refused") -> _Samples:
         samples, spec = _Samples(), self._mixture.tasks[task]
         if task not in self._chats:
-            self._chats[task] = ChatEncoder(
-                self._tokenizer, self._encode, self._ends, spec, self._mixture.chat_template, self._settings
-            )
+            self._chats[task] = ChatEncoder(self._encode, self._ends, spec, self._mixture.chat_template, self._settings)
         for number, name, taught in self._chats[task](rows, errors.add):
             if taught is None:
                 status = status_of(Skipped.NO_ASSISTANT_TURN)

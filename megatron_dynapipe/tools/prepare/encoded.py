@@ -11,7 +11,7 @@ import tokenizers
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture.messages import RowError
-from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer
 
 
 class Encoded(Protocol):
@@ -69,13 +69,16 @@ class TextEncoder:
 
     A tokenizer that has no `tokenizer.json` (one in Python) encodes by itself, more slowly.
 
+    Args:
+        folder: the tokenizer's.
+        pad_token: to pad with in place of its own.
+
     Attributes:
         around: what the tokenizer's post-processor writes before and after a text.
-        special: its special tokens.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Tokenizer = tokenizer
+    def __init__(self, folder: Path, pad_token: str | None = None) -> None:
+        self._folder, self._pad_token = folder, pad_token
         self._fast: tokenizers.Tokenizer | None = None
         path = folder / "tokenizer.json"
         if path.is_file():
@@ -83,14 +86,31 @@ class TextEncoder:
             self._fast.no_padding()
             self._fast.no_truncation()
         self.around = self._around()
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = frozenset(tokenizer.all_special_ids) | {token for token, form in added if form.special}
-        self.is_blank = functools.lru_cache(4096)(self._is_blank)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As transformers has it, which pairs and texts are encoded without: importing it takes a second."""
+        return load_tokenizer(self._folder, pad_token=self._pad_token)
+
+    @functools.cached_property
+    def special(self) -> frozenset[int]:
+        """The special tokens."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(self.tokenizer.all_special_ids) | {token for token, form in added if form.special}
+
+    @functools.cached_property
+    def is_blank(self) -> Callable[[tuple[int, ...]], bool]:
+        """A function that says whether some tokens stand for white space alone."""
+
+        def is_blank(ids: tuple[int, ...]) -> bool:
+            return not self.tokenizer.decode(list(ids), skip_special_tokens=False).strip()
+
+        return functools.lru_cache(4096)(is_blank)
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with nothing added; what reads like a special token is only text."""
         if self._fast is None:
-            encoded = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
+            encoded = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
             return [list(ids) for ids in encoded["input_ids"]]
         self._fast.encode_special_tokens = True
         return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
@@ -98,24 +118,23 @@ class TextEncoder:
     def rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text that a template wrote, its special tokens encoded as such, with the places of its tokens."""
         if self._fast is None:
-            return [SlowEncoded(text, self._rendered_slowly) for text in texts]
+            return [SlowEncoded(text, self._with_special_tokens) for text in texts]
         self._fast.encode_special_tokens = False
         encoded = self._fast.encode_batch(texts, add_special_tokens=False)
         return [FastEncoded(encoding.ids, encoding.offsets) for encoding in encoded]
 
-    def _rendered_slowly(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _is_blank(self, ids: tuple[int, ...]) -> bool:
-        return not self._tokenizer.decode(list(ids), skip_special_tokens=False).strip()
+    def _with_special_tokens(self, text: str, *, around: bool = False) -> list[int]:
+        if self._fast is not None:
+            return self._fast.encode(text, add_special_tokens=around).ids
+        return list(self.tokenizer(text, add_special_tokens=around)["input_ids"])
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As it is seen around a letter; raises DataError where the letter has other tokens then."""
-        plain, whole = (self._tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+        plain, whole = (self._with_special_tokens("a", around=around) for around in (False, True))
         for first in range(len(whole) - len(plain) + 1):
             if whole[first : first + len(plain)] == plain:
                 return tuple(whole[:first]), tuple(whole[first + len(plain) :])
         raise DataError(
-            f"{self._tokenizer.name_or_path}: expected a tokenizer that adds tokens before and after a text alone, it"
-            f" encodes 'a' as {plain} without special tokens and as {whole} with them"
+            f"{self._folder}: expected a tokenizer that adds tokens before and after a text alone, it encodes 'a' as "
+            f"{plain} without special tokens and as {whole} with them"
         )

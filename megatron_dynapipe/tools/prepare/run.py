@@ -181,7 +181,7 @@ def _made(
         _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
         loaded = load_tokenizer(tokenizer)
         with contextlib.closing(Staging(folder)) as staging:
-            encoder = (tokenizer, mixture, settings, len(loaded), sentinel_ids(loaded))
+            encoder = (tokenizer, mixture, settings, len(loaded), int(loaded.eos_token_id), sentinel_ids(loaded))
             _encode_all(encoder, sources, staging, settings.processes, show_progress)
         shutil.copytree(tokenizer, tokenizer_folder(fresh))
         digest = fingerprint(tokenizer)
@@ -283,7 +283,7 @@ def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tok
     for reason, count in meta.skipped.items():
         yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
         yield from (f"  {error}" for error in staging.errors.get(Skipped(reason), ()))
-    yield from (f"{count} {remark}" for remark, count in sorted(staging.remarks.items()))
+    yield from (f"{remark}: {count}" for remark, count in sorted(staging.remarks.items()))
     if tokenizer.pad_token_id is None:
         yield (
             f"the tokenizer has no pad token: its end token {tokenizer.eos_token!r} fills padded rows, where it does"

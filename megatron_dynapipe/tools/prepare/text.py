@@ -52,7 +52,9 @@ def check_first_rows(mixture: Mixture, sources: Sequence[Source], settings: Prep
             train_tokenizer([], _BYTES_AND_SPECIAL + SENTINELS, sentinels=SENTINELS).save_pretrained(folder)
             settings = replace(settings, max_input_length=None, max_target_length=None)
         tokenizer = load_tokenizer(folder, pad_token=settings.pad_token)
-        encode = Encoder(folder, mixture, settings, len(tokenizer), sentinel_ids(tokenizer))
+        encode = Encoder(
+            folder, mixture, settings, len(tokenizer), int(tokenizer.eos_token_id), sentinel_ids(tokenizer)
+        )
         for task, source in enumerate(sources):
             for part in source:
                 if (block := next(part.blocks(), None)) is not None:

@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoder(tokenizer: Path, task: TaskSpec, **changes: Any) -> Encoder:
     mixture = Mixture(tasks=(task,), chat_template=changes.pop("chat_template", CHAT))
-    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, tuple(range(3, 23)))
+    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, 2, tuple(range(3, 23)))
 
 
 def block(*rows: Any) -> Block:
