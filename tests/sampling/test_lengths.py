@@ -64,11 +64,8 @@ def test_each_family_has_its_ends(tmp_path: Path) -> None:
     write_split(tmp_path, LENGTHS)
     assert LengthTable.read(tmp_path, "train", ModelFamily.GPT).input.tolist() == [3, 5]
     np.save(ends_path(tmp_path / "train"), np.array([1, 0, 2, 1], np.uint8))
-    for family, inputs, targets in (
-        (None, [3, 5], [1, 2]),
-        (ModelFamily.GPT, [2, 3], [1, 2]),
-        (ModelFamily.T5, [3, 5], [1, 1]),
-    ):
+    as_read = {None: ([3, 5], [1, 2]), ModelFamily.GPT: ([2, 3], [1, 2]), ModelFamily.T5: ([3, 5], [1, 1])}
+    for family, lengths in as_read.items():
         table = LengthTable.read(tmp_path, "train", family)
         assert (table.input.tolist(), table.target.tolist()) == lengths
         assert table.input.dtype == table.target.dtype == np.int32

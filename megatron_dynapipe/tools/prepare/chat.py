@@ -201,8 +201,8 @@ class ChatTemplate:
 
     def _source(self, has_tools: bool) -> str:
         if has_tools not in self._sources:
-            with_tools = [{}] if has_tools else None
-            self._sources[has_tools] = self._tokenizer.get_chat_template(self._template, with_tools)
+            named = {"tools": [{}]} if has_tools else {}
+            self._sources[has_tools] = self._tokenizer.get_chat_template(self._template, **named)
         return self._sources[has_tools]
 
     def _remark_unread(self, conversation: Conversation) -> None:

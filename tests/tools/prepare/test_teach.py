@@ -4,6 +4,7 @@ import datetime
 import json
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
