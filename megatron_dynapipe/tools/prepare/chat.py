@@ -201,7 +201,7 @@ class ChatTemplate:
 
     def _source(self, has_tools: bool) -> str:
         if has_tools not in self._sources:
-            named = {"tools": [{}]} if has_tools else {}
+            named: dict[str, Any] = {"tools": [{}]} if has_tools else {}
             self._sources[has_tools] = self._tokenizer.get_chat_template(self._template, **named)
         return self._sources[has_tools]
 

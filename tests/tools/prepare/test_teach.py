@@ -14,15 +14,21 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.main import main as cli
+from megatron_dynapipe.data.collate import Collator, RequiredFields
+from megatron_dynapipe.data.meta import open_split
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture.rows import Block
-from megatron_dynapipe.tools.mixture.sources import open_sources
+from megatron_dynapipe.tools.mixture.sources import open_sources, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, Turns
 from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings, prepare_mixture
 from megatron_dynapipe.tools.prepare.chat import DATE
 from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
 from megatron_dynapipe.tools.prepare.encoded import SlowEncoded, TextEncoder
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
+from megatron_dynapipe.tools.taught import taught_samples
+from megatron_dynapipe.units import ModelFamily, Shape
+from tests.helpers import lists
 from tests.helpers.chat_models import AROUND, PRE, TEMPLATES, chat_tokenizer, saved
 
 type Sample = tuple[list[int], list[int]]
@@ -355,3 +361,28 @@ def test_show_prints_what_is_trained(folders: dict[str, Path], tmp_path: Path, c
     assert json.loads(capsys.readouterr().out) == {"task": "t", "tokens": sequence, "learned": counts}
     assert cli(["data", "show", data, "--json", "--model", "t5"]) == 0
     assert json.loads(capsys.readouterr().out) == {"task": "t", "input": given, "target": wanted}
+
+
+@pytest.mark.parametrize("family", ModelFamily)
+def test_what_show_prints_is_what_is_collated(folders: dict[str, Path], tmp_path: Path, family: ModelFamily) -> None:
+    """Lengths, samples and labels agree, and the end token is in the labels once."""
+    run = PrepareSettings(source="test", tokenizer=folders["metaspace"], valid_fraction=0, test_fraction=0)
+    rows = [{"input": f"fox {at}", "target": "dog " * (at + 1)} for at in range(4)]
+    mixture = Mixture(tasks=(TaskSpec(name="n", source="x"),))
+    meta = prepare_mixture(mixture, [rows_source(rows)], tmp_path / "data", run)[0]
+    reader = open_split(tmp_path / "data", "train", family)
+    is_t5 = family is ModelFamily.T5
+    inputs, targets = reader.lengths.input.tolist(), reader.lengths.target.tolist()
+    if not is_t5:
+        inputs, targets = [sum(pair) for pair in zip(inputs, targets, strict=True)], [0] * 4
+    shape = Shape(4, 64, 64 if is_t5 else 0)
+    batch = lists.micro_batch(shape, inputs, targets, sample_ids=(0, 1, 2, 3))
+    required = RequiredFields(tokens=True, decoder_tokens=is_t5, labels=True)
+    collator = Collator(required=required, reader=reader, special=meta, loss_on=LossOn(meta.loss))
+    host = collator(0, batch, family)
+    for at, sample in enumerate(taught_samples(tmp_path / "data", "train", family)):
+        counting = host.labels[at][host.loss_mask[at] == 1].tolist()
+        assert counting == [token for token, counts in zip(sample.tokens, sample.learned, strict=True) if counts]
+        assert counting.count(meta.eos_id) == 1 and counting[-1] == meta.eos_id
+        if is_t5:
+            assert host.tokens[at][: inputs[at]].tolist() == sample.given and sample.given[-1] == meta.eos_id
