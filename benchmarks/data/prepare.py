@@ -1,9 +1,10 @@
 """How long `data prepare` takes, and the most that all its processes together have resident.
 
-    [taskset -c 0] python benchmarks/data/prepare.py ROWS.jsonl[.gz] [--tokenizer DIR] [--megabytes 1000]
+    [taskset -c 0] python benchmarks/data/prepare.py ROWS.jsonl[.gz] [--tokenizer DIR] [--megabytes 1000] [--chats N]
 
 ROWS has task, input and target; it is repeated up to the size that is asked for, in a temporary folder. Without
---tokenizer one is trained on it first. There is a worker for each core that this process may use.
+--tokenizer one is trained on it first. With --chats it is made into so many conversations of two turns instead, by a
+template that this file has. There is a worker for each core that this process may use.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import gzip
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,11 @@ import psutil
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 FEW_MEGABYTES = 5
+MIXTURE = """tasks:
+  - {name: chats, source: chats.jsonl, messages: messages}
+chat_template: "{% for m in messages %}<s>{{ m.role }}\\n{{ m.content }}</s>\\n{% endfor %}\
+{% if add_generation_prompt %}<s>assistant\\n{% endif %}"
+"""
 
 
 def repeated(source: Path, folder: Path, megabytes: int) -> Path:
@@ -38,8 +45,23 @@ def repeated(source: Path, folder: Path, megabytes: int) -> Path:
                 return path
 
 
+def chats(rows: Path, folder: Path, count: int) -> Path:
+    """A mixture file of so many conversations of two turns, made of a file's rows."""
+    with rows.open() as file:
+        pairs = itertools.cycle([json.loads(line) for line in file])
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(count):
+            turns = [turn for pair in itertools.islice(pairs, 2) for turn in (pair["input"], pair["target"])]
+            roles = ("user", "assistant") * 2
+            messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    (folder / "chats.yaml").write_text(MIXTURE)
+    return folder / "chats.yaml"
+
+
 def command(rows: Path, tokenizer: Path | None, output: Path) -> list[str]:
-    words = [sys.executable, "-m", "megatron_dynapipe", "data", "prepare", str(rows), "--output", str(output)]
+    source = ["--mixture", str(rows)] if rows.suffix == ".yaml" else [str(rows)]
+    words = [sys.executable, "-m", "megatron_dynapipe", "data", "prepare", *source, "--output", str(output)]
     return words + ([] if tokenizer is None else ["--tokenizer", str(tokenizer)])
 
 
@@ -65,11 +87,18 @@ def resident(process: psutil.Process) -> int:
     return found
 
 
+def processor_s() -> float:
+    """Seconds of processor time of all processes that have ended and that this one started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--megabytes", type=int, default=1000, help="of rows (%(default)s)")
+    parser.add_argument("--chats", type=int, metavar="N", help="conversations, in place of rows")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, tokenizer = Path(name), args.tokenizer
@@ -77,10 +106,14 @@ def main() -> None:
             few = repeated(args.rows, folder, FEW_MEGABYTES)
             subprocess.run(command(few, None, folder / "trained"), check=True, **QUIET)
             tokenizer = folder / "trained" / "tokenizer"
-        rows, began = repeated(args.rows, folder, args.megabytes), time.perf_counter()
+        rows, what = repeated(args.rows, folder, args.megabytes), f"{args.megabytes} MB of rows"
+        if args.chats is not None:
+            rows, what = chats(rows, folder, args.chats), f"{args.chats} conversations"
+        before, began = processor_s(), time.perf_counter()
         most = most_memory(command(rows, tokenizer, folder / "data"))
-        seconds, load = time.perf_counter() - began, os.getloadavg()[0]
-        print(f"{args.megabytes} MB of rows: {seconds:.1f} s, at most {most} MB in all processes (load {load:.1f})")
+        seconds, load, worked = time.perf_counter() - began, os.getloadavg()[0], processor_s() - before
+        took = f"{seconds:.1f} s, {worked:.1f} s of processor time"
+        print(f"{what}: {took}, at most {most} MB in all processes (load {load:.1f})")
 
 
 if __name__ == "__main__":

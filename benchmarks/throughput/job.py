@@ -53,7 +53,7 @@ class Job:
         folder = Path(inputs.data_folder)
         self.prepare(method.planner(inputs.planner, longest), inputs.costs, meta)
         self._sampler = split_sampler(folder, inputs.splits[0])
-        self._reader = open_split(folder, "train")
+        self._reader = open_split(folder, "train", setup.family)
         self._control = ControlGroup(timeout_s=TIMEOUT_S)
         self.rank = self._control.rank
 

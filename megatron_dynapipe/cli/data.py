@@ -1,6 +1,8 @@
 """`data`: text tasks → a tokenised dataset folder, the demo mixture, what a dataset holds."""
 
 import argparse
+import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.inspect import dataset_statistics, problems, statistics_table
 from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
-from megatron_dynapipe.units import amount
+from megatron_dynapipe.units import ModelFamily, amount
+
+_SHOWN = 10
+"""Samples that `show` prints as text, unless others are asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = actions.add_parser("verify", help="check every file and sample of a dataset folder")
     verify.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
 
+    _add_show(actions)
+
     stats = actions.add_parser("stats", help="lengths per task and in total")
     stats.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     stats.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
     stats.add_argument("--json", action="store_true", help="print the statistics for a machine to read")
+
+
+def _add_show(actions: Any) -> None:
+    show = actions.add_parser(
+        "show",
+        help="samples as they are trained: what is given, and what is learned",
+        description="What is learned is coloured; where there is no terminal, it stands in ⟦ ⟧.",
+    )
+    show.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
+    show.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
+    show.add_argument("--limit", type=int, metavar="N", help=f"samples (default: {_SHOWN}, with --json all)")
+    show.add_argument("--model", choices=("gpt", "t5"), default="gpt", help="the kind of model (%(default)s)")
+    show.add_argument("--json", action="store_true", help="a line of token ids for each sample")
 
 
 def _add_prepare(actions: Any) -> None:
@@ -54,6 +74,8 @@ def _add_prepare(actions: Any) -> None:
     add("--long-samples", choices=("fail", "truncate", "skip"), default="fail", help="longer ones (%(default)s)")
     where = "where truncated samples lose tokens (%(default)s)"
     add("--truncate", choices=("right", "left", "middle"), default="right", help=where)
+    bad = "rows that cannot be used: the first one ends the preparation, or they are left out and counted (%(default)s)"
+    add("--bad-rows", choices=("fail", "skip"), default="fail", help=bad)
     empty = "leave out samples with an empty input or target, and conversations without a turn of the assistant"
     add("--skip-empty", action="store_true", help=empty)
     add("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
@@ -61,7 +83,7 @@ def _add_prepare(actions: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one of the actions; what was made, or found, goes to stdout. 1 if `verify` finds something wrong."""
-    actions = {"demo": _demo, "prepare": _prepare, "stats": _stats, "verify": _verify}
+    actions = {"demo": _demo, "prepare": _prepare, "show": _show, "stats": _stats, "verify": _verify}
     return actions[args.action](args) or 0
 
 
@@ -76,7 +98,7 @@ def _prepare(args: argparse.Namespace) -> None:
     if bool(args.files) == (args.mixture is not None):
         raise ConfigError(f"expected either files or --mixture, got {'both' if args.files else 'neither'}")
     from megatron_dynapipe.tools.mixture.sources import open_sources
-    from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
+    from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings, prepare_mixture
 
     root = Path()
     if args.mixture:
@@ -86,7 +108,11 @@ def _prepare(args: argparse.Namespace) -> None:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
     flags = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
-    choices = {"long_samples": LongSamples(args.long_samples), "truncate": TruncationSide(args.truncate)}
+    choices: dict[str, Any] = {
+        "bad_rows": BadRows(args.bad_rows),
+        "long_samples": LongSamples(args.long_samples),
+        "truncate": TruncationSide(args.truncate),
+    }
     settings = PrepareSettings(source=source, **flags | choices)
     sources = open_sources(mixture, root, hub_root=args.hub_root)
     meta, notes = prepare_mixture(mixture, sources, args.output, settings, show_progress=True)
@@ -106,6 +132,24 @@ def _verify(args: argparse.Namespace) -> int:
     if not count:
         print(f"{args.folder}: {sum(meta.split_samples.values())} samples are as they were written")
     return 1 if count else 0
+
+
+def _show(args: argparse.Namespace) -> None:
+    from megatron_dynapipe.tools.taught import sample_printer, taught_samples
+
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"expected --limit of at least 1, got {args.limit}")
+    if missing := read_meta(args.folder).missing_ends:
+        print(missing, file=sys.stderr)
+    limit = args.limit or (None if args.json else _SHOWN)
+    samples = itertools.islice(taught_samples(args.folder, args.split, ModelFamily(args.model)), limit)
+    if args.json:
+        for sample in samples:
+            print(json.dumps(sample.row(), ensure_ascii=False))
+        return
+    printed = sample_printer(args.folder, coloured=sys.stdout.isatty())
+    for sample in samples:
+        print(printed(sample))
 
 
 def _stats(args: argparse.Namespace) -> None:

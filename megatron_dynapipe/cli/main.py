@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "data prepare --mixture mixture.yaml --tokenizer data/demo/tokenizer --output data/mixture --workers 8",
     ),
     "data verify": ("data verify data/demo",),
+    "data show": ("data show data/demo --limit 3", "data show data/demo --model t5 --json > tokens.jsonl"),
     "data stats": ("data stats data/demo", "data stats data/demo --split valid --json > lengths.json"),
     "plan": (
         f"plan {_MEASURED} --pipeline-parallel 2 --limit 4 --output plans",

@@ -18,7 +18,7 @@ import msgspec
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import open_regular
 from megatron_dynapipe.sampling import spans_path
-from megatron_dynapipe.sampling.lengths import data_path, index_path, task_ids_path
+from megatron_dynapipe.sampling.lengths import data_path, ends_path, index_path, task_ids_path
 
 WHOLE_BYTES = 2_000_000_000
 """Files of at most this size are read whole: two or three seconds."""
@@ -69,7 +69,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
 def names_of(folder: Path, split: str) -> tuple[Path, ...]:
     """All files that a split may have."""
     prefix = folder / split
-    arrays = task_ids_path(folder, split), checksums_path(prefix), spans_path(prefix)
+    arrays = task_ids_path(folder, split), checksums_path(prefix), spans_path(prefix), ends_path(prefix)
     return data_path(prefix), index_path(prefix), *arrays
 
 

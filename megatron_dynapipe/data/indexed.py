@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from megatron_dynapipe.data.identity import checksums_path
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.lengths import LengthTable, data_path, read_array, read_index
+from megatron_dynapipe.sampling.lengths import LengthTable, data_path, read_array, read_ends, read_index
+from megatron_dynapipe.units import ModelFamily
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""
@@ -24,6 +25,7 @@ class IndexedReader:
 
     Args:
         prefix: path of `<prefix>.bin` and `<prefix>.idx` without their endings.
+        family: the models that are to read them, as in `LengthTable.read`; None for samples as they are stored.
 
     Each sample is checked against its checksum when it is read; where the dataset has none, the file must not change.
 
@@ -35,9 +37,11 @@ class IndexedReader:
         DataError: files are missing, damaged, or do not hold (input, target) pairs.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, family: ModelFamily | None = None) -> None:
         index = read_index(prefix)
-        self.lengths = LengthTable.from_index(index)
+        self.lengths = self._stored = LengthTable.from_index(index)
+        if family is not None and (ends := read_ends(prefix, len(self.lengths))) is not None:
+            self.lengths = self._stored.of_family(family, ends)
         self.dtype = index.dtype
         self._path = data_path(prefix)
         # An empty file cannot be mapped.
@@ -65,7 +69,7 @@ class IndexedReader:
                 hint="the plan was made from another dataset, or another split of it",
             )
         start, middle = int(self._starts[2 * sample]), int(self._starts[2 * sample + 1])
-        end = middle + int(self.lengths.target[sample])
+        end = middle + int(self._stored.target[sample])
         if self._checksums is None:
             self._check_unchanged()
         elif zlib.crc32(self._tokens[start:end]) != self._checksums[sample]:
@@ -73,7 +77,8 @@ class IndexedReader:
                 f"{self._path}: the tokens of sample {sample} are not those that were written (their checksum differs)",
                 hint="the file was overwritten or damaged: copy the dataset again; `data verify` checks all of it",
             )
-        return self._tokens[start:middle], self._tokens[middle:end]
+        inputs, targets = int(self.lengths.input[sample]), int(self.lengths.target[sample])
+        return self._tokens[start : start + inputs], self._tokens[middle : middle + targets]
 
     def _check_unchanged(self) -> None:
         """Without checksums: the file's time of change, looked at now and then, is that of when it was opened."""

@@ -7,6 +7,10 @@
          {train,valid,test}.crc32.npy          uint32[samples], each sample's checksum (may be absent)
          {train,valid,test}.spans.npy          int64[m, 3], (sample, first, end): parts of inputs to be learned, too,
                                                as earlier turns of a conversation (absent where there are none)
+         {train,valid,test}.ends.npy           uint8[2·samples], of every input and target how many of its last tokens
+                                               one family of models has apart (`sampling.lengths.ends_path`)
+
+Up to version 2 samples of a decoder-only model end in no end token, and an encoder reads none.
 """
 
 from collections.abc import Mapping
@@ -22,8 +26,10 @@ from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling import TruncationSide
 from megatron_dynapipe.sampling.lengths import read_task_ids
+from megatron_dynapipe.units import ModelFamily
 
-FORMAT: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
+FORMAT: Literal["dynapipe-dataset/3"] = "dynapipe-dataset/3"
+FORMAT_WITHOUT_ENDS: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
 OLD_FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
@@ -58,21 +64,23 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         truncated: samples that lost tokens, by task.
         rates: how often each task is drawn in training, where not by its size.
         sides: where inputs lose tokens that are too long for a run, by task, of tasks of which it is not their end.
-        loss: which tokens of decoder-only samples count if nothing else is asked for: "targets" where it holds
-            conversations, else "everything".
+        loss: which tokens of decoder-only samples count if nothing else is asked for: "targets", what the model will
+            have to write itself, or "everything", as of plain text alone.
         lengths: training samples by the power of two that their input and their target do not exceed.
         vocabulary_size: token ids are smaller than this.
-        pad_id: fills micro-batches up to their shape.
-        bos_id: starts every decoder input.
+        pad_id: fills micro-batches up to their shape, where it never counts; the end token where a tokenizer has no
+            other.
+        bos_id: starts the input of an encoder–decoder's decoder.
+        eos_id: ends its target; a decoder-only model's is stored with it.
         max_input_length: no input has more tokens than this.
-        max_target_length: no target has more tokens than this, without start and end tokens.
+        max_target_length: no target has more tokens than this, without its end token.
         tokenizer: fingerprint of the tokenizer; empty in datasets of version 1.
         content_hash: of all samples, their order and their tokenizer; empty in datasets of version 1.
         recipe: digest of sources, mixture and settings: equal where preparing again would give the same.
         files: digests of the splits' files; empty in datasets that were made before there were any.
     """
 
-    format: Literal["dynapipe-dataset/2"] = FORMAT
+    format: Literal["dynapipe-dataset/3", "dynapipe-dataset/2"] = FORMAT
     source: str
     tasks: tuple[str, ...]
     samples: dict[str, dict[str, Count]]
@@ -111,6 +119,21 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sides if len(set(sides)) > 1 else sides[:1] or (TruncationSide.RIGHT,)
 
     @property
+    def has_ends(self) -> bool:
+        """Whether its samples end as the tokenizer ends them."""
+        return self.format == FORMAT
+
+    @property
+    def missing_ends(self) -> str | None:
+        """What samples of a dataset of an earlier version lack, in words; None of today's."""
+        if self.has_ends:
+            return None
+        return (
+            f"{self.format}: samples were made without end tokens, which the tokenizer adds: a decoder-only model does "
+            "not learn to stop, an encoder reads none; prepare the dataset again for both"
+        )
+
+    @property
     def split_samples(self) -> dict[str, int]:
         """Samples of each split."""
         return {split: sum(self.samples[split].values()) for split in SPLITS}
@@ -139,7 +162,7 @@ class _Version1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The same as a manifest of today; raises DataError where the samples' tasks cannot be read."""
         samples = {split: self._by_task(folder, split) for split in SPLITS}
         fields = msgspec.structs.asdict(self)
-        return DatasetMeta(**fields | {"format": FORMAT, "samples": samples, "tokenizer": ""})
+        return DatasetMeta(**fields | {"format": FORMAT_WITHOUT_ENDS, "samples": samples, "tokenizer": ""})
 
     def _by_task(self, folder: Path, split: str) -> dict[str, int]:
         try:
@@ -190,8 +213,8 @@ def read_meta(folder: Path) -> DatasetMeta:
         raise DataError(f"{path}: expected {OLD_FORMAT if is_old else FORMAT}: {error}", hint=hint) from error
 
 
-def open_split(folder: Path, split: str) -> IndexedReader:
-    """Open a split of a dataset folder, checked against its manifest.
+def open_split(folder: Path, split: str, family: ModelFamily | None = None) -> IndexedReader:
+    """Open a split of a dataset folder, checked against its manifest, as a family of models reads it, or as stored.
 
     Raises:
         DataError: anything is missing or damaged, or the two disagree.
@@ -199,7 +222,7 @@ def open_split(folder: Path, split: str) -> IndexedReader:
     meta = read_meta(folder)
     if split not in SPLITS:
         raise DataError(f"expected a split of {', '.join(SPLITS)}, got {split!r}")
-    reader = IndexedReader(folder / split)
+    reader = IndexedReader(folder / split, family)
     expected = meta.split_samples[split]
     if len(reader) != expected:
         raise DataError(

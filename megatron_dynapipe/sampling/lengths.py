@@ -15,7 +15,7 @@ truncated data file without complaint; here sizes and offsets are checked.
 
 import io
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.units import ModelFamily
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -218,13 +219,25 @@ class LengthTable:
             raise DataError(f"{path}: {error.message}", hint=error.hint) from None
 
     @classmethod
-    def read(cls, folder: Path, split: str) -> Self:
-        """Read the lengths of `split` ("train", "valid" or "test") of a dataset folder.
+    def read(cls, folder: Path, split: str, family: ModelFamily | None = None) -> Self:
+        """Read the lengths of `split` ("train", "valid" or "test") of a dataset folder, as a family of models has them.
+
+        Without a family they are as stored. A decoder-only model has inputs without what an encoder alone reads, an
+        encoder–decoder targets without the end token that it adds by itself.
 
         Raises:
             DataError: files are missing, damaged, or do not hold (input, target) pairs.
         """
-        return cls.from_index(read_index(folder / split))
+        table = cls.from_index(read_index(folder / split))
+        if family is None or (ends := read_ends(folder / split, len(table))) is None:
+            return table
+        return table.of_family(family, ends)
+
+    def of_family(self, family: ModelFamily, ends: npt.NDArray[np.uint8]) -> Self:
+        """The lengths as a family of models has them, of stored ones; `ends` is uint8[2n], as `read_ends` gives it."""
+        if family is ModelFamily.T5:
+            return replace(self, target=self.target - ends[1::2])
+        return replace(self, input=self.input - ends[0::2]) if ends[0::2].any() else self
 
 
 def _in_pairs(documents: npt.NDArray[np.int64], sequences: int) -> bool:
@@ -234,6 +247,25 @@ def _in_pairs(documents: npt.NDArray[np.int64], sequences: int) -> bool:
     parts = range(0, len(documents), _AT_ONCE)
     pieces = ((documents[first : first + _AT_ONCE], 2 * first) for first in parts)
     return all(np.array_equal(piece, np.arange(start, start + 2 * len(piece), 2)) for piece, start in pieces)
+
+
+def ends_path(prefix: Path) -> Path:
+    """Where a split keeps how many tokens at the end of every input and target one family of models has apart.
+
+    uint8[2n], of an input those that an encoder alone reads, of a target its end token, which a T5 adds by itself: an
+    input, a target, an input, …; absent where there are none.
+    """
+    return prefix.with_name(prefix.name + ".ends.npy")
+
+
+def read_ends(prefix: Path, samples: int) -> npt.NDArray[np.uint8] | None:
+    """What `ends_path` describes; None where there is no such file.
+
+    Raises:
+        DataError: the file cannot be read, or holds another number of samples.
+    """
+    path = ends_path(prefix)
+    return np.asarray(read_array(path, np.dtype(np.uint8), 2 * samples), np.uint8) if path.exists() else None
 
 
 def task_ids_path(folder: Path, split: str) -> Path:

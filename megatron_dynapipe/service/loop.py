@@ -52,7 +52,7 @@ class PlannedSplits:
 
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
     """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
-    lengths = LengthTable.read(folder, split.name)
+    lengths = LengthTable.read(folder, split.name, split.sampler.family)
     tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.needs_tasks else None
     try:
         return Sampler(lengths, split.sampler, tasks, SpanTable.read(folder / split.name))

@@ -27,7 +27,7 @@ MAX_INPUT_LENGTH = 1536
 MAX_TARGET_LENGTH = 256
 SAMPLES_PER_TASK = 2000
 
-_RECIPE = 2
+_RECIPE = 3
 """Raised when the demo's text or settings change, so that a folder of an earlier form is made again."""
 _SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo",

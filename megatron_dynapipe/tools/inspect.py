@@ -10,7 +10,8 @@ import numpy.typing as npt
 from megatron_dynapipe.data.identity import changed_file, file_digest, meta_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.lengths import read_task_ids
+from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
+from megatron_dynapipe.units import ModelFamily
 
 _MOST_NAMED = 5
 
@@ -61,7 +62,7 @@ def _problems_of_split(folder: Path, split: str, meta: DatasetMeta) -> Iterator[
         yield f"{split}: {len(wrong) - _MOST_NAMED} more samples are wrong"
     for name, lengths, most in (
         ("input", reader.lengths.input, meta.max_input_length),
-        ("target", reader.lengths.target, meta.max_target_length),
+        ("target", LengthTable.read(folder, split, ModelFamily.T5).target, meta.max_target_length),
     ):
         longest = int(np.max(lengths, initial=0))
         if longest > most:

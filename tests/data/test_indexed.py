@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,9 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.sampling.lengths import ends_path
+from megatron_dynapipe.tools.prepare.indexed import save_array
+from megatron_dynapipe.units import ModelFamily
 from tests.helpers.samples import write_samples
 
 SAMPLES = [([1, 2, 3], [4]), ([7], [8, 9]), ([0, 99], [98, 97, 96])]
@@ -31,6 +35,19 @@ def test_bytes_equal_megatrons(tmp_path: Path, vocabulary_size: int) -> None:
         "ours.crc32.npy",
         "ours.idx",
     ]
+
+
+def test_a_family_reads_its_own_ends(tmp_path: Path) -> None:
+    write_samples(tmp_path / "split", SAMPLES, 100)
+    save_array(ends_path(tmp_path / "split"), np.array([1, 0, 0, 1, 0, 1], np.uint8))
+
+    def read(family: ModelFamily | None) -> list[tuple[list[int], list[int]]]:
+        reader = IndexedReader(tmp_path / "split", family)
+        return [(reader[at][0].tolist(), reader[at][1].tolist()) for at in range(3)]
+
+    assert read(None) == SAMPLES
+    assert read(ModelFamily.GPT) == [([1, 2], [4]), *SAMPLES[1:]]
+    assert read(ModelFamily.T5) == [SAMPLES[0], ([7], [8]), ([0, 99], [98, 97])]
 
 
 def test_reading(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.data.identity import meta_path
@@ -34,7 +35,7 @@ def test_opens_a_split(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "dynapipe-dataset/3"}, "Invalid enum value 'dynapipe-dataset/3' - at `$.format`"),
+        ({"format": "dynapipe-dataset/4"}, "Invalid enum value 'dynapipe-dataset/4' - at `$.format`"),
         ({"surprise": 1}, "Object contains unknown field `surprise`"),
         ({"tasks": None}, "Object missing required field `tasks`"),
         ({"vocabulary_size": 0}, "Expected `int` >= 1 - at `$.vocabulary_size`"),
@@ -45,7 +46,7 @@ def test_opens_a_split(folder: Path) -> None:
 )
 def test_meta_is_strict(folder: Path, changes: dict[str, object], message: str) -> None:
     change(folder, **changes)
-    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/2") as caught:
+    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/3") as caught:
         read_meta(folder)
     assert message in str(caught.value)
 
@@ -57,7 +58,7 @@ def test_what_is_no_dataset(folder: Path) -> None:
     with pytest.raises(DataError, match=r"train: expected 5 samples as manifest\.json says, got 4"):
         open_split(folder, "train")
     meta_path(folder).write_bytes(b"{")
-    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/2: Input data was truncated"):
+    with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/3: Input data was truncated"):
         read_meta(folder)
     meta_path(folder).unlink()
     with pytest.raises(DataError, match=r"expected a dataset folder with a manifest\.json"):
@@ -77,7 +78,10 @@ def test_version_1_is_still_read(folder: Path) -> None:
     current = read_meta(folder)
     meta_path(folder).unlink()
     (folder / "meta.json").write_text(json.dumps(fields | old))
-    assert read_meta(folder) == current
+    assert read_meta(folder) == msgspec.structs.replace(current, format="dynapipe-dataset/2")
+    assert current.missing_ends is None
+    said = read_meta(folder).missing_ends
+    assert said is not None and said.startswith("dynapipe-dataset/2: samples were made without end tokens")
     assert len(open_split(folder, "train")) == 4
     (folder / "meta.json").write_text(json.dumps(fields | old | {"tasks": 3}))
     with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1"):

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.lengths import HEADER, MAGIC, LengthTable, read_index, read_task_ids, task_ids_path
+from megatron_dynapipe.sampling.lengths import (
+    HEADER,
+    MAGIC,
+    LengthTable,
+    ends_path,
+    read_index,
+    read_task_ids,
+    task_ids_path,
+)
+from megatron_dynapipe.units import ModelFamily
 
 LENGTHS = [3, 1, 5, 2]
 
@@ -48,6 +57,21 @@ def test_reads_lengths_by_sample(tmp_path: Path) -> None:
     assert (table.input.tolist(), table.target.tolist()) == ([3, 5], [1, 2])
     with pytest.raises(DataError, match=r"got arrays of shapes \(2,\) and \(1,\)"):
         LengthTable(input=np.ones(2, np.int32), target=np.ones(1, np.int32))
+
+
+def test_each_family_has_its_ends(tmp_path: Path) -> None:
+    """An encoder alone reads what ends an input; a T5 adds a target's end token by itself."""
+    write_split(tmp_path, LENGTHS)
+    assert LengthTable.read(tmp_path, "train", ModelFamily.GPT).input.tolist() == [3, 5]
+    np.save(ends_path(tmp_path / "train"), np.array([1, 0, 2, 1], np.uint8))
+    as_read = {None: ([3, 5], [1, 2]), ModelFamily.GPT: ([2, 3], [1, 2]), ModelFamily.T5: ([3, 5], [1, 1])}
+    for family, lengths in as_read.items():
+        table = LengthTable.read(tmp_path, "train", family)
+        assert (table.input.tolist(), table.target.tolist()) == lengths
+        assert table.input.dtype == table.target.dtype == np.int32
+    np.save(ends_path(tmp_path / "train"), np.array([1, 0], np.uint8))
+    with pytest.raises(DataError, match=r"train\.ends\.npy: expected uint8\[4\], "):
+        LengthTable.read(tmp_path, "train", ModelFamily.T5)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,12 @@ def check_run(run: RunConfig) -> None:
     check_data(run)
     meta, inputs = read_meta(run.data), run.inputs
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
+    if missing := meta.missing_ends:
+        notes.append(f"dataset: {missing}")
     if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
-            "loss: of what assistants say alone, since the dataset has conversations; other tasks count by their"
-            f" targets, too (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
+            "loss: of what the model will have to write alone: targets, and what assistants say"
+            f" (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
         )
     _print(run, notes)
     if note := check_resumed(run.checkpoints, record_of(run, inputs)):

@@ -129,8 +129,8 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
     add(
         "--dynapipe-loss",
         choices=_values(LossOn),
-        help="tokens of a GPT's samples that count: of targets, or all (default: as the dataset says, of conversations "
-        "the assistant's turns, else all)",
+        help="tokens of a GPT's samples that count: of targets, or all (default: as the dataset says, of plain text "
+        "all, else of targets)",
     )
     add(
         "--dynapipe-allow-other-data",

@@ -93,7 +93,8 @@ class PlanSupply:
 
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
         folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
-        reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
+        meta, family = read_meta(folder), split.sampler.family
+        reader = open_split(folder, split.name, family) if required.text else None
         by_task, tasks = required.labels and len(meta.tasks) > 1, None
         if by_task or (required.text and split.sampler.needs_tasks):
             tasks = read_task_ids(folder, split.name, meta.split_samples[split.name])

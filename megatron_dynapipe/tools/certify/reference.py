@@ -97,7 +97,7 @@ class ReferenceSession(Session):
 
     def _samples_of(self, iteration: int) -> list[Sample]:
         run, split = self._run, self._run.inputs.splits[0]
-        meta, reader = read_meta(run.data), open_split(run.data, split.name)
+        meta, reader = read_meta(run.data), open_split(run.data, split.name, run.family)
         loss_on, sampler = run.loss_on or LossOn(meta.loss), split_sampler(run.data, split)
         batch = sampler.batch(iteration)
         samples: list[Sample] = []

@@ -1,6 +1,7 @@
 """A row's task, input and target: columns, templates, conversations, plain text."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -8,25 +9,12 @@ import jinja2.sandbox
 import msgspec
 
 from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError, conversation_of
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import TaskSpec
 
-ROLE_OF_MODEL = "assistant"
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-class RowError(Exception):
-    """An error in a row, without its place, which the reader knows."""
-
-
 Reader = Callable[[bytes], tuple[Any, ...]]
-"""From a line to the name of its task and its values: input and target, a text, or the messages of a conversation."""
+"""From a line to the name of its task and its values: input and target, a text, or a conversation."""
 
 
 def row_reader(spec: TaskSpec) -> Reader:
@@ -38,37 +26,60 @@ def row_reader(spec: TaskSpec) -> Reader:
     if spec.templates is not None:
         return _templated(spec, *spec.templates)
     if spec.messages is not None:
-        return _columns(spec, {"value": spec.messages}, list[Message])
+        return _conversations(spec, spec.messages)
     if spec.text is not None:
         return _columns(spec, {"value": spec.text}, str)
     inputs, targets = ("input", "target") if spec.columns is None else (spec.columns.input, spec.columns.target)
     return _columns(spec, {"input": inputs, "target": targets}, str)
 
 
-def read_rows(block: Block, read: Reader) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(number, what is read) of every line of a block that is not blank; raises DataError with the row's place."""
+Refuse = Callable[[int, RowError], None]
+"""What becomes of a row, by its number, that cannot be used."""
+
+
+def read_rows(block: Block, read: Reader, refuse: Refuse) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """(number, what is read) of every line of a block that is not blank and can be read."""
     for number, line in enumerate(block.lines.split(b"\n"), start=block.first):
         if line and not line.isspace():
             try:
-                yield number, read(line)
+                values = read(line)
             except RowError as error:
-                raise row_error(block, number, error) from error
+                refuse(number, error)
+            else:
+                yield number, values
 
 
-def row_error(block: Block, number: int, error: RowError) -> DataError:
-    """The error of a row, with its place."""
-    return DataError(
-        f"{block.file}, {block.unit} {number}: {error}",
-        hint='a line of JSON is {"task": "…", "input": "…", "target": "…"}; other forms: docs/data.md',
-    )
+def row_error(block: Block, number: int, error: RowError, spec: TaskSpec) -> DataError:
+    """The error of a row, with its place, and what a row of its kind is."""
+    return DataError(f"{block.file}, {block.unit} {number}: {error}", hint=error.hint or _row_of(spec))
 
 
-def _columns(spec: TaskSpec, columns: Mapping[str, str], kind: Any) -> Reader:
+def _row_of(spec: TaskSpec) -> str:
+    """A row of an entry's kind, in words."""
+    task = "" if spec.task_column is None else f'"{spec.task_column}": "…", '
+    if spec.messages is not None:
+        turns = '[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
+        form = f'a row is {{{task}"{spec.messages}": {turns}}}, or has ShareGPT\'s from and value'
+    elif spec.text is not None:
+        form = f'a row is {{{task}"{spec.text}": "…"}}'
+    elif spec.template is not None:
+        form = "a row has the fields that the template names" + (f" and {spec.task_column}" if task else "")
+    else:
+        columns = ("input", "target") if spec.columns is None else (spec.columns.input, spec.columns.target)
+        form = f'a row is {{{task}"{columns[0]}": "…", "{columns[1]}": "…"}}; other forms take a mixture file'
+    return f"{form} (docs/data.md); --bad-rows skip leaves out rows that cannot be used"
+
+
+def _columns(
+    spec: TaskSpec, columns: Mapping[str, str], kind: Any, optional: Mapping[str, str] = MappingProxyType({})
+) -> Reader:
+    """Reads columns of one kind, and others of any kind, null where a row lacks them."""
     rename = ({} if spec.task_column is None else {"task": spec.task_column}) | dict(columns)
     if len(set(rename.values())) < len(rename):
         raise ConfigError(f"expected different columns, got {', '.join(rename.values())}")
-    fields = [(field, str if field == "task" else kind) for field in rename]
-    decode = msgspec.json.Decoder(msgspec.defstruct("Row", fields, rename=rename)).decode
+    fields: list[Any] = [(field, str if field == "task" else kind) for field in rename]
+    fields += [(field, Any, None) for field in optional]
+    decode = msgspec.json.Decoder(msgspec.defstruct("Row", fields, rename=rename | dict(optional))).decode
     astuple, names, name = msgspec.structs.astuple, ", ".join(rename.values()), spec.name
 
     def read(line: bytes) -> tuple[Any, ...]:
@@ -77,6 +88,17 @@ def _columns(spec: TaskSpec, columns: Mapping[str, str], kind: Any) -> Reader:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RowError(f"expected an object with {names}: {error}") from error
         return (_checked_name(values[0]), *values[1:]) if name is None else (name, *values)
+
+    return read
+
+
+def _conversations(spec: TaskSpec, column: str) -> Reader:
+    tools = {} if column == "tools" else {"tools": "tools"}
+    read_columns = _columns(spec, {"value": column}, Any, optional=tools)
+
+    def read(line: bytes) -> tuple[Any, ...]:
+        name, messages, *rest = read_columns(line)
+        return name, conversation_of(messages, *rest)
 
     return read
 
@@ -110,11 +132,11 @@ def _templated(spec: TaskSpec, input_template: str, target_template: str) -> Rea
         try:
             texts = templates[0].render(row), templates[1].render(row)
         except jinja2.UndefinedError as error:
-            raise RowError(
+            raise TemplateError(
                 f"the template names a field that the row does not have: {error} (it has {_names(row)})"
             ) from None
         except Exception as error:  # as above
-            raise RowError(f"the template cannot be rendered: {described(error)}") from error
+            raise TemplateError(f"the template cannot be rendered: {described(error)}") from error
         return _checked_name(task), *texts
 
     return read
@@ -127,33 +149,3 @@ def described(error: Exception) -> str:
 
 def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(row)[:20]) or "no fields"
-
-
-Render = Callable[..., str]
-"""A tokenizer's chat template: messages and add_generation_prompt → text."""
-
-
-def chat_segments(messages: list[Message], render: Render) -> list[tuple[str, bool]]:
-    """A conversation as its template writes it, in segments: what was given, and what the model is to say.
-
-    Ends with the last turn of the model; what follows it teaches nothing.
-
-    Raises:
-        RowError: the template changes earlier turns when later ones are added, or refuses the conversation.
-    """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    segments: list[tuple[str, bool]] = []
-    before = ""
-    for at, turn in enumerate(turns):
-        if turn["role"] != ROLE_OF_MODEL:
-            continue
-        try:
-            prompt = render(turns[:at], add_generation_prompt=True) if at else ""  # nothing was given
-            whole = render(turns[: at + 1], add_generation_prompt=False)
-        except Exception as error:  # as of other templates
-            raise RowError(f"the chat template refuses the conversation: {described(error)}") from error
-        if not prompt.startswith(before) or not whole.startswith(prompt):
-            raise RowError(f"expected a chat template that keeps earlier turns as they were, turn {at} changes them")
-        segments += [(prompt[len(before) :], False), (whole[len(prompt) :], True)]
-        before = whole
-    return segments

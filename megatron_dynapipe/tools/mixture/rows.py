@@ -1,6 +1,6 @@
 """Sources of rows, whatever their form, as blocks of JSON lines in a fixed order.
 
-    *.jsonl, .json       the file's own lines, a megabyte at a time; .gz and .zst are unpacked
+    *.jsonl, .json       the file's own lines, a megabyte at a time; .gz and .zst are unpacked; or one array of rows
     *.csv                a header, then records
     *.parquet, *.arrow   record batches; also what `datasets` has on the hub or saved to disk
 
@@ -27,6 +27,8 @@ from megatron_dynapipe.files import open_regular
 BLOCK_BYTES = 1_000_000
 MOST_LINE_BYTES = 64_000_000
 """Bytes of one row; more is no text that anybody has written."""
+MOST_ARRAY_BYTES = 2_000_000_000
+"""Bytes of a file that is one array of rows."""
 _ROWS_AT_ONCE = 1000
 _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SUFFIXES = (*_LINES, ".csv", ".csv.gz", ".parquet", ".arrow")
@@ -109,7 +111,7 @@ def file_blocks(path: Path) -> Iterator[Block]:
         else:
             with os.fdopen(open_regular(path), "rb") as raw:
                 unpacked = _unpacked(path, raw)
-                yield from (_csv_blocks if ".csv" in form else _line_blocks)(path, unpacked, raw)
+                yield from (_csv_blocks if ".csv" in form else _json_blocks)(path, unpacked, raw)
     except (OSError, EOFError, zlib.error, pa.ArrowException, csv.Error) as error:
         raise DataError(f"{path}: cannot read it: {error}") from error
 
@@ -142,12 +144,40 @@ def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
-def _line_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
-    """Whole lines of a file, about `BLOCK_BYTES` at a time."""
+def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
+    """The rows of a file of JSON: of an array, where it begins with one, else its lines."""
+    head = _without_mark(path, file.read(BLOCK_BYTES))
+    if head.lstrip().startswith(b"["):
+        yield from _array_blocks(path, head, file, raw)
+    else:
+        yield from _line_blocks(path, head, file, raw)
+
+
+def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
+    """The rows of one array, which is read whole."""
+    content = head + file.read(MOST_ARRAY_BYTES)
+    if len(content) > MOST_ARRAY_BYTES:
+        raise DataError(
+            f"{path}: expected an array of at most {MOST_ARRAY_BYTES} bytes, found more",
+            hint="write one row on each line (JSON lines), which are read piece by piece",
+        )
+    try:
+        rows = msgspec.json.decode(content, type=list[msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: expected one array of rows, since it begins with [: {error}",
+            hint="a file of JSON is an array of objects, or has one object on each line",
+        ) from error
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        # Within JSON a line ends between values alone.
+        lines = b"\n".join(bytes(row).replace(b"\n", b" ") for row in rows[first : first + _ROWS_AT_ONCE])
+        yield Block(file=str(path), unit="row", first=first, lines=lines, done=raw.tell())
+
+
+def _line_blocks(path: Path, chunk: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
+    """Whole lines of a file, about `BLOCK_BYTES` at a time, from the first such piece of it on."""
     first, rest = 1, b""
-    while chunk := file.read(BLOCK_BYTES):
-        if first == 1 and not rest:
-            chunk = _without_mark(path, chunk)
+    while chunk:
         whole, newline, end = chunk.rpartition(b"\n")
         if newline:
             lines = rest + whole
@@ -157,6 +187,7 @@ def _line_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
             rest += chunk
         if len(rest) > MOST_LINE_BYTES:
             raise DataError(f"{path}, line {first}: expected at most {MOST_LINE_BYTES} bytes, found more")
+        chunk = file.read(BLOCK_BYTES)
     if rest:
         yield Block(file=str(path), unit="line", first=first, lines=rest, done=raw.tell())
 

@@ -16,6 +16,7 @@ tasks:
 mixing: {by: size, cap: 30000, temperature: 1}
 """
 
+import datetime
 import enum
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,14 @@ class Objective(enum.StrEnum):
 
     NEXT_TOKEN = "next_token"
     SPAN_CORRUPTION = "span_corruption"
+
+
+class Turns(enum.StrEnum):
+    """The answers of a conversation that are learned: all in one sample, the last, or each in a sample of its own."""
+
+    ALL = "all"
+    LAST = "last"
+    EACH = "each"
 
 
 class Mixed(enum.StrEnum):
@@ -67,6 +76,11 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         template: Jinja templates of both, or one with ||| between them; or
         messages: the column of a conversation; or
         text: the column of plain text, learned by `objective`, `length` tokens a sample.
+        eos: whether a target ends in the tokenizer's end token; None where it is no conversation, which ends as its
+            template ends it.
+        turns: of a conversation, those that are learned; None for all, or each where a template rewrites earlier ones.
+        date: today, for chat templates that ask; None for a fixed day.
+        empty_thoughts: whether an empty thought that a chat template writes by itself is learned.
         weight: how often it is drawn, see `Mixing`.
         limit: samples that are taken at most, chosen by their digests.
         valid, test: fractions for validation and testing, in place of the command's.
@@ -87,6 +101,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     text: _Name | None = None
     objective: Objective = Objective.NEXT_TOKEN
     length: Annotated[int, msgspec.Meta(ge=2, le=2**31)] = 512
+    eos: bool | None = None
+    turns: Turns | None = None
+    date: datetime.date | None = None
+    empty_thoughts: bool = False
     weight: float = 1.0
     limit: _Positive | None = None
     valid: _Fraction | None = None
@@ -114,6 +132,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"expected a task's name of printable characters, got {named!a}")
         if (self.valid or 0.0) + (self.test or 0.0) >= 1:
             raise ValueError(f"task {named}: expected valid and test together below 1")
+        if self.messages is None and (self.turns or self.date or self.empty_thoughts):
+            raise ValueError(f"task {named}: expected turns, date and empty_thoughts of a task with messages alone")
         if isinstance(self.template, str) and self.template.count("|||") != 1:
             raise ValueError(f"task {named}: expected a template with ||| between input and target")
 
@@ -121,6 +141,11 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def side(self) -> TruncationSide:
         """Where inputs lose tokens that are too long for a run."""
         return self.truncate or (TruncationSide.RIGHT if self.messages is None else TruncationSide.LEFT)
+
+    @property
+    def ends(self) -> bool:
+        """Whether its targets end in the tokenizer's end token, whatever a template writes."""
+        return self.messages is None if self.eos is None else self.eos
 
     @property
     def templates(self) -> tuple[str, str] | None:

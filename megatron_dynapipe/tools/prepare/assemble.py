@@ -4,6 +4,7 @@ Reads the staging files in pieces, so that memory depends on the number of sampl
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_o
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import TruncationSide, spans_path
-from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
+from megatron_dynapipe.sampling.lengths import data_path, ends_path, task_ids_path
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, task_rates
 from megatron_dynapipe.tools.prepare.encode import TRUNCATED, status_of
 from megatron_dynapipe.tools.prepare.indexed import save_array, sync, token_dtype, write_index
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.tools.prepare.staging import Staging
-from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, start_id
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, pad_id, start_id
 
 _SAMPLES_AT_ONCE = 2**14
 LEFT_OUT = len(SPLITS)
@@ -132,21 +133,25 @@ def write_dataset(
     for name in sorted(files):
         state.update(f"\0{name}\0{files[name].quick}".encode())
     samples = {split: by_task(splits == place) for place, split in enumerate(SPLITS)}
-    skipped = {str(reason): int((statuses == status_of(reason)).sum()) for reason in Skipped}
     sides = {name: spec.side for spec, of in zip(mixture.tasks, entries, strict=False) for name in of}
+    skipped = Counter({str(reason): int((statuses == status_of(reason)).sum()) for reason in Skipped})
+    read = Counter(by_task(slice(None)))
+    for (reason, task), count in staging.bad.items():
+        skipped[str(reason)] += count
+        read[task] += count
     return DatasetMeta(
         source=settings.source,
         tasks=tuple(names),
         samples=samples,
-        read=by_task(slice(None)),
+        read=dict(read),
         skipped={reason: count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
         sides={name: side for name, side in sides.items() if side is not TruncationSide.RIGHT},
-        loss="targets" if any(spec.messages for spec in mixture.tasks) else "everything",
+        loss="everything" if all(spec.text for spec in mixture.tasks) else "targets",
         lengths=_histogram(staging, splits == 0),
         vocabulary_size=len(tokenizer),
-        pad_id=tokenizer.pad_token_id,
+        pad_id=pad_id(tokenizer),
         bos_id=start_id(tokenizer),
         eos_id=tokenizer.eos_token_id,
         max_input_length=settings.max_input_length or max(int(longest[0]), 1),
@@ -184,7 +189,7 @@ def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dic
 def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: Array, vocabulary: int) -> Array:
     """Write the files of the split of this place in `SPLITS`; its longest input and target."""
     prefix, dtype, chosen = folder / SPLITS[at], token_dtype(vocabulary), splits == at
-    lengths = staging.column("lengths").reshape(-1, 2)
+    lengths, ends = (staging.column(name).reshape(-1, 2) for name in ("lengths", "ends"))
     longest = np.zeros(2, np.int32)
     with data_path(prefix).open("wb") as data, (staging.folder / "tokens").open("rb") as source:
         for part in _pieces(len(lengths)):
@@ -192,10 +197,12 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
             tokens = np.fromfile(source, dtype, int(lengths[part].sum(dtype=np.int64)))
             keep = chosen[part]
             data.write(tokens[np.repeat(keep, lengths[part].sum(1))].tobytes())
-            longest = np.maximum(longest, np.max(lengths[part][keep], axis=0, initial=0))
+            longest = np.maximum(longest, np.max((lengths[part] - ends[part] * [0, 1])[keep], axis=0, initial=0))
         sync(data)
     save_array(task_ids_path(folder, SPLITS[at]), tasks[chosen])
     save_array(checksums_path(prefix), staging.column("checksums")[chosen])
+    if ends.any():
+        save_array(ends_path(prefix), ends[chosen].reshape(-1))
     spans = staging.column("spans").reshape(-1, 3)
     if len(spans) and (kept := chosen[spans[:, 0]]).any():
         spans = np.array(spans[kept])

@@ -1,4 +1,4 @@
-"""A block of rows → tokens, in one process: what a worker does. Imports neither torch nor, as a rule, transformers.
+"""A block of rows → tokens, in one process: what a worker does. Imports no torch, and transformers for conversations.
 
 Plain text becomes samples of the next token, for decoder-only models, or of T5's removed spans:
 
@@ -10,6 +10,7 @@ Plain text becomes samples of the next token, for decoder-only models, or of T5'
 import hashlib
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,31 +19,60 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling.long_samples import LongSamples, kept_ranges
-from megatron_dynapipe.tools.mixture.fields import RowError, chat_segments, read_rows, row_error, row_reader
+from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling.long_samples import LongSamples
+from megatron_dynapipe.tools.mixture.fields import Reader, read_rows, row_error, row_reader
+from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError
 from megatron_dynapipe.tools.mixture.rows import Block
-from megatron_dynapipe.tools.mixture.spec import Mixture, Objective
+from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.prepare.chat_encoder import ChatEncoder
+from megatron_dynapipe.tools.prepare.encoded import TextEncoder
 from megatron_dynapipe.tools.prepare.indexed import token_dtype
-from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, empty, too_long
-from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL, FastEncoder, chat_renderer
+from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings, Skipped, empty, too_long
+from megatron_dynapipe.tools.prepare.teach import Ends, Part, Taught
+from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL
 
 KEPT, TRUNCATED = 0, 1
 FIRST_SKIPPED = 2
 """A sample's status is `KEPT`, `TRUNCATED` (and kept), or from here on its place in `Skipped`."""
 
 
-type EncodedBlock = tuple[tuple[str, ...], dict[str, npt.NDArray[Any]]]
-"""The samples of a block, in order: names of the tasks that occur, and by name the columns
+type Columns = dict[str, npt.NDArray[Any]]
+"""The samples of a block, in order, by the names of the columns
 
     tasks: uint16[n], places among the names.
     lengths: int32[n, 2], tokens of input and target; 0 of samples that are left out.
+    ends: uint8[n, 2], of these, those at the end of the input that an encoder alone reads, and the target's end token.
     tokens: of all samples, one after another.
     checksums: uint32[n], CRC-32 of each sample's tokens.
     digests: uint64[n], of each sample's text.
     statuses: uint8[n].
     spans: int64[m, 3], (sample, first, end): parts of inputs that are to be learned, too.
 """
+
+
+@dataclass(slots=True)
+class EncodedBlock:
+    """What became of a block's rows.
+
+    Attributes:
+        names: of the tasks that occur.
+        columns: the samples.
+        remarks: what the user should know of some of them, counted.
+        bad: rows that gave no sample, by reason and task.
+        errors: of these, the first `MOST_ERRORS` of each reason, in words.
+    """
+
+    names: tuple[str, ...]
+    columns: Columns
+    remarks: Counter[str]
+    bad: Counter[tuple[Skipped, str]]
+    errors: dict[Skipped, list[str]]
+
+
+MOST_ERRORS = 3
+UNKNOWN_TASK = "unknown"
+"""The task of rows that cannot be read, where rows say their task themselves."""
 
 
 def status_of(reason: Skipped) -> int:
@@ -52,21 +82,23 @@ def status_of(reason: Skipped) -> int:
 
 @dataclass(slots=True)
 class _Samples:
-    """Samples while they are gathered: `ids` has an entry for every input and every target."""
+    """Samples while they are gathered: `parts` has an entry for every input and every target."""
 
     rows: list[int] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
-    ids: list[Sequence[int]] = field(default_factory=list)
-    silent: set[int] = field(default_factory=set)
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    spans: list[list[tuple[int, int]]] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
 
-    def add(self, row: int, task: str, digest: int) -> int:
-        """Begin a sample; its number."""
+    def add(self, row: int, task: str, digest: int, taught: Taught, status: int = KEPT) -> None:
+        """One more sample."""
         self.rows.append(row)
         self.tasks.append(task)
         self.digests.append(digest)
-        return len(self.rows) - 1
+        self.parts += (taught.input, taught.target)
+        self.spans.append(taught.spans)
+        self.statuses.append(status)
 
 
 class Encoder:
@@ -74,161 +106,184 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: Path,
+        folder: Path,
         mixture: Mixture,
         settings: PrepareSettings,
         vocabulary_size: int,
+        eos_id: int,
         sentinels: tuple[int, ...],
     ) -> None:
-        self._folder, self._mixture, self._settings = tokenizer, mixture, settings
+        self._mixture, self._settings = mixture, settings
         self._vocabulary_size, self._sentinels = vocabulary_size, sentinels
-        self._tokenizer = FastEncoder(tokenizer)
+        self._encode = TextEncoder(folder, settings.pad_token)
+        before, after = self._encode.around
+        self._ends = Ends(before=before, after=after, eos=eos_id)
+        if settings.max_input_length is not None and settings.max_input_length <= len(before) + len(after):
+            raise ConfigError(
+                f"expected max_input_length above {len(before) + len(after)}, the tokens that the tokenizer adds to "
+                f"every input, got {settings.max_input_length}"
+            )
         self._dtype = token_dtype(vocabulary_size)
-        self._readers: dict[int, Any] = {}
+        self._readers: dict[int, Reader] = {}
+        self._chats: dict[int, ChatEncoder] = {}
 
     def __call__(self, block: Block, task: int) -> EncodedBlock:
         """The samples of a block of an entry's rows.
 
         Raises:
-            DataError: names the file and row of what cannot be used.
+            DataError: names the file and row of what cannot be used, unless such rows are skipped.
         """
         spec = self._mixture.tasks[task]
         if task not in self._readers:
             self._readers[task] = row_reader(spec)
-        rows = read_rows(block, self._readers[task])
+        errors = _Refused(block, spec, self._settings.bad_rows)
+        rows = read_rows(block, self._readers[task], errors.add)
+        remarks: Counter[str] = Counter()
         if spec.messages is not None:
-            samples = self._conversations(block, rows)
+            samples = self._conversations(rows, task, errors)
+            remarks = self._chats[task].taken_remarks()
         elif spec.text is not None:
-            samples = self._texts(rows, spec.length, spec.objective)
+            samples = self._texts(rows, spec)
         else:
-            samples = self._pairs(rows)
-        return self._finished(block, samples)
+            samples = self._pairs(rows, spec)
+        return self._finished(samples, remarks, errors)
 
-    def _pairs(self, rows: Iterator[tuple[int, Any]]) -> _Samples:
-        samples = _Samples()
-        texts: list[str] = []
-        for number, (name, input_text, target_text) in rows:
-            samples.add(number, name, _digest(name, input_text, target_text))
-            texts += (input_text, target_text)
-        samples.ids += self._tokenizer(texts)
+    def _pairs(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
+        samples, ends = _Samples(), self._ends
+        numbered = list(rows)
+        encoded = iter(self._encode([text for _, (_, *texts) in numbered for text in texts]))
+        for number, (name, input_text, target_text) in numbered:
+            taught = Taught(ends.input(next(encoded)), ends.target(next(encoded), ends=spec.ends))
+            samples.add(number, name, _digest(name, input_text, target_text), taught)
         return samples
 
-    def _texts(self, rows: Iterator[tuple[int, Any]], length: int, objective: Objective) -> _Samples:
-        samples, numbered = _Samples(), list(rows)
-        for (number, (name, text)), ids in zip(numbered, self._tokenizer([row[1][1] for row in numbered]), strict=True):
-            for place, piece in enumerate(pieces(ids, length) if len(ids) else [ids]):
+    def _texts(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
+        samples, numbered, ends = _Samples(), list(rows), self._ends
+        is_next = spec.objective is Objective.NEXT_TOKEN
+        for (number, (name, text)), ids in zip(numbered, self._encode([row[1][1] for row in numbered]), strict=True):
+            tokens = ends.document(ids, ends=spec.ends) if is_next else ids
+            for place, piece in enumerate(pieces(tokens, spec.length) if len(tokens) else [tokens]):
                 digest = _digest(name, text, str(place))
-                samples.add(number, name, digest)
                 if len(piece) < LEAST_TOKENS:
-                    samples.ids += ((), piece)
-                elif objective is Objective.NEXT_TOKEN:
-                    samples.ids += (piece[:1], piece[1:])
+                    taught = Taught(Part(()), Part(()))
+                elif is_next:
+                    taught = Taught(Part(piece[:1]), ends.target(piece[1:], ends=False))
                 else:
-                    samples.ids += spans_removed(piece, self._sentinels, digest)
+                    given, wanted = spans_removed(piece, self._sentinels, digest)
+                    taught = Taught(ends.input(given), ends.target(wanted, ends=spec.ends))
+                samples.add(number, name, digest, taught)
         return samples
 
-    def _conversations(self, block: Block, rows: Iterator[tuple[int, Any]]) -> _Samples:
-        samples = _Samples()
-        render = chat_renderer(self._folder, self._mixture.chat_template)
-        segments: list[tuple[int, str, bool]] = []
-        for number, (name, messages) in rows:
-            try:
-                parts = chat_segments(messages, render)
-            except RowError as error:
-                raise row_error(block, number, error) from error
-            sample = samples.add(number, name, _digest(name, *(text for text, _ in parts)))
-            segments += [(sample, text, learned) for text, learned in parts]
-            if not parts:
-                samples.silent.add(sample)
-        encoded = self._tokenizer([text for _, text, _ in segments], is_text=False)
-        parts_of: list[list[tuple[Sequence[int], bool]]] = [[] for _ in samples.rows]
-        for (sample, _, learned), ids in zip(segments, encoded, strict=True):
-            parts_of[sample].append((ids, learned))
-        for sample, ids_of in enumerate(parts_of):
-            inputs: list[int] = []
-            for part, learned in ids_of[:-1]:
-                if learned:
-                    samples.spans.append((sample, len(inputs), len(inputs) + len(part)))
-                inputs.extend(part)
-            samples.ids += (inputs, ids_of[-1][0] if ids_of else ())
+    def _conversations(self, rows: Iterator[tuple[int, Any]], task: int, errors: "_Refused") -> _Samples:
+        samples, spec = _Samples(), self._mixture.tasks[task]
+        if task not in self._chats:
+            self._chats[task] = ChatEncoder(self._encode, self._ends, spec, self._mixture.chat_template, self._settings)
+        for number, name, taught in self._chats[task](rows, errors.add):
+            if taught is None:
+                status = status_of(Skipped.NO_ASSISTANT_TURN)
+                samples.add(number, name, _digest(name), Taught(Part(()), Part(())), status)
+            else:
+                digest = _digest(name, taught.text)
+                samples.add(number, name, digest, taught.sample, TRUNCATED if taught.is_shorter else KEPT)
         return samples
 
-    def _finished(self, block: Block, samples: _Samples) -> EncodedBlock:
+    def _finished(self, samples: _Samples, remarks: Counter[str], errors: "_Refused") -> EncodedBlock:
         count = len(samples.rows)
-        statuses = self._statuses(block, samples)
-        self._shorten(samples, statuses)
-        lengths = np.fromiter(map(len, samples.ids), "<i4", 2 * count).reshape(count, 2)
-        flat = np.fromiter(itertools.chain.from_iterable(samples.ids), np.int32)
+        statuses = self._statuses(samples, errors)
+        ids = self._shortened(samples, statuses)
+        lengths = np.fromiter(map(len, ids), "<i4", 2 * count).reshape(count, 2)
+        ends = np.fromiter((part.after for part in samples.parts), np.uint8, 2 * count).reshape(count, 2)
+        ends[lengths == 0] = 0
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32)
         if int(flat.max(initial=0)) >= self._vocabulary_size or int(flat.min(initial=0)) < 0:
             raise DataError(
-                f"{block.file}: expected tokens in 0…{self._vocabulary_size - 1}, got {flat.max()}",
+                f"{errors.block.file}: expected tokens in 0…{self._vocabulary_size - 1}, got {flat.max()}",
                 hint="the tokenizer and the vocabulary size do not belong together",
             )
         tokens = flat.astype(self._dtype)
         names = tuple(dict.fromkeys(samples.tasks))
         place = {name: at for at, name in enumerate(names)}
         data = tokens.tobytes()
-        ends = (np.cumsum(lengths.sum(1)) * self._dtype.itemsize).tolist()
-        checksums = [zlib.crc32(data[start:end]) for start, end in itertools.pairwise([0, *ends])]
+        bounds = (np.cumsum(lengths.sum(1)) * self._dtype.itemsize).tolist()
+        checksums = [zlib.crc32(data[start:end]) for start, end in itertools.pairwise([0, *bounds])]
+        spans = [(at, *span) for at, some in enumerate(samples.spans) if statuses[at] <= TRUNCATED for span in some]
         columns = {
             "tasks": np.fromiter((place[name] for name in samples.tasks), np.uint16, count),
             "lengths": lengths,
+            "ends": ends,
             "tokens": tokens,
             "checksums": np.array(checksums, "<u4"),
             "digests": np.array(samples.digests, "<u8"),
             "statuses": statuses,
-            "spans": np.array(samples.spans, "<i8").reshape(-1, 3),
+            "spans": np.array(spans, "<i8").reshape(-1, 3),
         }
-        return names, columns
+        return EncodedBlock(names, columns, remarks, errors.counts, errors.errors)
 
-    def _statuses(self, block: Block, samples: _Samples) -> npt.NDArray[np.uint8]:
+    def _statuses(self, samples: _Samples, errors: "_Refused") -> npt.NDArray[np.uint8]:
         """The outcome of each sample; raises DataError where that is an error."""
         settings = self._settings
-        lengths = np.fromiter(map(len, samples.ids), np.int32, len(samples.ids)).reshape(-1, 2)
-        statuses = np.full(len(lengths), KEPT, np.uint8)
+        lengths = np.fromiter((len(part.tokens) for part in samples.parts), np.int32).reshape(-1, 2)
+        statuses = np.array(samples.statuses, np.uint8)
 
         def place(sample: int) -> str:
-            return f"{block.file}, {block.unit} {samples.rows[sample]} (task {samples.tasks[sample]!r})"
+            return f"{errors.block.file}, {errors.block.unit} {samples.rows[sample]} (task {samples.tasks[sample]!r})"
 
         for sample in map(int, np.flatnonzero((lengths == 0).any(1))):
-            reason = Skipped.NO_ASSISTANT_TURN if sample in samples.silent else Skipped.EMPTY
+            reason = Skipped.EMPTY if statuses[sample] <= TRUNCATED else Skipped.NO_ASSISTANT_TURN
+            error = empty(place(sample), bool(lengths[sample, 0] == 0), reason)
             if not settings.skip_empty:
-                raise empty(place(sample), bool(lengths[sample, 0] == 0), reason)
+                errors.remember(reason, error)
             statuses[sample] = status_of(reason)
+        lengths[:, 1] -= np.fromiter((part.after for part in samples.parts[1::2]), np.int32)
         most = [np.iinfo(np.int32).max if limit is None else limit for limit in settings.limits]
         long = np.flatnonzero((lengths > most).any(1) & (statuses == KEPT))
         if long.size and settings.long_samples is LongSamples.FAIL:
             inputs, targets = lengths[long[0]]
             raise too_long(place(int(long[0])), f"{inputs} and {targets}", settings)
-        statuses[long] = status_of(Skipped.TOO_LONG) if settings.long_samples is LongSamples.SKIP else TRUNCATED
+        cuts = settings.long_samples is LongSamples.TRUNCATE and not errors.spec.messages
+        statuses[long] = TRUNCATED if cuts else status_of(Skipped.TOO_LONG)
         return statuses
 
-    def _shorten(self, samples: _Samples, statuses: npt.NDArray[np.uint8]) -> None:
-        """Take out the tokens of what is truncated or left out, and move spans accordingly."""
-        ranges: dict[int, list[tuple[int, int]]] = {}
+    def _shortened(self, samples: _Samples, statuses: npt.NDArray[np.uint8]) -> list[Sequence[int]]:
+        """All parts' tokens, without those of what is truncated or left out."""
+        ids = [part.tokens for part in samples.parts]
         for sample in map(int, np.flatnonzero(statuses != KEPT)):
-            for part, limit in enumerate(self._settings.limits):
-                ids = samples.ids[2 * sample + part]
-                most = 0 if statuses[sample] != TRUNCATED else len(ids) if limit is None else limit
-                kept = kept_ranges(len(ids), min(len(ids), most), self._settings.truncate)
-                samples.ids[2 * sample + part] = [token for first, end in kept for token in ids[first:end]]
-                if part == 0:
-                    ranges[sample] = kept
-        samples.spans = [span for old in samples.spans for span in _moved(old, ranges.get(old[0]))]
+            for at, limit in enumerate(self._settings.limits):
+                part = samples.parts[2 * sample + at]
+                if statuses[sample] != TRUNCATED:
+                    ids[2 * sample + at] = ()
+                elif limit is not None:
+                    ids[2 * sample + at] = part.cut(limit + (part.after if at else 0), self._settings.truncate)
+        return ids
 
 
-def _moved(span: tuple[int, int, int], ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, int]]:
-    """A span where only these ranges of its input are left."""
-    if ranges is None:
-        return [span]
-    sample, first, end = span
-    moved, before = [], 0
-    for start, stop in ranges:
-        low, high = max(first, start), min(end, stop)
-        if low < high:
-            moved.append((sample, before + low - start, before + high - start))
-        before += stop - start
-    return moved
+class _Refused:
+    """Rows of a block that cannot be used: the first one ends the preparation, or they are left out.
+
+    Attributes:
+        block, spec: whose they are.
+        counts: by reason and task, those that gave no sample.
+        errors: the first of each reason, in words.
+    """
+
+    def __init__(self, block: Block, spec: TaskSpec, policy: BadRows) -> None:
+        self.block, self.spec, self._policy = block, spec, policy
+        self.counts: Counter[tuple[Skipped, str]] = Counter()
+        self.errors: dict[Skipped, list[str]] = {}
+
+    def add(self, number: int, error: RowError) -> None:
+        """A row that gives no sample."""
+        reason = Skipped.REFUSED_BY_TEMPLATE if isinstance(error, TemplateError) else Skipped.UNREADABLE
+        self.remember(reason, row_error(self.block, number, error, self.spec))
+        self.counts[reason, self.spec.name or UNKNOWN_TASK] += 1
+
+    def remember(self, reason: Skipped, error: DataError) -> None:
+        """The error of a row; raises it where rows are not left out."""
+        if self._policy is BadRows.FAIL:
+            raise error
+        said = self.errors.setdefault(reason, [])
+        if len(said) < MOST_ERRORS:
+            said.append(error.message)
 
 
 def _digest(*parts: str) -> int:

@@ -32,14 +32,14 @@ from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
 from megatron_dynapipe.tools.prepare import staging as staging_files
 from megatron_dynapipe.tools.prepare.assemble import write_dataset
 from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
-from megatron_dynapipe.tools.prepare.settings import PrepareSettings, TextSample
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, TextSample
 from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
 from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer, sentinel_ids
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
-_RECIPE = 1
+_RECIPE = 2
 """Raised when the same sources and settings give another dataset."""
 _AHEAD = 2
 """Blocks on their way to or from each worker."""
@@ -181,7 +181,7 @@ def _made(
         _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
         loaded = load_tokenizer(tokenizer)
         with contextlib.closing(Staging(folder)) as staging:
-            encoder = (tokenizer, mixture, settings, len(loaded), sentinel_ids(loaded))
+            encoder = (tokenizer, mixture, settings, len(loaded), int(loaded.eos_token_id), sentinel_ids(loaded))
             _encode_all(encoder, sources, staging, settings.processes, show_progress)
         shutil.copytree(tokenizer, tokenizer_folder(fresh))
         digest = fingerprint(tokenizer)
@@ -192,7 +192,7 @@ def _made(
     except Exception:
         clear(folder)
         raise
-    return meta, tuple(_notes(mixture, meta))
+    return meta, tuple(_notes(mixture, meta, staging, loaded))
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -276,12 +276,19 @@ def _encode_in_worker(block: Block, task: int) -> EncodedBlock:
     return _worker_encoder(block, task)
 
 
-def _notes(mixture: Mixture, meta: DatasetMeta) -> Iterator[str]:
-    """Notes on samples that are not as they were, and on tasks with fewer samples than were asked for."""
+def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tokenizer) -> Iterator[str]:
+    """Notes on rows that are not as they were, what they teach, and tasks with fewer samples than were asked for."""
     if truncated := sum(meta.truncated.values()):
         yield f"{truncated} of {sum(meta.read.values())} samples were truncated to the maximum lengths"
     for reason, count in meta.skipped.items():
         yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
+        yield from (f"  {error}" for error in staging.errors.get(Skipped(reason), ()))
+    yield from (f"{remark}: {count}" for remark, count in sorted(staging.remarks.items()))
+    if tokenizer.pad_token_id is None:
+        yield (
+            f"the tokenizer has no pad token: its end token {tokenizer.eos_token!r} fills padded rows, where it does"
+            " not count (--pad-token names another)"
+        )
     for spec in mixture.tasks:
         there = meta.read.get(spec.name or "", 0)
         if spec.name is not None and there < (spec.limit or 0):

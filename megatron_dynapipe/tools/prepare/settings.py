@@ -22,11 +22,20 @@ class TextSample(msgspec.Struct, frozen=True):
 class Skipped(enum.StrEnum):
     """Why a sample was left out, as the manifest says it."""
 
+    UNREADABLE = "unreadable"
+    REFUSED_BY_TEMPLATE = "refused_by_template"
     EMPTY = "empty"
     TOO_LONG = "too_long"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     DUPLICATE = "duplicate"
     OVER_LIMIT = "over_limit"
+
+
+class BadRows(enum.StrEnum):
+    """What becomes of a row that cannot be used: it ends the preparation, or it is left out."""
+
+    FAIL = "fail"
+    SKIP = "skip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +49,11 @@ class PrepareSettings:
         vocabulary_size: entries of a trained tokenizer.
         valid_fraction: fraction of each entry's samples for validation.
         test_fraction: fraction of each entry's samples for testing.
-        max_input_length: longest input in tokens; None for no maximum.
+        max_input_length: longest input in tokens, its start and end tokens among them; None for no maximum.
         max_target_length: longest target in tokens, without start and end tokens; None for no maximum.
         long_samples: what to do with longer ones.
         truncate: the end at which tokens are left out.
+        bad_rows: what becomes of rows that cannot be used, for whatever reason but their length.
         skip_empty: leave out samples whose input or target is empty, instead of refusing them.
         workers: processes that tokenise; None for one per core.
     """
@@ -58,6 +68,7 @@ class PrepareSettings:
     max_target_length: int | None = None
     long_samples: LongSamples = LongSamples.FAIL
     truncate: TruncationSide = TruncationSide.RIGHT
+    bad_rows: BadRows = BadRows.FAIL
     skip_empty: bool = False
     workers: int | None = None
 

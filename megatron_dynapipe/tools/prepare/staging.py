@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.tools.prepare.encode import EncodedBlock
+from megatron_dynapipe.tools.prepare.encode import MOST_ERRORS, EncodedBlock
+from megatron_dynapipe.tools.prepare.settings import Skipped
 
 COLUMNS: dict[str, str] = {
     "tokens": "u1",  # bytes: the tokens' type follows from the vocabulary
     "lengths": "<i4",
+    "ends": "u1",
     "checksums": "<u4",
     "digests": "<u8",
     "statuses": "u1",
@@ -39,12 +42,18 @@ class Staging:
     Attributes:
         folder: where they are.
         entries: samples of each entry of the mixture so far.
+        remarks: what the user should know of some samples, counted.
+        bad: rows that gave no sample, by reason and task.
+        errors: of rows that were left out, the first of each reason, in words.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._task_ids: dict[str, int] = {}
         self.entries: list[int] = []
+        self.remarks: Counter[str] = Counter()
+        self.bad: Counter[tuple[Skipped, str]] = Counter()
+        self.errors: dict[Skipped, list[str]] = {}
         self._files = {name: (folder / name).open("wb") for name in COLUMNS}
 
     @property
@@ -59,13 +68,17 @@ class Staging:
 
     def add(self, entry: int, block: EncodedBlock) -> None:
         """Append a block's samples."""
-        names, columns = block
-        ids = np.array([self._task_id(name) for name in names], np.uint16)
+        ids = np.array([self._task_id(name) for name in block.names], np.uint16)
+        columns = block.columns
         columns = columns | {"tasks": ids[columns["tasks"]], "spans": columns["spans"] + [self.samples, 0, 0]}
         for name, file in self._files.items():
             file.write(columns[name].tobytes())
         self.entries += [0] * (entry + 1 - len(self.entries))
         self.entries[entry] += len(columns["tasks"])
+        self.remarks += block.remarks
+        self.bad += block.bad
+        for reason, errors in block.errors.items():
+            self.errors[reason] = [*self.errors.get(reason, []), *errors][:MOST_ERRORS]
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """A file's content, memory-mapped; after `close`."""

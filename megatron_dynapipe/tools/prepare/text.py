@@ -1,16 +1,19 @@
 """The text before it is tokenised: the first rows of every file are checked, and a tokenizer is trained."""
 
+import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.tools.mixture.fields import read_rows, row_reader
+from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
+from megatron_dynapipe.tools.mixture.messages import Conversation, RowError
+from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.sources import Source
-from megatron_dynapipe.tools.mixture.spec import Mixture, Objective
+from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
 from megatron_dynapipe.tools.prepare.encode import Encoder
-from megatron_dynapipe.tools.prepare.settings import PrepareSettings
+from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings
 from megatron_dynapipe.tools.prepare.tokenizer import (
     NO_CHAT_TEMPLATE,
     Tokenizer,
@@ -49,7 +52,9 @@ def check_first_rows(mixture: Mixture, sources: Sequence[Source], settings: Prep
             train_tokenizer([], _BYTES_AND_SPECIAL + SENTINELS, sentinels=SENTINELS).save_pretrained(folder)
             settings = replace(settings, max_input_length=None, max_target_length=None)
         tokenizer = load_tokenizer(folder, pad_token=settings.pad_token)
-        encode = Encoder(folder, mixture, settings, len(tokenizer), sentinel_ids(tokenizer))
+        encode = Encoder(
+            folder, mixture, settings, len(tokenizer), int(tokenizer.eos_token_id), sentinel_ids(tokenizer)
+        )
         for task, source in enumerate(sources):
             for part in source:
                 if (block := next(part.blocks(), None)) is not None:
@@ -66,18 +71,27 @@ def make_tokenizer(mixture: Mixture, sources: Sequence[Source], settings: Prepar
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer, pad_token=settings.pad_token)
     corrupted = any(task.text and task.objective is Objective.SPAN_CORRUPTION for task in mixture.tasks)
-    texts = _texts(mixture, sources)
+    texts = _texts(mixture, sources, settings.bad_rows)
     return train_tokenizer(texts, settings.vocabulary_size, sentinels=SENTINELS if corrupted else 0)
 
 
-def _texts(mixture: Mixture, sources: Sequence[Source]) -> Iterator[str]:
-    """The texts that a tokenizer is trained on; raises DataError for rows that cannot be read."""
+def _refuse(block: Block, spec: TaskSpec, bad_rows: BadRows, number: int, error: RowError) -> None:
+    if bad_rows is BadRows.FAIL:
+        raise row_error(block, number, error, spec) from error
+
+
+def _texts_of(conversation: Conversation) -> Iterator[str]:
+    return (message["content"] for message in conversation.messages if message.get("content"))
+
+
+def _texts(mixture: Mixture, sources: Sequence[Source], bad_rows: BadRows) -> Iterator[str]:
+    """The texts that a tokenizer is trained on; raises DataError for rows that cannot be read, unless skipped."""
     allowed = TRAINING_BYTES // len(sources)
     for spec, source in zip(mixture.tasks, sources, strict=True):
         read, seen = row_reader(spec), 0
         for block in (block for part in source for block in part.blocks()):
-            for _, (_, *values) in read_rows(block, read):
-                yield from [turn.content for turn in values[0]] if spec.messages is not None else values
+            for _, (_, *values) in read_rows(block, read, functools.partial(_refuse, block, spec, bad_rows)):
+                yield from _texts_of(values[0]) if spec.messages is not None else values
             seen += len(block.lines)
             if seen > allowed:
                 break

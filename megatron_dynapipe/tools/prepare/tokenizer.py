@@ -1,7 +1,6 @@
 """Training, loading and using a HuggingFace tokenizer, offline."""
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
         pad_token: of its vocabulary, to pad with in place of its own.
 
     Raises:
-        DataError: there is no tokenizer, or it has no pad or end token.
+        DataError: there is no tokenizer, or it has no end token.
     """
     if not folder.is_dir():
         raise DataError(f"expected a tokenizer folder at {folder}, found none")
@@ -80,19 +79,22 @@ def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
         if pad_token not in tokenizer.get_vocab():
             raise DataError(f"{folder}: expected a pad token of its vocabulary, got {pad_token!r}")
         tokenizer.pad_token = pad_token
-    hints = {
-        "pad": "name one of its tokens with --pad-token, for example its end token",
-        "eos": "set it in the tokenizer's tokenizer_config.json; a bare tokenizer.json has none",
-    }
-    for name, hint in hints.items():
-        if getattr(tokenizer, f"{name}_token_id") is None:
-            raise DataError(f"{folder}: expected a tokenizer with {name}_token, it has none", hint=hint)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{folder}: expected a tokenizer with eos_token, it has none",
+            hint="set it in the tokenizer's tokenizer_config.json; a bare tokenizer.json has none",
+        )
     return tokenizer
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+    """The token that fills padded rows, where it never counts: the pad token, or where there is none the end token."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def start_id(tokenizer: Tokenizer) -> int:
     """The token that starts a decoder's input: the start token, or where there is none (as in T5's) the pad token."""
-    return int(tokenizer.pad_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+    return pad_id(tokenizer) if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
 
 
 def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -102,45 +104,3 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     while (token := SENTINEL.format(len(ids))) in vocabulary:
         ids.append(vocabulary[token])
     return tuple(ids)
-
-
-class FastEncoder:
-    """Token ids of many texts at once, by the library's own batch encoding without offsets.
-
-    A tokenizer that has no `tokenizer.json` (one in Python) encodes by itself, more slowly.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._slow: Tokenizer = None
-        path = folder / "tokenizer.json"
-        if path.is_file():
-            self._fast = tokenizers.Tokenizer.from_file(str(path))
-            self._fast.no_padding()
-            self._fast.no_truncation()
-        else:
-            self._slow = load_tokenizer(folder)
-
-    def __call__(self, texts: Sequence[str], *, is_text: bool = True) -> list[list[int]]:
-        """Ids of each text, with nothing added; with `is_text` what reads like a special token is only text."""
-        if self._slow is not None:
-            encoded = self._slow(list(texts), add_special_tokens=False, split_special_tokens=is_text)
-            return [list(ids) for ids in encoded["input_ids"]]
-        self._fast.encode_special_tokens = is_text
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-@functools.lru_cache(maxsize=1)
-def chat_renderer(folder: Path, template: str | None) -> Any:
-    """A function from messages and add_generation_prompt to text, by a tokenizer's chat template or another.
-
-    Raises:
-        DataError: there is none.
-    """
-    tokenizer = load_tokenizer(folder)
-    if template is None and not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"{folder}: expected a tokenizer with a chat template for conversations, it has none", hint=NO_CHAT_TEMPLATE
-        )
-    return functools.partial(
-        tokenizer.apply_chat_template, tokenize=False, **({} if template is None else {"chat_template": template})
-    )

@@ -122,6 +122,8 @@ def test_saved_datasets(tmp_path: Path) -> None:
         ("rows.parquet", parquet()[:-9], "cannot read it"),
         ("rows.arrow", b"x" * 100, "cannot read it"),
         ("rows.jsonl", b"\xff\xfe{", "the byte order mark (BOM) of UTF-16"),
+        ("rows.json", b'[{"a": 1}', "expected one array of rows, since it begins with [: Input data was truncated"),
+        ("rows.json", b"[1]\n[2]", "expected one array of rows, since it begins with ["),
         ("rows.csv", b"task,input\na,b\nc\n", "row 1: expected 2 fields, found another number"),
         ("rows.csv", b"task,input\na,b\nc,\xff\n", "expected UTF-8"),
     ],
@@ -133,6 +135,21 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes | None, mess
         list(file_blocks(tmp_path / name))
     assert message in caught.value.message
     assert name in caught.value.message
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None) -> None:
+    """A file of JSON that is one array, as Alpaca's, on one line or on many."""
+    path = tmp_path / "rows.json.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf \n" + json.dumps(ROWS, indent=indent).encode()))
+    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(rows_module, "_ROWS_AT_ONCE", 20)
+    assert read(path) == ROWS
+    assert [(block.unit, block.first) for block in file_blocks(path)] == [("row", 0), ("row", 20), ("row", 40)]
+    monkeypatch.setattr(rows_module, "MOST_ARRAY_BYTES", 1000)
+    with pytest.raises(DataError, match="expected an array of at most 1000 bytes, found more") as caught:
+        read(path)
+    assert "JSON lines" in caught.value.hint
 
 
 def test_a_large_row_is_one_row(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The mixture file: what it may say, what it may not, and which rates follow."""
 
+import datetime
 from pathlib import Path
 
 import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.tools.mixture.spec import Mixture, read_mixture, task_rates
+from megatron_dynapipe.tools.mixture.spec import Mixture, Turns, read_mixture, task_rates
 
 TASK = "tasks:\n  - {name: a, source: a.jsonl%s}\n"
 
@@ -21,6 +22,8 @@ def test_a_mixture(tmp_path: Path) -> None:
     assert task.templates == ("{{ q }}", "{{ a }}")
     assert (task.weight, mixture.mixing.cap, mixture.is_even) == (2.0, 100, False)
     assert read(tmp_path, TASK % "").is_even
+    (chats,) = read(tmp_path, TASK % ", messages: m, turns: last, date: 2024-02-29, eos: true").tasks
+    assert (chats.turns, chats.date, chats.ends, task.ends) == (Turns.LAST, datetime.date(2024, 2, 29), True, True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,12 @@ def test_a_mixture(tmp_path: Path) -> None:
         (TASK % ", limit: 0", "Expected `int` >= 1 - at `$.tasks[0].limit`"),
         (TASK % "" + (TASK % "")[7:], "expected every task once, got a twice"),
         (TASK % "" + "mixing: {temperature: 0.5}", "Expected `float` >= 1.0 - at `$.mixing.temperature`"),
+        (
+            TASK % ", text: t, turns: each",
+            "expected turns, date and empty_thoughts of a task with messages alone",
+        ),
+        (TASK % ", messages: m, turns: some", "Invalid enum value 'some' - at `$.tasks[0].turns`"),
+        (TASK % ", messages: m, date: today", "Invalid RFC3339"),
         (TASK % ", text: t, objective: other", "Invalid enum value 'other'"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.mixture.rows import Block
-from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec, Turns
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
-from megatron_dynapipe.tools.prepare.encode import Encoder
-from megatron_dynapipe.tools.prepare.settings import PrepareSettings
+from megatron_dynapipe.tools.prepare.encode import Encoder, status_of
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoder(tokenizer: Path, task: TaskSpec, **changes: Any) -> Encoder:
     mixture = Mixture(tasks=(task,), chat_template=changes.pop("chat_template", CHAT))
-    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, tuple(range(3, 23)))
+    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, 2, tuple(range(3, 23)))
 
 
 def block(*rows: Any) -> Block:
@@ -42,7 +42,8 @@ def block(*rows: Any) -> Block:
 
 def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, str]]:
     """(task, input, target) of every sample, back as text."""
-    names, columns = encode(block(*rows), 0)
+    encoded = encode(block(*rows), 0)
+    names, columns = encoded.names, encoded.columns
     lengths, tokens = columns["lengths"], columns["tokens"]
     text = tokenizers.load_tokenizer(tokenizer)
     samples, at = [], 0
@@ -60,20 +61,32 @@ def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, 
         pytest.param(
             {"task_column": "kind", "columns": InputAndTarget(input="q", target="a")},
             [{"kind": "b", "q": "one", "a": "two", "more": 1}, {"kind": "a", "q": "☃", "a": "<pad>"}],
-            [("b", "one", "two"), ("a", "☃", "<pad>")],
+            [("b", "one", "two</s>"), ("a", "☃", "<pad></s>")],
             id="columns",
         ),
         pytest.param(
             {"name": "n", "template": "Q: {{ q | upper }} ||| {{ a[0].text }}"},
             [{"q": "one", "a": [{"text": "t"}]}],
-            [("n", "Q: ONE", "t")],
+            [("n", "Q: ONE", "t</s>")],
             id="a template",
         ),
         pytest.param(
             {"name": "n", "text": "t", "length": 4},
+            [{"t": "abcdefg"}, {"t": "hijk"}, {"t": "l"}],
+            [("n", "a", "bcd"), ("n", "e", "fg</s>"), ("n", "h", "ijk</s>"), ("n", "l", "</s>")],
+            id="plain text for the next token",
+        ),
+        pytest.param(
+            {"name": "n", "text": "t", "length": 4, "eos": False},
             [{"t": "abcdefg"}, {"t": "hi"}],
             [("n", "a", "bcd"), ("n", "e", "fg"), ("n", "h", "i")],
-            id="plain text for the next token",
+            id="plain text without ends",
+        ),
+        pytest.param(
+            {"task_column": "task", "eos": False},
+            [{"task": "a", "input": "x", "target": "</s>"}],
+            [("a", "x", "</s>")],
+            id="no ends",
         ),
     ],
 )
@@ -85,7 +98,7 @@ def test_plain_text_with_spans_removed(tokenizer: Path) -> None:
     task = TaskSpec(name="n", source="x", text="t", length=20, objective=Objective.SPAN_CORRUPTION)
     ((_, given, wanted),) = texts(tokenizer, encoder(tokenizer, task), {"t": "abcdefghijklmnopqrst"})
     before, _, after = given.partition("<extra_id_0>")
-    assert before + wanted.removeprefix("<extra_id_0>") + after == "abcdefghijklmnopqrst"
+    assert before + wanted.removeprefix("<extra_id_0>").removesuffix("</s>") + after == "abcdefghijklmnopqrst"
 
 
 def test_conversations(tokenizer: Path) -> None:
@@ -95,7 +108,7 @@ def test_conversations(tokenizer: Path) -> None:
     encode = encoder(tokenizer, task)
     given = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
     assert texts(tokenizer, encode, row) == [("n", given, "no\n")]
-    ((sample, first, end),) = encode(block(row), 0)[1]["spans"].tolist()
+    ((sample, first, end),) = encode(block(row), 0).columns["spans"].tolist()
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
@@ -105,31 +118,40 @@ def test_conversations(tokenizer: Path) -> None:
         (None, "expected a tokenizer with a chat template for conversations, it has none"),
         (
             "{{ messages[-1].content }}{% if add_generation_prompt %}:{% endif %}",
-            "line 1: expected a chat template that keeps earlier turns as they were, turn",
+            "line 1: expected a chat template that keeps earlier turns as they were, turn 2 changes them",
         ),
     ],
 )
 def test_chat_templates_that_cannot_be(tokenizer: Path, template: str | None, said: str) -> None:
-    task = TaskSpec(name="n", source="x", messages="m")
+    task = TaskSpec(name="n", source="x", messages="m", turns=Turns.ALL)
     row = {"m": [{"role": role, "content": content} for role, content in TURNS]}
     with pytest.raises(DataError, match=said):
         encoder(tokenizer, task, chat_template=template)(block(row), 0)
 
 
-@pytest.mark.parametrize("side", ["right", "left", "middle"])
-def test_spans_move_with_what_is_left(tokenizer: Path, side: str) -> None:
-    """Half of a turn that is cut through is still learned."""
+def test_long_conversations_lose_their_earliest_turns(tokenizer: Path) -> None:
+    """The system's message stays, and so do headers and ends; what still does not fit is left out."""
     task = TaskSpec(name="n", source="x", messages="m")
-    turns = [("user", ""), ("assistant", "0123456789"), ("assistant", "z")]
-    row = {"m": [{"role": role, "content": content} for role, content in turns]}
-    limits = {"max_input_length": 20, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide(side)}
-    encode = encoder(tokenizer, task, **limits)
-    ((_, given, _),) = texts(tokenizer, encode, row)
-    whole = "<user>\n<assistant>0123456789\n<assistant>"
-    assert given == {"right": whole[:20], "left": whole[-20:], "middle": whole[:10] + whole[-10:]}[side]
-    spans = encode(block(row), 0)[1]["spans"]
-    learned = "".join(given[first:end] for _, first, end in spans.tolist())
-    assert learned == {"right": "01", "left": "23456789\n"[-9:], "middle": ""}[side]
+    rows = [{"m": [{"role": role, "content": content} for role, content in TURNS]}, {"m": [
+        {"role": "user", "content": "0123456789" * 10}, {"role": "assistant", "content": "z"}]}]  # fmt: skip
+    whole = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
+    shorter = "<system>be\n<user>so\n<assistant>"
+    for most, given in ((len(whole), whole), (len(whole) - 1, shorter), (len(shorter), shorter)):
+        limits = {"max_input_length": most, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide.RIGHT}
+        encode = encoder(tokenizer, task, **limits)
+        assert texts(tokenizer, encode, *rows) == [("n", given, "no\n"), ("n", "", "")]
+        columns = encode(block(*rows), 0).columns
+        assert columns["statuses"].tolist() == [int(given == shorter), status_of(Skipped.TOO_LONG)]
+        learned = ["".join(given[first:end]) for _, first, end in columns["spans"].tolist()]
+        assert learned == (["yo\n"] if given == whole else [])
+    limits = {"max_input_length": len(shorter) - 1, "long_samples": LongSamples.TRUNCATE}
+    assert texts(tokenizer, encoder(tokenizer, task, **limits), rows[0]) == [("n", "", "")]
+
+
+def test_truncated_pairs_keep_their_ends(tokenizer: Path) -> None:
+    limits = {"max_input_length": 3, "max_target_length": 2, "long_samples": LongSamples.TRUNCATE}
+    row = {"task": "a", "input": "abcdef", "target": "uvwxyz"}
+    assert texts(tokenizer, encoder(tokenizer, PAIR, **limits), row) == [("a", "abc", "uv</s>")]
 
 
 PAIR = TaskSpec(task_column="task", source="x")
@@ -150,9 +172,9 @@ CHATS = TaskSpec(name="n", source="x", messages="m")
         (TaskSpec(name="n", source="x", template="{{ q }}|||{{ b }}"), {"q": "x"}, "'b' is undefined (it has q)"),
         (TaskSpec(name="n", source="x", template="{{ q.z.y }}|||a"), {"q": {}}, "a field that the row does not have"),
         (TaskSpec(name="n", source="x", template="{{ 1 / q }}|||a"), {"q": 0}, "the template cannot be rendered"),
-        (CHATS, {"m": [{"role": "user"}]}, "missing required field `content`"),
+        (CHATS, {"m": [{"role": "user"}]}, "line 3: message 0: expected content, got role"),
         (CHATS, {"m": [{"role": "user", "content": "hi"}]}, "expected a conversation with a turn of the assistant"),
-        (TaskSpec(name="n", source="x", text="t"), {"t": "a"}, "expected every input to have at least 1 token"),
+        (TaskSpec(name="n", source="x", text="t"), {"t": ""}, "expected every input to have at least 1 token"),
     ],
 )
 def test_bad_rows(tokenizer: Path, task: TaskSpec, row: Any, message: str) -> None:
@@ -175,4 +197,4 @@ def test_a_large_sample(tokenizer: Path) -> None:
     with pytest.raises(DataError, match=r"line 1 \(task 'a'\): expected samples of at most 100 input tokens and 10 ta"):
         encoder(tokenizer, PAIR, **limits)(block(row), 0)
     kept = texts(tokenizer, encoder(tokenizer, PAIR, **limits, long_samples=LongSamples.TRUNCATE), row)
-    assert kept == [("a", ("word " * 20), "y")]
+    assert kept == [("a", ("word " * 20), "y</s>")]

@@ -31,7 +31,8 @@ def prepare(
     output: Path, tokenizer: Path, entries: list[tuple[TaskSpec, list[Any]]], **changes: Any
 ) -> tuple[DatasetMeta, tuple[str, ...]]:
     mixing = changes.pop("mixing", Mixing())
-    mixture = Mixture(tasks=tuple(spec for spec, _ in entries), mixing=mixing)
+    template = changes.pop("chat_template", None)
+    mixture = Mixture(tasks=tuple(spec for spec, _ in entries), mixing=mixing, chat_template=template)
     run = PrepareSettings(source="test", tokenizer=tokenizer, **changes)
     return prepare_mixture(mixture, [rows_source(rows) for _, rows in entries], output, run)
 
@@ -96,19 +97,27 @@ def test_one_task_in_two_entries(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_pad_token(tmp_path: Path, tokenizer: Path) -> None:
-    """A tokenizer without one takes the one that is named."""
+    """A tokenizer without one pads with its end token, or with the one that is named; so it does for conversations."""
     bare = tmp_path / "bare"
     tokenizers.load_tokenizer(tokenizer).save_pretrained(bare)
     config = json.loads((bare / "tokenizer_config.json").read_text())
     del config["pad_token"]
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
     entries = [(TaskSpec(name="a", source="x"), pairs(4))]
-    with pytest.raises(DataError, match="expected a tokenizer with pad_token, it has none") as caught:
-        prepare(tmp_path / "data", bare, entries)
-    assert "--pad-token" in str(caught.value)
+    meta, notes = prepare(tmp_path / "data", bare, entries)
+    assert (meta.pad_id, meta.eos_id) == (2, 2)
+    assert any("its end token '</s>' fills padded rows" in note and "--pad-token" in note for note in notes)
     with pytest.raises(DataError, match="expected a pad token of its vocabulary, got 'nothing'"):
         prepare(tmp_path / "data", bare, entries, pad_token="nothing")
-    assert prepare(tmp_path / "data", bare, entries, pad_token="</s>")[0].pad_id == 2
+    chats = [
+        {"messages": [{"role": "user", "content": f"{at}"}, {"role": "assistant", "content": "b"}]} for at in range(4)
+    ]
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    entries.append((TaskSpec(name="b", source="x", messages="messages"), chats))
+    for pad_token, pad in (("<s>", 1), (None, 2)):
+        meta, notes = prepare(tmp_path / "data", bare, entries, pad_token=pad_token, chat_template=template)
+        assert meta.pad_id == pad and meta.samples["train"]["b"] == 2
+        assert any("pad token" in note for note in notes) == (pad_token is None)
 
 
 rows_of_entry = st.lists(

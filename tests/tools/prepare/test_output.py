@@ -40,10 +40,10 @@ PROJECT = {"package.json": b"{}", "src/index.ts": b"main()"}
     ("content", "said"),
     [
         ({"letter.txt": b"dear"}, "expected a dataset folder with a manifest.json"),
-        (PROJECT | {"manifest.json": b'{"name": "my app", "icons": []}'}, "expected dynapipe-dataset/2"),
+        (PROJECT | {"manifest.json": b'{"name": "my app", "icons": []}'}, "expected dynapipe-dataset/3"),
         (PROJECT | {"meta.json": b'{"format": "mine"}'}, "expected dynapipe-dataset/1"),
         (PROJECT | {"manifest.json": b'{"format": "dynapipe-dataset/3"}'}, "Invalid enum value"),
-        (PROJECT | {"manifest.json": b"[" * 100_000}, "expected dynapipe-dataset/2"),
+        (PROJECT | {"manifest.json": b"[" * 100_000}, "expected dynapipe-dataset/3"),
     ],
 )
 def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path, content: dict[str, bytes], said: str) -> None:

@@ -10,6 +10,8 @@ from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset, staging
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
+from megatron_dynapipe.tools.prepare.encoded import TextEncoder
+from megatron_dynapipe.units import ModelFamily
 
 SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards mix potions of grey smoke"
 WORDS = SENTENCE.split()
@@ -50,9 +52,10 @@ def test_folder_holds_the_text(tmp_path: Path) -> None:
     tokenizer = tokenizers.load_tokenizer(tmp_path / "data" / "tokenizer")
     found = []
     for split in SPLITS:
-        reader = open_split(tmp_path / "data", split)
+        reader = open_split(tmp_path / "data", split, ModelFamily.T5)
         for at, task in enumerate(read_task_ids(tmp_path / "data", split, len(reader))):
             given_ids, wanted_ids = reader[at]
+            assert open_split(tmp_path / "data", split, ModelFamily.GPT)[at][1].tolist() == [*wanted_ids, meta.eos_id]
             found.append((meta.tasks[task], tokenizer.decode(given_ids), tokenizer.decode(wanted_ids)))
     assert Counter(found) == Counter((sample.task, sample.input, sample.target) for sample in samples)
 
@@ -75,14 +78,15 @@ def test_tokenizer_loads_in_megatron(tmp_path: Path) -> None:
     theirs = HuggingFaceTokenizer(str(tmp_path / "data" / "tokenizer"))
     assert theirs.vocab_size == meta.vocabulary_size
     assert (theirs.pad_id, theirs.bos_id, theirs.eos_id) == (meta.pad_id, meta.bos_id, meta.eos_id)
-    (ours,) = tokenizers.FastEncoder(tmp_path / "data" / "tokenizer")(["quick wizards"])
+    folder = tmp_path / "data" / "tokenizer"
+    (ours,) = TextEncoder(folder)(["quick wizards"])
     assert theirs.text_to_ids("quick wizards") == ours
 
 
 def test_special_tokens_in_text_are_text(tmp_path: Path) -> None:
     tokenizer = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
     tokenizer.save_pretrained(tmp_path)
-    ids, empty = tokenizers.FastEncoder(tmp_path)(["a<s>b</s>", ""])
+    ids, empty = TextEncoder(tmp_path)(["a<s>b</s>", ""])
     assert not set(ids) & {0, 1, 2}
     assert tokenizer.decode(ids) == "a<s>b</s>"
     assert empty == []
@@ -96,7 +100,7 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     bare = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
     bare.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(DataError, match="expected a tokenizer with pad_token, it has none"):
+    with pytest.raises(DataError, match="expected a tokenizer with eos_token, it has none"):
         tokenizers.load_tokenizer(tmp_path)
 
 
@@ -135,7 +139,7 @@ def test_long_samples(tmp_path: Path, policy: str, note: str, kept: dict[str, di
     assert sum(meta.split_samples.values()) == (10 if policy == "truncate" else 8)
     assert {"skipped": meta.skipped, "truncated": meta.truncated} == {"skipped": {}, "truncated": {}} | kept
     assert (meta.max_input_length, meta.max_target_length) == (12, 9)
-    longest = [open_split(tmp_path / "data", split).lengths for split in SPLITS]
+    longest = [open_split(tmp_path / "data", split, ModelFamily.T5).lengths for split in SPLITS]
     assert max(int(part.input.max(initial=0)) for part in longest) <= 12
     assert max(int(part.target.max(initial=0)) for part in longest) <= 9
 

@@ -1,0 +1,111 @@
+"""Conversations of a block → samples; those that are too long lose their earliest turns."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynapipe.sampling.long_samples import LongSamples
+from megatron_dynapipe.tools.mixture.fields import Refuse
+from megatron_dynapipe.tools.mixture.messages import Conversation, RowError, TemplateError
+from megatron_dynapipe.tools.mixture.spec import TaskSpec
+from megatron_dynapipe.tools.prepare.chat import ChatTemplate, Written
+from megatron_dynapipe.tools.prepare.encoded import Encoded, TextEncoder
+from megatron_dynapipe.tools.prepare.settings import PrepareSettings
+from megatron_dynapipe.tools.prepare.teach import Ends, Speech, Taught
+
+UNENDED = (
+    "answers that end in no special token, since the chat template writes none after them: a model does not learn there"
+    " when to stop (`eos: true` ends a conversation with the tokenizer's end token)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtChat:
+    """A conversation's sample.
+
+    Attributes:
+        text: of the conversation, as its template writes it.
+        is_shorter: whether it has lost earlier turns.
+    """
+
+    text: str
+    sample: Taught
+    is_shorter: bool = False
+
+
+class ChatEncoder:
+    """Encodes the conversations of a mixture's entry."""
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        ends: Ends,
+        spec: TaskSpec,
+        template: str | None,
+        settings: PrepareSettings,
+    ) -> None:
+        self._encoder, self._ends, self._spec, self._settings = encoder, ends, spec, settings
+        self._template = ChatTemplate(encoder.tokenizer, template, learns_empty_thoughts=spec.empty_thoughts)
+        self._speech = Speech(encoder.special, encoder.is_blank)
+
+    def __call__(self, rows: Iterable[tuple[int, Any]], refuse: Refuse) -> Iterator[tuple[int, str, TaughtChat | None]]:
+        """(number, task, sample) of each sample; None of a conversation that has no answer."""
+        asked: list[tuple[int, str, Written | None]] = []
+        for number, (name, conversation) in rows:
+            try:
+                written = list(self._template.write(conversation, self._spec.turns, self._spec.date))
+            except RowError as error:
+                refuse(number, error)
+            else:
+                samples: Sequence[Written | None] = written or [None]
+                asked += [(number, name, sample) for sample in samples]
+        encoded = iter(self._encoder.rendered([sample.text for *_, sample in asked if sample is not None]))
+        for number, name, sample in asked:
+            if sample is None:
+                yield number, name, None
+                continue
+            try:
+                taught = self._taught(sample, next(encoded))
+            except RowError as error:
+                refuse(number, error)
+            else:
+                yield number, name, taught
+
+    def taken_remarks(self) -> Counter[str]:
+        """What the user should know of the conversations since the last call, counted."""
+        remarks = self._template.remarks + Counter({UNENDED: self._speech.unended})
+        self._template.remarks, self._speech.unended = Counter(), 0
+        return remarks
+
+    def _taught(self, written: Written, encoded: Encoded) -> TaughtChat:
+        whole = self._speech.taught(written, encoded, self._ends, always_ends=self._spec.ends)
+        if self._settings.long_samples is LongSamples.TRUNCATE and not self._fits(whole):
+            shorter = self._shorter(written.conversation)
+            if shorter is not None:
+                return TaughtChat(written.text, shorter, is_shorter=True)
+        return TaughtChat(written.text, whole)
+
+    def _shorter(self, conversation: Conversation) -> Taught | None:
+        """The sample without as few of the earliest turns as make it fit; None where nothing does."""
+        last, remarks = conversation.answers[-1], self._template.remarks.copy()
+        for first in range(conversation.system_messages + 1, last + 1):
+            if conversation.messages[first]["role"] != "user":
+                continue
+            try:
+                written = self._template.written(conversation.from_turn(first), self._spec.date)
+            except TemplateError:
+                continue
+            finally:
+                self._template.remarks = remarks.copy()  # they were made of the whole
+            (encoded,) = self._encoder.rendered([written.text])
+            taught = self._speech.taught(written, encoded, self._ends, always_ends=self._spec.ends)
+            if self._fits(taught):
+                return taught
+        return None
+
+    def _fits(self, taught: Taught) -> bool:
+        lengths = len(taught.input.tokens), len(taught.target.tokens) - taught.target.after
+        return all(
+            limit is None or length <= limit for length, limit in zip(lengths, self._settings.limits, strict=True)
+        )

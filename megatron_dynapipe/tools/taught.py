@@ -1,0 +1,85 @@
+"""What a dataset teaches, sample by sample: the tokens that a model of a family is trained on, and which of them count.
+
+decoder-only     <|user|>Hi<|assistant|>⟦Hello.<|end|>⟧          what counts stands in ⟦ ⟧, or in colour
+encoder-decoder  summarize: …</s>  →  ⟦Short.</s>⟧
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from megatron_dynapipe.data.meta import open_split, read_meta, tokenizer_folder
+from megatron_dynapipe.data.spans import LossOn, learned
+from megatron_dynapipe.sampling import SpanTable
+from megatron_dynapipe.sampling.lengths import read_task_ids
+from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
+from megatron_dynapipe.units import ModelFamily
+
+_COLOURED, _MARKED = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtSample:
+    """One sample as it is trained.
+
+    Attributes:
+        task: its task.
+        given: tokens of the encoder's input; none of a decoder-only model.
+        tokens: of a decoder-only sequence, or of the target, its end token included.
+        learned: 1 for each of these that counts.
+    """
+
+    task: str
+    given: list[int]
+    tokens: list[int]
+    learned: list[int]
+
+    def row(self) -> dict[str, object]:
+        """Its line of JSON."""
+        if self.given:
+            return {"task": self.task, "input": self.given, "target": self.tokens}
+        return {"task": self.task, "tokens": self.tokens, "learned": self.learned}
+
+
+def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[TaughtSample]:
+    """The samples of a split in order, with the loss on what the dataset says.
+
+    Raises:
+        DataError: the dataset is missing or damaged.
+    """
+    meta, reader, spans = read_meta(folder), open_split(folder, split, family), SpanTable.read(folder / split)
+    tasks = read_task_ids(folder, split, len(reader))
+    for number, task in enumerate(tasks.tolist()):
+        inputs, targets = (part.tolist() for part in reader[number])
+        if family is ModelFamily.T5:
+            target = [*targets, meta.eos_id]
+            yield TaughtSample(task=meta.tasks[task], given=inputs, tokens=target, learned=[1] * len(target))
+            continue
+        counts = learned(number, len(inputs), len(targets), LossOn(meta.loss), spans)
+        counts[0] = 0  # the first token is predicted by nothing
+        tokens = [*inputs, *targets]
+        yield TaughtSample(task=meta.tasks[task], given=[], tokens=tokens, learned=counts.astype(int).tolist())
+
+
+def sample_printer(folder: Path, *, coloured: bool) -> Callable[[TaughtSample], str]:
+    """A function that gives a sample as text, by the dataset's tokenizer; raises DataError where that is missing."""
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    before, after = _COLOURED if coloured else _MARKED
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def printed(sample: TaughtSample) -> str:
+        whole, parts, at, place = text(sample.tokens), [], 0, 0
+        for counts, run in groupby(sample.learned):
+            at += len(list(run))
+            # Decoded from the beginning: some tokenizers take the space off the first token that they decode.
+            end = len(whole) if at == len(sample.tokens) else len(text(sample.tokens[:at]))
+            part, place = whole[place:end], end
+            parts.append(f"{before}{part}{after}" if counts else part)
+        given = f"{text(sample.given)}  →  " if sample.given else ""
+        count = f"{len(sample.given) + len(sample.tokens)} tokens, {sum(sample.learned)} learned"
+        return f"[{sample.task}: {count}]\n{given}{''.join(parts)}\n"
+
+    return printed
