@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.runtime.start_store import has_store, start_store
+from megatron_dynapipe.integration.flags.same_flags import check_same_flags
+from megatron_dynapipe.runtime.start_store import StartGroup, has_store, start_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -29,8 +30,10 @@ _GRACE_S = 5.0
 """torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
 
 
-def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
+def start_together[T](check: Callable[[], T], *, timeout_s: float, name: str = "run") -> T:
     """Run `check` on every rank; return its value once it has succeeded on all.
+
+    `name` is the check's, once in a start of the ranks.
 
     Of the ranks whose check fails one raises its error, rank 0 if it is among them; the others exit with status 2 and
     leave the report to it. Without a store every rank stands for itself.
@@ -42,27 +45,27 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     store = start_store(timeout_s) if world > 1 else None
     if store is None:
         return check()
-    rank = os.environ["RANK"]
+    rank, verdict = os.environ["RANK"], f"{name}/{_VERDICT}"
     try:
         value = check()
     except Exception as error:
         if rank != "0":
-            _wait_for_rank_0(store)
-        if store.compare_set(_VERDICT, "", rank) != rank.encode():
+            _wait_for_rank_0(store, verdict)
+        if store.compare_set(verdict, "", rank) != rank.encode():
             _leave(store)
         setattr(error, REPORTED_HERE, True)
         _wait_for_leaving(store, world - 1)
         raise
-    if store.add(_READY, 1) == world:
-        store.compare_set(_VERDICT, "", _GO)
+    if store.add(f"{name}/{_READY}", 1) == world:
+        store.compare_set(verdict, "", _GO)
     try:
-        store.wait([_VERDICT], datetime.timedelta(seconds=timeout_s))
+        store.wait([verdict], datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ConfigError(
             f"rank {rank} waited {timeout_s:.0f} s for all {world} ranks to check their arguments",
             hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
         ) from error
-    if store.get(_VERDICT) != _GO.encode():
+    if store.get(verdict) != _GO.encode():
         _leave(store)
     return value
 
@@ -81,10 +84,21 @@ def _wait_for_leaving(store: "Store", ranks: int) -> None:
             time.sleep(0.05)
 
 
-def _wait_for_rank_0(store: "Store") -> None:
+def _wait_for_rank_0(store: "Store", verdict: str) -> None:
     """Give rank 0 a moment to report the error if it has it too."""
     with contextlib.suppress(RuntimeError):
-        store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+        store.wait([verdict], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+
+
+def compare_flags(flags: Mapping[str, str], *, timeout_s: float) -> None:
+    """Compare flags over the start store; nothing happens without one. Raises ConfigError on every rank.
+
+    `flags` are those of `same_flags.comparable`. All ranks come here, as after `start_together`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    store = start_store(timeout_s) if world > 1 else None
+    if store is not None:
+        check_same_flags(flags, StartGroup("compare flags", store, timeout_s=timeout_s))
 
 
 def ranks_stand_alone() -> bool:
