@@ -147,6 +147,8 @@ class Sampler:
         settings: what decides the order.
         task_ids: int16[n], the task of each sample; where `settings.task_rates`.
         spans: what counts besides targets; where `settings.labels`.
+        first_iteration: the first that is asked for, and
+        first_sample: the place of the stream at which it begins.
 
     Attributes:
         report: how many samples were longer than the maximum, and what was done with them.
@@ -163,6 +165,9 @@ class Sampler:
         settings: SamplerSettings,
         task_ids: npt.NDArray[np.int16] | None = None,
         spans: SpanTable | None = None,
+        *,
+        first_iteration: int = 0,
+        first_sample: int = 0,
     ) -> None:
         self.settings = settings
         self._table = lengths
@@ -177,6 +182,8 @@ class Sampler:
             lengths=self._tokens,
             last=settings.last_batch,
             epochs=settings.epochs,
+            first_iteration=first_iteration,
+            first_place=first_sample,
         )
 
     @property
@@ -192,10 +199,8 @@ class Sampler:
         """The global batch of `iteration` (from 0).
 
         Raises:
-            ConfigError: the iteration is negative, or after the last epoch.
+            ConfigError: the iteration is before the first, or after the last epoch.
         """
-        if iteration < 0:
-            raise ConfigError(f"expected an iteration of at least 0, got {iteration}")
         return self._batch(iteration, self._usable.ids(self._order.rows(*self.batches.bounds(iteration))))
 
     def _batch(self, iteration: int, ids: npt.NDArray[np.int64]) -> GlobalBatch:

@@ -55,7 +55,14 @@ def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
     lengths = LengthTable.read(folder, split.name)
     tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.task_rates else None
     spans = SpanTable.read(folder / split.name) if split.sampler.labels else None
-    return Sampler(lengths, split.sampler, tasks, spans)
+    return Sampler(
+        lengths,
+        split.sampler,
+        tasks,
+        spans,
+        first_iteration=split.first_iteration,
+        first_sample=split.first_sample,
+    )
 
 
 _LOOK_S = 5.0

@@ -52,6 +52,7 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         name: "train", "valid" or "test": the split's files in the dataset folder.
         sampler: what decides its samples.
         first_iteration: where a fresh or resumed run begins.
+        first_sample: the place in the stream of samples at which it does: so many were drawn before.
         iterations: how many are planned in all; None plans for as long as training goes on.
         evaluation: batches of one evaluation, which has no backward passes; every one is of the same samples. None
             trains.
@@ -60,6 +61,7 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     sampler: SamplerSettings
     first_iteration: _AtLeastZero = 0
+    first_sample: _AtLeastZero = 0
     iterations: _AtLeastZero | None = None
     evaluation: _AtLeastOne | None = None
 

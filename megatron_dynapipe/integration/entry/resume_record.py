@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before th
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
-_OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
+_OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
 _LAYOUT = tuple(
     f"planner.{name}"
     for name in (
@@ -57,6 +57,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
+        began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
     format: Literal["dynapipe-run/2"] = "dynapipe-run/2"
@@ -64,6 +65,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     dataset: dict[str, str]
     settings: dict[str, str]
+    began: tuple[int, int] = (0, 0)
 
 
 def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
@@ -79,6 +81,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
         settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
+        began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
     )
 
 

@@ -24,6 +24,7 @@ from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
+from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -31,15 +32,13 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gp
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
-from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.flags.same_flags import check_same_flags, comparable
-from megatron_dynapipe.integration.hooks.active_run import counters
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
-from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -52,7 +51,7 @@ def t5_run(
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
     args, run, flags = _checked(ModelFamily.T5, fit)
-    session = session_type(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(resumed_inputs, run, args))
     provider = _agreeing(t5_provider(run.model, run.planner.layout), flags, run)
     arguments = _pretrain_arguments(args, session, provider, t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
@@ -67,7 +66,7 @@ def gpt_run(
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
-    session = session_type(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(resumed_inputs, run, args))
     layout = run.planner.layout
     provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
@@ -98,10 +97,6 @@ def _agreeing(provider: ModelProvider, flags: Mapping[str, str], run: RunConfig)
         return provider(*arguments, **keywords)
 
     return provide
-
-
-def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
-    return resumed_inputs(run.inputs, counters(args).iteration)
 
 
 def _checked(
@@ -259,7 +254,7 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     return Session(
         run,
-        resumed=partial(_resumed, run, args),
+        resumed=partial(resumed_inputs, run, args),
         required=required,
         make_batch=broadcastable,
         wrap_step=wrap,

@@ -150,14 +150,6 @@ class RunConfig:
         return self.planner.layout if self.planner.layout.cuts_layers else None
 
 
-def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
-    """The inputs of plans where training goes on from an iteration, which a checkpoint sets."""
-    train, *others = inputs.splits
-    left = max((train.iterations or 0) - iteration, 0)
-    train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
-    return msgspec.structs.replace(inputs, splits=(train, *others))
-
-
 def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:
     """Floating-point operations, forward and backward, that a position without a label leaves out."""
     layout, weights = planner.layout, shape.rows(1)
