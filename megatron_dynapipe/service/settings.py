@@ -74,12 +74,15 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         splits: what is planned, the most urgent split first where they tie.
         planner: model, layout, memory, choices.
         costs: where layers' costs come from.
+        files: digests of the files by which samples are drawn, by name: those that the run began with. Empty where
+            nothing is compared.
     """
 
     data_folder: str
     splits: Annotated[tuple[SplitSettings, ...], msgspec.Meta(min_length=1)]
     planner: PlannerSettings
     costs: MeasuredCosts | AnalyticCosts
+    files: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         names = [split.name for split in self.splits]

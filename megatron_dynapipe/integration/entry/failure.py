@@ -27,6 +27,7 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
+from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
@@ -50,13 +51,13 @@ def reported() -> Iterator[None]:
         yield
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
         if not (start.reports_for_all() or getattr(error, start.REPORTED_HERE, False)):
-            start.leave_report_to_another_rank(2)
+            leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        start.write_error_file(str(error))
+        write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
-        start.write_error_file(str(error))
+        write_error_file(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         if rank == 0:
@@ -123,7 +124,7 @@ def _print_error(error: BaseException) -> int:
         return int(leaving.code or 1)
     except BaseException:  # noqa: BLE001  (whatever it is, the error file must be written)
         print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-        start.write_error_file(_line(error))
+        write_error_file(_line(error))
         return 1
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.cost import Split, even_split
-from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
+from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
@@ -88,10 +88,10 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
 def _tokenizer_digest(path: Path) -> str:
     """The digest of a tokenizer's vocabulary file; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
-        return file_digest(path / "tokenizer.json")
+        return digests.file_digest(path / "tokenizer.json")
     if path.is_dir():
         return folder_digest(path)
-    return file_digest(path) if path.is_file() else str(path)
+    return digests.file_digest(path) if path.is_file() else str(path)
 
 
 class CheckpointRecords:

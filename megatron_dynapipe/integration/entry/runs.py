@@ -22,7 +22,7 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
-from megatron_dynapipe.integration.entry.preflight import check_data, check_run
+from megatron_dynapipe.integration.entry.preflight import COST_FILE, check_data, check_run
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
@@ -37,6 +37,7 @@ from megatron_dynapipe.integration.flags.same_flags import check_same_flags, com
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
+from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
@@ -160,7 +161,7 @@ def _settled(
     _preflight(run)
     _settle_evaluations(args, run)
     if measured is not None and run.rank == 0:
-        shutil.copyfile(measured, run.report_folder / "cost-model.json")
+        shutil.copyfile(measured, run.report_folder / COST_FILE)
     return args, run
 
 
@@ -197,6 +198,8 @@ def _kept_split(run: RunConfig) -> Split | None:
 def _preflight(run: RunConfig) -> None:
     if start.checks_for_all():
         check_run(run)
+    elif start.reports_for_all():  # a node may have a folder of records of its own
+        check_records(run.report_folder)
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:

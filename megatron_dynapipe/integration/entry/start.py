@@ -6,16 +6,13 @@ into Megatron's initialisation, where it would wait for that rank.
 
 import contextlib
 import datetime
-import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry.leaving import GRACE_S, leave_report_to_another_rank
 from megatron_dynapipe.integration.flags.same_flags import check_same_flags
 from megatron_dynapipe.runtime.start_store import StartGroup, has_store, start_store
 
@@ -26,8 +23,6 @@ _READY, _VERDICT, _GO, _LEAVING = "ready", "verdict", "go", "leaving"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
 _RANK_0_FIRST_S = 2.0
-_GRACE_S = 5.0
-"""torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
 
 
 def start_together[T](check: Callable[[], T], *, timeout_s: float, name: str = "run") -> T:
@@ -78,7 +73,7 @@ def _leave(store: "Store") -> NoReturn:
 
 def _wait_for_leaving(store: "Store", ranks: int) -> None:
     """Give ranks that are still starting a moment to leave by themselves: torchrun lists those that it ends."""
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(RuntimeError):
         while store.add(_LEAVING, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -114,27 +109,3 @@ def checks_for_all() -> bool:
 def reports_for_all() -> bool:
     """Whether this rank prints an error that all ranks have: the first of each node, in case nodes differ."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-def leave_report_to_another_rank(status: int) -> NoReturn:
-    """Exit without a word once the rank that reports the error has had time to do so.
-
-    torchrun ends this rank meanwhile, and lists every rank that a signal ended: this one ends well instead, so that
-    its summary names the rank with the message alone.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(_GRACE_S)
-    sys.exit(status)
-
-
-def write_error_file(message: str) -> None:
-    """Give torchrun the message for its summary, below its own traceback, which no worker can keep away.
-
-    It ends with a ChildFailedError whenever a worker's status is not 0, and says there what error files hold.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")

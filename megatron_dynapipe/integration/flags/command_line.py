@@ -31,6 +31,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.integration.flags.required import check_required
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.units import ModelFamily, round_up
 
@@ -232,6 +233,7 @@ def parse(
         DataError: there is no dataset where `--dynapipe-data` says.
     """
     written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
+    check_required(written, family)
 
     def settled(args: argparse.Namespace, known: Sequence[argparse.Action]) -> None:
         if fit is not None:
@@ -259,6 +261,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
     from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
 
+    _settle_defaults(args, family)
     checks.check(args, family, known)
     checks.settle_kernels(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
@@ -268,6 +271,25 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)
+
+
+def _settle_defaults(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Give Megatron what it asks for although planned runs need no word of the user's for it; says so on rank 0."""
+    from megatron_dynapipe.integration.flags import from_megatron
+
+    said = []
+    if not args.calculate_per_token_loss and not args.use_dynapipe:
+        args.calculate_per_token_loss = True
+        said.append("--calculate-per-token-loss (micro-batches hold different numbers of tokens)")
+    if args.eval_interval is None and not (args.eval_iters or args.full_validation):
+        args.eval_interval = 1000  # Megatron divides by it
+    if args.global_batch_size is None and args.tokens_per_global_batch is not None and not args.dynapipe_elastic:
+        args.global_batch_size = from_megatron.nominal_batch(args, family)
+        said.append(
+            f"--global-batch-size {args.global_batch_size} (nominal: learning rates and evaluations count by it)"
+        )
+    if said and os.environ.get("RANK", "0") == "0":
+        print(f"set for a planned run: {', '.join(said)}", flush=True)
 
 
 def megatron_arguments(

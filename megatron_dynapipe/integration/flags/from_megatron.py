@@ -52,6 +52,8 @@ _LAYER_COSTS = (
     *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
 )
 """Arguments that layers' costs depend on."""
+_FIRST_BATCHES = 16
+"""Batches by tokens whose mean number of samples stands for all."""
 _MOST_BY_TOKENS = 4096
 """Samples of a micro-batch at most, where an iteration has any number of them."""
 
@@ -81,6 +83,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
             planner=_planner(args, model, layouts, machine.network(costs.load().links, cluster), cluster, device),
             costs=costs,
         ),
+        files=read_meta(args.dynapipe_data).files,
         state=state_bytes(args),
         checkpoints=_checkpoints(args, model),
         in_checkout=args.use_dynapipe,
@@ -292,6 +295,24 @@ def iterations_of_epochs(args: argparse.Namespace, family: ModelFamily) -> int:
     count = split_sampler(args.dynapipe_data, settings).batches.count
     assert count is not None, "the stream of epochs ends"
     return count
+
+
+def nominal_batch(args: argparse.Namespace, family: ModelFamily) -> int:
+    """The samples of a batch by tokens, by which Megatron counts where no flag says how many: a power of two, about
+    their mean over the first batches, times what makes it a multiple of the replicas. Another layout has the same.
+
+    Raises:
+        ConfigError, DataError: as `training_sampler` and its samples.
+    """
+    sampler = msgspec.structs.replace(
+        _sampler(args, family, 1), tokens_per_iteration=args.tokens_per_global_batch, labels=False
+    )
+    batches = split_sampler(args.dynapipe_data, SplitSettings(name="train", sampler=sampler)).batches
+    mean = batches.bounds(_FIRST_BATCHES - 1)[1] / _FIRST_BATCHES
+    replicas = machine.world_size() // (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    )
+    return math.lcm(2 ** max(int(math.log2(mean)), 0), max(replicas, 1))
 
 
 def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> SamplerSettings:

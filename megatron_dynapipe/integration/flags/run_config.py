@@ -9,6 +9,7 @@ import torch
 
 from megatron_dynapipe.cost import ModelShape, PipelineLayout, Split
 from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP
+from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -63,6 +64,7 @@ class RunConfig:
 
     Attributes:
         inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
+        files: digests of the dataset's files as its manifest had them when flags were read.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
         in_checkout: whether a patched checkout's own script runs, and builds its own model.
@@ -89,6 +91,7 @@ class RunConfig:
 
     model: ModelConfig
     inputs: PlanInputs
+    files: Mapping[str, FileDigests]
     state: StateBytes
     checkpoints: CheckpointConfig
     in_checkout: bool
