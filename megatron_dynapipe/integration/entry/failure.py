@@ -141,11 +141,9 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
         match = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         value, saved, name = match.groups() if match else ("another", "its own", "a value")
         name = name.replace("iterations", "samples")  # which its numbers are
-        return ConfigError(
-            f"expected the checkpoint's {name}, {saved}, got {value}",
-            hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
-            " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
-        )
+        from megatron_dynapipe.integration.entry.resume_record import other_schedule  # imports Megatron
+
+        return other_schedule(name, saved, value)
     if "router.expert_shares" in str(error):
         return ConfigError(
             "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"

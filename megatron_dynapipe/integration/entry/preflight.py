@@ -16,6 +16,7 @@ from megatron_dynapipe.cost.format import is_cost_file
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder
@@ -26,8 +27,6 @@ from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily
 
-COST_FILE = "cost-model.json"
-"""In the folder of records: the costs that were measured for the run."""
 _OTHER_RUN_S = 10.0
 """How long a run that saves nothing waits for the folder of another that is about to end."""
 

@@ -22,7 +22,7 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
-from megatron_dynapipe.integration.entry.preflight import COST_FILE, check_data, check_run
+from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
@@ -160,8 +160,8 @@ def _settled(
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     _preflight(run)
     _settle_evaluations(args, run)
-    if measured is not None and run.rank == 0:
-        shutil.copyfile(measured, run.report_folder / COST_FILE)
+    if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
+        shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
     return args, run
 
 

@@ -285,9 +285,7 @@ def _settle_defaults(args: argparse.Namespace, family: ModelFamily) -> None:
         args.eval_interval = 1000  # Megatron divides by it
     if args.global_batch_size is None and args.tokens_per_global_batch is not None and not args.dynapipe_elastic:
         args.global_batch_size = from_megatron.nominal_batch(args, family)
-        said.append(
-            f"--global-batch-size {args.global_batch_size} (nominal: learning rates and evaluations count by it)"
-        )
+        said.append(f"--global-batch-size {args.global_batch_size} (learning rates and evaluations count by it)")
     if said and os.environ.get("RANK", "0") == "0":
         print(f"set for a planned run: {', '.join(said)}", flush=True)
 

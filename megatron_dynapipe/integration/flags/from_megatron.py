@@ -30,7 +30,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
 )
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
-from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
+from megatron_dynapipe.integration.flags.model_record import model_fields, schedule_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
@@ -333,6 +333,7 @@ def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConf
     transformer = model.transformer_config()
     folder = getattr(args, "non_persistent_global_ckpt_dir", None)
     kind = getattr(args, "non_persistent_ckpt_type", None)
+    loads_optimizer = not (args.finetune or args.no_load_optim)
     tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
     return CheckpointConfig(
         save=None if args.save is None else Path(args.save),
@@ -348,4 +349,9 @@ def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConf
         model=model_fields(transformer, args),
         training=training_fields(transformer),
         tokenizer=Path(str(args.tokenizer_model)),
+        schedule=schedule_fields(args),
+        keeps_schedule=loads_optimizer
+        and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler),
+        loads_optimizer=loads_optimizer,
+        optimizer={"optimizer": args.optimizer, "precision": str(model.dtype).removeprefix("torch.")},
     )

@@ -35,6 +35,10 @@ class CheckpointConfig:
         model: what makes it this model, as `model_record` says.
         training: how it is trained, as far as its configuration says so.
         tokenizer: the vocabulary's file or folder.
+        schedule: what learning rates and weight decay follow, by the names of Megatron's scheduler.
+        keeps_schedule: whether Megatron refuses a checkpoint of another schedule.
+        loads_optimizer: whether Megatron takes the optimizer's states from the checkpoint.
+        optimizer: what these states depend on.
     """
 
     save: Path | None
@@ -50,6 +54,10 @@ class CheckpointConfig:
     model: Mapping[str, str]
     training: Mapping[str, str]
     tokenizer: Path
+    schedule: Mapping[str, str]
+    keeps_schedule: bool
+    loads_optimizer: bool
+    optimizer: Mapping[str, str]
 
     def emergency_folder(self, checkpoints: Path) -> Path | None:
         """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
-from megatron_dynapipe.integration.entry import bootstrap, failure
+from megatron_dynapipe.integration.entry import bootstrap, failure, leaving
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import in_ranks, run_ranks
@@ -218,7 +218,7 @@ def test_how_a_run_ends(tmp_path):
                 with process_groups():
                     if error is not None:
                         raise error
-            except SystemExit as leaving:
-                status = leaving.code
+            except SystemExit as end:
+                status = end.code
         assert (status, errors.getvalue()) == (expected, said.format(saved=tmp_path))
         assert not dist.is_initialized()
