@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.cost.format import CostFile, is_cost_file
+from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
@@ -124,7 +124,7 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path, own: Path) -> Pat
             took = f"costs measured in {time.monotonic() - started:.0f} s"
             if busy is not None:
                 own.parent.mkdir(parents=True, exist_ok=True)
-                write_file(own, output.read_bytes(), is_ours=is_cost_file)
+                write_file(own, output.read_bytes())
                 print(f"{took} on a busy machine ({busy}): for this run alone, the next one measures again", flush=True)
                 return own
             output.replace(path)

@@ -28,6 +28,7 @@ from megatron_dynapipe.errors import (
 )
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
+from megatron_dynapipe.integration.entry.resumed_states import other_schedule
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
@@ -141,8 +142,6 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
         match = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         value, saved, name = match.groups() if match else ("another", "its own", "a value")
         name = name.replace("iterations", "samples")  # which its numbers are
-        from megatron_dynapipe.integration.entry.resume_record import other_schedule  # imports Megatron
-
         return other_schedule(name, saved, value)
     if "router.expert_shares" in str(error):
         return ConfigError(

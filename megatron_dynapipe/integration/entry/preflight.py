@@ -12,7 +12,6 @@ import torch
 
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.cost.devices import rates_of
-from megatron_dynapipe.cost.format import is_cost_file
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
@@ -123,7 +122,7 @@ def _claim_report_folder(run: RunConfig) -> None:
         wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
         lock_folder(folder, wait_s=wait_s, of="records")
     check_records(folder)
-    check_replaceable(folder / COST_FILE, is_ours=is_cost_file)
+    check_replaceable(folder / COST_FILE)
 
 
 def _check_vocabulary(data: Path, vocabulary: int) -> None:

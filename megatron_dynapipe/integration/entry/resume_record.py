@@ -28,6 +28,7 @@ from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.integration.entry.resumed_states import check_states
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
 from megatron_dynapipe.outputs import replace_bytes
@@ -60,7 +61,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
         schedule: what learning rates and weight decay follow; empty in records of earlier versions.
-        optimizer: what the states of the optimizer depend on, besides `settings`; likewise.
+        optimizer: its kind; likewise.
         began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
@@ -70,7 +71,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     dataset: dict[str, str]
     settings: dict[str, str]
     schedule: dict[str, str] = {}
-    optimizer: dict[str, str] = {}
+    optimizer: str = ""
     began: tuple[int, int] = (0, 0)
 
 
@@ -88,7 +89,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
         dataset=files or check_files(run.data, splits, {}),
         settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
         schedule=dict(run.checkpoints.schedule),
-        optimizer=dict(run.checkpoints.optimizer),
+        optimizer=run.checkpoints.optimizer,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
     )
 
@@ -270,47 +271,9 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
             f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
-    _check_states(checkpoints, folder, saved, record)
+    check_states(checkpoints, folder, saved=saved, record=record)
     differences = model | data | _differences(saved.settings, record.settings)
     return f"resuming {folder} with other settings: {named(differences.values())}" if differences else None
-
-
-_DISTRIBUTED = "planner.distributed_optimizer"
-
-
-def _check_states(checkpoints: "CheckpointConfig", folder: Path, saved: ResumeRecord, record: ResumeRecord) -> None:
-    """Refuse states of an optimizer, or a schedule, that Megatron would refuse, or not find, once the model is built.
-
-    Raises:
-        ConfigError: says what differs, and by which flag to go on.
-    """
-    if checkpoints.loads_optimizer and saved.settings.get(_DISTRIBUTED) != record.settings.get(_DISTRIBUTED):
-        was = saved.settings.get(_DISTRIBUTED) == "true"
-        raise ConfigError(
-            f"expected {'' if was else 'no '}--use-distributed-optimizer, as in the run that saved {folder}: its states"
-            " are not stored in a form that the other optimizer reads",
-            hint=f"{'add' if was else 'leave out'} --use-distributed-optimizer; --no-load-optim goes on without the"
-            " states, which begin anew",
-        )
-    optimizer = _differences(saved.optimizer, record.optimizer) if saved.optimizer else {}
-    if checkpoints.loads_optimizer and optimizer:
-        raise ConfigError(
-            f"expected the optimizer whose states {folder} holds, got {named(optimizer.values())}",
-            hint="resume with the flags that it was trained with; --no-load-optim goes on without the states, which"
-            " begin anew",
-        )
-    for name in saved.schedule.keys() & record.schedule.keys() if checkpoints.keeps_schedule else ():
-        if saved.schedule[name] != record.schedule[name]:
-            raise other_schedule(name, saved.schedule[name], record.schedule[name])
-
-
-def other_schedule(name: str, saved: str, value: str) -> ConfigError:
-    """The error of a schedule that is not the checkpoint's."""
-    return ConfigError(
-        f"expected the checkpoint's {name}, {saved}, got {value}",
-        hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
-        " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
-    )
 
 
 def read_record(path: Path) -> ResumeRecord | None:

@@ -353,5 +353,5 @@ def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConf
         keeps_schedule=loads_optimizer
         and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler),
         loads_optimizer=loads_optimizer,
-        optimizer={"optimizer": args.optimizer, "precision": str(model.dtype).removeprefix("torch.")},
+        optimizer=args.optimizer,
     )

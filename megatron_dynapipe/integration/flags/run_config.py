@@ -38,7 +38,7 @@ class CheckpointConfig:
         schedule: what learning rates and weight decay follow, by the names of Megatron's scheduler.
         keeps_schedule: whether Megatron refuses a checkpoint of another schedule.
         loads_optimizer: whether Megatron takes the optimizer's states from the checkpoint.
-        optimizer: what these states depend on.
+        optimizer: its kind.
     """
 
     save: Path | None
@@ -57,7 +57,7 @@ class CheckpointConfig:
     schedule: Mapping[str, str]
     keeps_schedule: bool
     loads_optimizer: bool
-    optimizer: Mapping[str, str]
+    optimizer: str
 
     def emergency_folder(self, checkpoints: Path) -> Path | None:
         """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""

@@ -40,7 +40,7 @@ def config(checkpoints: Path, **changes: object) -> CheckpointConfig:
         "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
         "allows_other_data": False, "finetunes": False, "model": {}, "training": {}, "tokenizer": checkpoints,
         "local_folder": None, "pretrained": None, "one_layout": False, "schedule": {}, "keeps_schedule": True,
-        "loads_optimizer": True, "optimizer": {},
+        "loads_optimizer": True, "optimizer": "adam",
     }  # fmt: skip
     return CheckpointConfig(**(chosen | changes))
 
@@ -123,17 +123,18 @@ def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
             "expected --use-distributed-optimizer, as in the run that saved",
             "add --use-distributed-optimizer; --no-load-optim",
         ),
+        ({"optimizer": "sgd"}, "holds, adam, got sgd", "--no-load-optim goes on without the states"),
         (
-            {"optimizer": {"optimizer": "sgd", "precision": "float32"}},
-            "got optimizer sgd (was adam)",
+            {"settings": RECORD.settings | {"planner.distributed_optimizer": "true", "bf16": "True", "fp16": "False"}},
+            "holds, in fp32, got of half precision",
             "--no-load-optim goes on without the states",
         ),
         ({"schedule": {"learning rate": "0.1"}}, "learning rate, 0.001, got 0.1", "--override-opt-param-scheduler"),
     ],
 )
 def test_states_that_megatron_would_not_take_are_refused_with_the_flag_to_give(checkpoints, changes, said, hint):
-    states = {"schedule": {"learning rate": "0.001"}, "optimizer": {"optimizer": "adam", "precision": "float32"}}
-    before = replace(RECORD, settings=RECORD.settings | {"planner.distributed_optimizer": "true"}, **states)
+    settings = RECORD.settings | {"planner.distributed_optimizer": "true", "bf16": "False", "fp16": "False"}
+    before = replace(RECORD, settings=settings, schedule={"learning rate": "0.001"}, optimizer="adam")
     records = CheckpointRecords(checkpoints, before)
     save(checkpoints, 6)
     records.update()
