@@ -185,7 +185,7 @@ class StartGroup:
         """On rank 0 what every rank hands in, by rank; nothing on the others."""
         key = self._key()
         if self._rank:
-            self._store.set(f"{key}/{self._rank}", data)
+            self._store.set(f"{key}/{self._rank}", data.decode())
             return []
         others = [f"{key}/{rank}" for rank in range(1, self._size)]
         self._wait(others, "all ranks")

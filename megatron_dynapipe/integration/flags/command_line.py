@@ -105,8 +105,8 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
         "--tokens-per-global-batch",
         type=int,
         metavar="N",
-        help="tokens (input and target) of an iteration at most; learning rates count by --global-batch-size (default: about"
-        " the samples of such a batch)",
+        help="tokens (input and target) of an iteration at most; learning rates count by --global-batch-size (default:"
+        " about the samples of such a batch)",
     )
     add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
     add(
@@ -149,8 +149,8 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         default=20.0,
         metavar="S",
         help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
-        "for later runs of so many seconds unless the machine is busy (default 20; 0: costs are computed from the model's"
-        " shape)",
+        "for later runs of so many seconds unless the machine is busy (default 20; 0: costs are computed from the"
+        " model's shape)",
     )
     add(
         "--dynapipe-cluster",
