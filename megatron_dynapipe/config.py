@@ -150,6 +150,7 @@ _PLACES: dict[str, str] = {}
 
 def _places(path: Path) -> Iterator[tuple[str, str]]:
     node = yaml.compose(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
+    assert node is not None, "it has been read as a mapping"
     for key, _ in node.value:
         yield f"--{key.value}", f"{path}, line {key.start_mark.line + 1}"
 
@@ -197,7 +198,7 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
     def refuse(message: str) -> NoReturn:
         known = parser._option_string_actions  # argparse has no public look-up of its options
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        places = [_PLACES[flag] for word in unknown if (flag := word.partition("=")[0]) in _PLACES]
+        places = [_PLACES[word] for word in (word.partition("=")[0] for word in unknown) if word in _PLACES]
         if places:
             message = f"{message} (from {', '.join(places)})"
         near = [flag for word in unknown if (flag := near_name(word.partition("=")[0], known)) is not None]

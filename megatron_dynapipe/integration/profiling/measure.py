@@ -79,10 +79,14 @@ class Noise:
             low, middle, high = quantiles([forward + backward for forward, backward in times], n=4)
             self.spreads.append((high - low) / max(middle, 1))
 
-    def described(self) -> dict[str, float]:
+    def described(self) -> dict[str, str | int | float | bool]:
         """For a file's provenance: what is known of the share of a processor that passes had, and of the spread."""
-        told = {} if not self.wall_s else {PROCESSOR_SHARE: round(self.processor_s / self.wall_s, 3)}
-        return told | ({REPEATS_SPREAD: round(median(self.spreads), 3)} if self.spreads else {})
+        told: dict[str, str | int | float | bool] = {}
+        if self.wall_s:
+            told[PROCESSOR_SHARE] = round(self.processor_s / self.wall_s, 3)
+        if self.spreads:
+            told[REPEATS_SPREAD] = round(median(self.spreads), 3)
+        return told
 
 
 PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
