@@ -23,9 +23,9 @@ from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
-from megatron_dynapipe.integration.flags.same_flags import check_same_flags, comparable
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches, replacements
 from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.units import ModelFamily

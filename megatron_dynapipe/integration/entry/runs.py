@@ -23,6 +23,7 @@ from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
+from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
@@ -33,9 +34,9 @@ from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.same_flags import check_same_flags, comparable
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -125,6 +126,7 @@ def _checked(
 def _parsed(
     family: ModelFamily, words: Sequence[str], noting: command_line.Fit, fit: command_line.Fit | None
 ) -> tuple[argparse.Namespace, RunConfig]:
+    check_required(words, family)
     args, run = command_line.parse(family, words, noting)
     if args.dynapipe_elastic and fit is None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.leaving import GRACE_S, leave_report_to_another_rank
-from megatron_dynapipe.integration.flags.same_flags import check_same_flags
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags
 from megatron_dynapipe.runtime.start_store import StartGroup, has_store, start_store
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
-from megatron_dynapipe.integration.flags.required import check_required
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.units import ModelFamily, round_up
 
@@ -235,7 +234,6 @@ def parse(
         DataError: there is no dataset where `--dynapipe-data` says.
     """
     written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
-    check_required(written, family)
 
     def settled(args: argparse.Namespace, known: Sequence[argparse.Action]) -> None:
         if fit is not None:

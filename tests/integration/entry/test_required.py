@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.required import check_required
+from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.commands import ROOT
 
