@@ -25,14 +25,14 @@ BOUNDS = {
     # To come down to 45,500; labels and limits brought 700, HybridModel and export 590, certify and losses by task
     # 1,100, virtual stages and the choice of splits 250, rivals 350, what a plan's time is lost to 100, MFU of runs 45,
     # labels in patched checkouts 20, certify's two replicas 25, stages of dev's own script 30, splits of equal work 13.
-    # What ranks compare, where data goes on, folders of records, required flags: 600; one GPU in parts: 300.
-    "lines of the package": 47_950,
-    "lines of its core": 32_400,
+    # What ranks compare, where data goes on, folders of records, required flags: 900.
+    "lines of the package": 48_020,
+    "lines of its core": 32_480,
     "kinds of values": 209,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300,
-    # labels 100, #7452 20, cliffs of T5 and chunks 30, splits of equal work 7.
-    "lines of tests": 36_150,
-    "lines of benchmarks": 9_134,  # plans that knew of a slow stage 19, throughput in turns 2
+    # labels 100, #7452 20, cliffs of T5 and chunks 30, splits of equal work 7, other flags, batches, folders 700.
+    "lines of tests": 36_200,
+    "lines of benchmarks": 9_146,  # plans that knew of a slow stage 19, throughput in turns 2
     "flags": 27,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""
