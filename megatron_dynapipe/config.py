@@ -15,7 +15,7 @@ others. A cluster file gives a device's memory and the links: `read_cluster`.
 import argparse
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -132,6 +132,7 @@ def expand(arguments: Sequence[str]) -> list[str]:
     flags: dict[str, object] = {}
     for file in files:
         flags |= read(Path(file))
+        _PLACES.update(_places(Path(file)))
     dropped = [*unset, *(name for name, value in flags.items() if value is False and name not in unset)]
     written = [word for name, value in flags.items() if name not in dropped for word in _as_arguments(name, value)]
     return [*written, *(word for name in dropped for word in (UNSET_FLAG, name)), *rest]
@@ -141,6 +142,17 @@ def read(path: Path) -> dict[str, object]:
     """The mapping of a run file: of names to switches, texts, numbers, or lists of these two; raises ConfigError."""
     loaded = _mapping(path, "run file", "flags to values")
     return {str(name): _checked(str(name), value, path) for name, value in loaded.items()}
+
+
+_PLACES: dict[str, str] = {}
+"""For each flag that a run file of this process gave, the file and the line: what a parser refuses is named by them."""
+
+
+def _places(path: Path) -> Iterator[tuple[str, str]]:
+    node = yaml.compose(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
+    assert node is not None, "it has been read as a mapping"
+    for key, _ in node.value:
+        yield f"--{key.value}", f"{path}, line {key.start_mark.line + 1}"
 
 
 EARLY_FLAGS: Mapping[str, Any] = {
@@ -186,6 +198,9 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
     def refuse(message: str) -> NoReturn:
         known = parser._option_string_actions  # argparse has no public look-up of its options
         unknown = message.partition("unrecognized arguments: ")[2].split()
+        places = [_PLACES[word] for word in (word.partition("=")[0] for word in unknown) if word in _PLACES]
+        if places:
+            message = f"{message} (from {', '.join(places)})"
         near = [flag for word in unknown if (flag := near_name(word.partition("=")[0], known)) is not None]
         raise ConfigError(message, hint=f"did you mean {near[0]}?" if near else "--help lists all flags")
 

@@ -215,8 +215,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock_folder(folder: Path, *, wait_s: float) -> None:
-    """Let no other run save to a folder of checkpoints until this process has ended.
+def lock_folder(folder: Path, *, wait_s: float, of: str = "checkpoints") -> None:
+    """Let no other run write what it is a folder `of` there until this process has ended.
 
     A file system without locks is named in the log. Locking a folder twice in one process does nothing, nor does the
     URL of an object store, through Megatron's multi-storage client.
@@ -234,7 +234,7 @@ def lock_folder(folder: Path, *, wait_s: float) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(
-            f"cannot write checkpoints to {folder}: {error.strerror}", hint="give a folder that all nodes may write to"
+            f"cannot write {of} to {folder}: {error.strerror}", hint="give a folder that all nodes may write to"
         ) from error
     deadline, is_first = time.monotonic() + wait_s, True
     while True:
@@ -246,13 +246,13 @@ def lock_folder(folder: Path, *, wait_s: float) -> None:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise ConfigError(
-                    f"expected to be the only run that saves to {folder}, {holder} holds {path.name}",
-                    hint="end that run, or save this one to another folder",
+                    f"expected to be the only run that writes {of} to {folder}, {holder} holds {path.name}",
+                    hint=f"end that run, or name another folder for the {of} of this one",
                 ) from None
             if is_first:
                 print(f"waiting for {holder}, which holds {path}, for {wait_s:.0f} s at most", flush=True)
         except OSError as error:
-            print(f"{folder} cannot be locked ({error.strerror}): see that one run alone saves to it", flush=True)
+            print(f"{folder} cannot be locked ({error.strerror}): see that one run alone writes to it", flush=True)
             break
         is_first = False
         time.sleep(_POLL_S)

@@ -78,7 +78,7 @@ TORCH_FREE = (
     *("planning", "segments", "store", "service", "tools.batch", "tools.rivals", "tools.tuning"),
 )
 MODULES_OF_CPU_WITH_MEGATRON = 1
-MOST_FILES_TO_CONFIG = 18
+MOST_FILES_TO_CONFIG = 19
 
 
 @dataclasses.dataclass(frozen=True)

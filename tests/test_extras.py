@@ -61,7 +61,9 @@ def test_an_entry_script_says_what_it_lacks(
         pytest.skip(f"no {python} here")
     (tmp_path / f"{module}.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = subprocess.run([python, script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [python, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert ended.returncode == 2 and said in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
 
 

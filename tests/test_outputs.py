@@ -77,7 +77,7 @@ def test_one_run_at_a_time_saves_to_a_folder(tmp_path, capsys, monkeypatch):
     assert holder.stdout is not None
     with holder, holder.stdout:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"the only run that saves to .*, process {holder.pid} on "):
+        with pytest.raises(ConfigError, match=rf"the only run that writes checkpoints to .*, process {holder.pid} on "):
             lock_folder(tmp_path, wait_s=0.5)
         assert "waiting for process" in capsys.readouterr().out
         holder.kill()

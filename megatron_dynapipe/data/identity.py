@@ -1,30 +1,20 @@
 """Which dataset this is: digests of its files, held against its manifest and against those of other nodes.
 
-    up to 2 GB   ████████████████████████    the whole file
-    above        ██ · █ · █ · █ · █ · ██     its size, head, tail and blocks at fixed places: about a second
-
 Each sample has a checksum, too, which is compared whenever it is read; `data verify` reads them all.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.files import open_regular
 from megatron_dynapipe.sampling import spans_path
 from megatron_dynapipe.sampling.lengths import data_path, ends_path, index_path, task_ids_path
-
-WHOLE_BYTES = 2_000_000_000
-"""Files of at most this size are read whole: two or three seconds."""
-BLOCK_BYTES = 1_000_000
-BLOCKS = 512
-_CHUNK_BYTES = 2**22
 
 
 class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,34 +61,6 @@ def names_of(folder: Path, split: str) -> tuple[Path, ...]:
     prefix = folder / split
     arrays = task_ids_path(folder, split), checksums_path(prefix), spans_path(prefix), ends_path(prefix)
     return data_path(prefix), index_path(prefix), *arrays
-
-
-def file_digest(path: Path) -> str:
-    """32 hexadecimal digits of a file's size and contents, or of blocks of it where it is large.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
-            for place, length in _parts(size):
-                state.update(os.pread(descriptor, length, place))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read it: {error.strerror}") from error
-    return state.hexdigest()
-
-
-def _parts(size: int) -> Iterator[tuple[int, int]]:
-    """(place, bytes) of what is read of a file."""
-    if size <= WHOLE_BYTES:
-        return ((place, _CHUNK_BYTES) for place in range(0, size, _CHUNK_BYTES))
-    last = size - BLOCK_BYTES
-    return ((round(last * block / (BLOCKS - 1)), BLOCK_BYTES) for block in range(BLOCKS))
 
 
 def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, FileDigests]) -> dict[str, str]:

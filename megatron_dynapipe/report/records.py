@@ -8,6 +8,7 @@ rank-0.jsonl   {"type": "run", "stages": 2, …}
 """
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -139,6 +140,8 @@ class EvaluationRecord(_Record, frozen=True, tag="evaluation"):
 
 
 Record = RunRecord | IterationRecord | StageRecord | TimelineRecord | MemoryRecord | EvaluationRecord
+RECORD_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Record))
+"""The values of "type" by which lines say what they are."""
 
 MOST_BYTES = 16_000_000
 """Size of a rank's iterations: some ten thousand in full."""

@@ -158,6 +158,53 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     return fields["text"] or ""
 
 
+class StartGroup:
+    """The ranks of a start, which exchange texts over its store; every rank calls the methods, in the same order.
+
+    Args:
+        name: of the exchange, once in a start of the ranks.
+        timeout_s: a rank that does not take part for this long fails the others.
+    """
+
+    def __init__(self, name: str, store: Store, *, timeout_s: float) -> None:
+        self._store = PrefixStore(name, store)
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._calls = 0
+
+    def broadcast_text(self, text: str) -> str:
+        """The text of rank 0, on every rank."""
+        key = self._key()
+        if self._rank == 0:
+            self._store.set(key, text)
+            return text
+        self._wait([key], "rank 0")
+        return self._store.get(key).decode()
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """On rank 0 what every rank hands in, by rank; nothing on the others."""
+        key = self._key()
+        if self._rank:
+            self._store.set(f"{key}/{self._rank}", data.decode())
+            return []
+        others = [f"{key}/{rank}" for rank in range(1, self._size)]
+        self._wait(others, "all ranks")
+        return [data, *self._store.multi_get(others)]
+
+    def _key(self) -> str:
+        self._calls += 1
+        return str(self._calls)
+
+    def _wait(self, keys: list[str], who: str) -> None:
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"rank {self._rank} waited {self._timeout.total_seconds():.0f} s for {who} to compare flags",
+                hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
+            ) from error
+
+
 def says_first(text: str) -> bool:
     """Whether this rank is the first of the job to print a text that others may print too; without a store it is."""
     rank = os.environ.get("RANK", "0")

@@ -57,6 +57,9 @@ class Batches:
         lengths: tokens of the samples at places `first` … `stop - 1` of the stream.
         last: what becomes of an epoch's end.
         epochs: after which the stream ends; None for never.
+        first_iteration: the iteration from which on places are known, and
+        first_place: where in the stream it begins. A run that goes on begins where earlier batches, of whatever size,
+            have ended.
 
     Raises:
         ConfigError: both or neither of the sizes, or no epoch would fill a batch.
@@ -71,6 +74,8 @@ class Batches:
         lengths: Callable[[int, int], npt.NDArray[np.int64]] | None = None,
         last: LastBatch = LastBatch.CONTINUE,
         epochs: int | None = None,
+        first_iteration: int = 0,
+        first_place: int = 0,
     ) -> None:
         if (samples is None) == (tokens is None):
             raise ConfigError("expected batches of samples or of tokens, and not both")
@@ -79,7 +84,8 @@ class Batches:
         self._end = None if epochs is None else epochs * per_epoch
         # First and last place of every batch so far, where they are found one after another.
         self._firsts, self._stops = array("q"), array("q")
-        self._next = 0
+        self._first_iteration, self._first_place = first_iteration, first_place
+        self._next = first_place
         self._full = False
         if last is LastBatch.DROP and samples is not None and samples > per_epoch:
             raise ConfigError(
@@ -89,35 +95,42 @@ class Batches:
 
     @property
     def count(self) -> int | None:
-        """Batches in all; None where the stream does not end."""
+        """The iterations after which the stream ends, counted from 0; None where it does not end."""
         if self._end is None:
             return None
         while self._find_more():
             pass
-        return len(self._firsts)
+        return self._first_iteration + len(self._firsts)
 
     def bounds(self, iteration: int) -> tuple[int, int]:
         """The places of an iteration: first, and one after the last.
 
         Raises:
-            ConfigError: the stream ends before it.
+            ConfigError: the stream ends before it, or it is before the first.
         """
+        number = iteration - self._first_iteration
+        if number < 0:
+            raise ConfigError(f"expected an iteration of at least {self._first_iteration}, got {iteration}")
         if self._is_plain:
             assert self._samples is not None
-            return iteration * self._samples, (iteration + 1) * self._samples
-        while iteration >= len(self._firsts):
+            first = self._first_place + number * self._samples
+            return first, first + self._samples
+        while number >= len(self._firsts):
             if not self._find_more():
                 raise ConfigError(
-                    f"expected an iteration below {len(self._firsts)}, after which the epochs end, got {iteration}"
+                    f"expected an iteration below {self.count}, after which the epochs end, got {iteration}"
                 )
-        return self._firsts[iteration], self._stops[iteration]
+        return self._firsts[number], self._stops[number]
 
     @property
     def _is_plain(self) -> bool:
         return (
             self._samples is not None
             and self._end is None
-            and (self._last is LastBatch.CONTINUE or self._per_epoch % self._samples == 0)
+            and (
+                self._last is LastBatch.CONTINUE
+                or (self._per_epoch % self._samples == 0 and self._first_place % self._samples == 0)
+            )
         )
 
     def _find_more(self) -> bool:

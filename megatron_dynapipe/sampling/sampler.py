@@ -155,6 +155,8 @@ class Sampler:
         settings: what decides the order.
         task_ids: int16[n], the task of each sample; where `settings.needs_tasks`.
         spans: what counts besides targets, and where conversations may be cut.
+        first_iteration: the first that is asked for.
+        first_sample: the place of the stream at which it begins.
 
     Attributes:
         cutter: cuts samples that are longer than the maximum.
@@ -172,6 +174,9 @@ class Sampler:
         settings: SamplerSettings,
         task_ids: npt.NDArray[np.int16] | None = None,
         spans: SpanTable | None = None,
+        *,
+        first_iteration: int = 0,
+        first_sample: int = 0,
     ) -> None:
         self.settings = settings
         self._check_tasks(lengths, task_ids)
@@ -188,6 +193,8 @@ class Sampler:
             lengths=self._tokens,
             last=settings.last_batch,
             epochs=settings.epochs,
+            first_iteration=first_iteration,
+            first_place=first_sample,
         )
 
     @property
@@ -203,10 +210,8 @@ class Sampler:
         """The global batch of `iteration` (from 0).
 
         Raises:
-            ConfigError: the iteration is negative, or after the last epoch.
+            ConfigError: the iteration is before the first, or after the last epoch.
         """
-        if iteration < 0:
-            raise ConfigError(f"expected an iteration of at least 0, got {iteration}")
         return self._batch(iteration, self._usable.ids(self._order.rows(*self.batches.bounds(iteration))))
 
     def _batch(self, iteration: int, ids: npt.NDArray[np.int64]) -> GlobalBatch:

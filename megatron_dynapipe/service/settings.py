@@ -52,6 +52,7 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         name: "train", "valid" or "test": the split's files in the dataset folder.
         sampler: what decides its samples.
         first_iteration: where a fresh or resumed run begins.
+        first_sample: the place in the stream of samples at which it does: so many were drawn before.
         iterations: how many are planned in all; None plans for as long as training goes on.
         evaluation: batches of one evaluation, which has no backward passes; every one is of the same samples. None
             trains.
@@ -60,6 +61,7 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     sampler: SamplerSettings
     first_iteration: _AtLeastZero = 0
+    first_sample: _AtLeastZero = 0
     iterations: _AtLeastZero | None = None
     evaluation: _AtLeastOne | None = None
 
@@ -72,12 +74,15 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         splits: what is planned, the most urgent split first where they tie.
         planner: model, layout, memory, choices.
         costs: where layers' costs come from.
+        files: digests of the files by which samples are drawn, by name: those that the run began with. Empty where
+            nothing is compared.
     """
 
     data_folder: str
     splits: Annotated[tuple[SplitSettings, ...], msgspec.Meta(min_length=1)]
     planner: PlannerSettings
     costs: MeasuredCosts | AnalyticCosts
+    files: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         names = [split.name for split in self.splits]

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.data.identity import changed_file, file_digest, meta_path
+from megatron_dynapipe.data.identity import changed_file, meta_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta
+from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.units import ModelFamily

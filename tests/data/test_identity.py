@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dynapipe import digests
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.data import identity
-from megatron_dynapipe.data.identity import check_files, checksums_path, file_digest
+from megatron_dynapipe.data.identity import check_files, checksums_path
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
+from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset
 
@@ -63,9 +64,9 @@ def test_a_changed_file_is_named(folder: Path, name: str) -> None:
 )
 def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch, place: int, changes: bool) -> None:
     """Head, tail and blocks in between; what lies between blocks, samples' checksums find."""
-    monkeypatch.setattr(identity, "WHOLE_BYTES", 50_000)
-    monkeypatch.setattr(identity, "BLOCK_BYTES", 2_000)
-    monkeypatch.setattr(identity, "BLOCKS", 5)
+    monkeypatch.setattr(digests, "WHOLE_BYTES", 50_000)
+    monkeypatch.setattr(digests, "PART_BYTES", 2_000)
+    monkeypatch.setattr(digests, "PARTS", 5)
     path = tmp_path / "file"
     path.write_bytes(np.random.default_rng(0).bytes(100_000))
     before = file_digest(path)

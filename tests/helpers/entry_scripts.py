@@ -101,7 +101,7 @@ def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill:
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
-            _kill_children(kill)
+            kill_children(kill)
 
     losses = record_losses(after, norms := dict[str, float]())
     if not pictures:
@@ -139,7 +139,7 @@ def record_losses(
     return losses
 
 
-def _kill_children(word: str) -> None:
+def kill_children(word: str) -> None:
     """Kill children, or stop them ("stop WORD")."""
     stops, word = word.startswith("stop "), word.removeprefix("stop ")
     victims = [p for p in psutil.Process().children(recursive=True) if word in " ".join(p.cmdline()[:5])]

@@ -66,6 +66,42 @@ def test_boundaries(lengths, epochs, samples, tokens, last, at_once):
     batches_module._AT_ONCE = 2**16
 
 
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=25),
+    sizes=st.tuples(st.integers(1, 12), st.integers(1, 60)),
+    is_by_tokens=st.tuples(st.booleans(), st.booleans()),
+    last=st.sampled_from([LastBatch.CONTINUE, LastBatch.KEEP]),
+    at=st.integers(0, 30),
+)
+def test_batches_of_another_size_go_on_where_others_ended(lengths, sizes, is_by_tokens, last, at):
+    size, epochs = len(lengths), 3
+    of = np.array(lengths, np.int64)
+
+    def batches(which: int, **begin: int) -> Batches:
+        unit = "tokens" if is_by_tokens[which] else "samples"
+        return Batches(
+            size,
+            **{unit: sizes[which]},
+            lengths=lambda first, stop: of[np.arange(first, stop) % size],
+            last=last,
+            epochs=epochs,
+            **begin,
+        )  # type: ignore[arg-type]
+
+    before = batches(0)
+    at = min(at, before.count or 0)
+    place = before.bounds(at - 1)[1] if at else 0
+    after = batches(1, first_iteration=at, first_place=place)
+    bounds = [before.bounds(number) for number in range(at)]
+    bounds += [after.bounds(number) for number in range(at, after.count or 0)]
+    assert [place for first, stop in bounds for place in range(first, stop)] == list(range(size * epochs))
+    same = batches(0, first_iteration=at, first_place=place)
+    assert same.count == before.count
+    assert all(same.bounds(number) == before.bounds(number) for number in range(at, before.count or 0))
+    with pytest.raises(ConfigError, match=f"of at least {at}, got {at - 1}"):
+        after.bounds(at - 1)
+
+
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6),

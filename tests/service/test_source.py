@@ -1,17 +1,21 @@
 """A node's source of plans: what is late is made, after a wait that suits how long plans take."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.errors import PlannerFailedError, StoreError
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.loop import PlannedSplits
-from megatron_dynapipe.store import PlanStore
+from megatron_dynapipe.service.loop import PlannedSplits, drawn_by
+from megatron_dynapipe.store import PlanKeys, PlanStore, new_job_name
+from tests.helpers.samples import write_samples
 
 PLACES = [(0, 0), (1, 1)]
 
@@ -126,3 +130,22 @@ def test_closing_ends_a_wait(make) -> None:
     with pytest.raises(StoreError, match="the source of plans is closed"):
         plans.fetch("train", 0, PLACES)
     assert time.monotonic() - started < 60
+
+
+def test_plans_are_made_here_of_the_dataset_that_the_run_began_with_alone(settings, tmp_path) -> None:
+    inputs = settings(iterations=4).inputs
+    folder = shutil.copytree(inputs.data_folder, tmp_path / "data")
+    began_with = drawn_by({path.name: file_digest(path) for path in folder.iterdir()})
+    assert {"train.idx", "valid.idx"} <= began_with.keys() and "train.bin" not in began_with
+    inputs = msgspec.structs.replace(inputs, data_folder=str(folder), files=began_with)
+    keys = PlanKeys(job=new_job_name(), settings_digest=inputs.digest())
+    opened = PlanSource(inputs, None, keys, who="rank 0", deadline_s=30)
+    expected = opened.fetch("train", 0, [(0, 0)])
+    shutil.rmtree(folder)
+    folder.mkdir()
+    write_samples(folder / "train", [[[0] * 5, [0] * 3]] * 200, 512)
+    write_samples(folder / "valid", [[[0] * 5, [0] * 3]] * 200, 512)
+    assert opened.fetch("train", 0, [(0, 0)]) == expected, "what is open stays"
+    late = PlanSource(inputs, None, keys, who="rank 1", deadline_s=30)
+    with pytest.raises(PlannerFailedError, match=f"expected the dataset {folder} that the run began with"):
+        late.fetch("train", 1, [(0, 0)])

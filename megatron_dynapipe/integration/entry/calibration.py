@@ -2,7 +2,8 @@
 
 Rank 0 runs `megatron-dynapipe profile` on as many processes as its node has ranks, while all ranks wait without
 computing and before any of them holds a device. The file is kept under the user's cache folder and found again by the
-next run of the same model, machine and versions; it reaches other nodes over torchrun's store.
+next run of the same model, machine and versions; it reaches other nodes over torchrun's store. What was measured while
+the machine was busy with other work is the run's own, in its folder of records, and the next run measures again.
 """
 
 import hashlib
@@ -26,13 +27,18 @@ from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.integration.profiling.result import noise
+from megatron_dynapipe.outputs import replace_bytes, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0
+from megatron_dynapipe.units import amount
 
 START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""
 _MOST_PROCESSES = 8
+_DAY_S = 86_400.0
+COST_FILE = "cost-model.json"
+"""In the folder of records: the costs that were measured for the run."""
 
 
 def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
@@ -44,20 +50,34 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
         if os.environ["RANK"] == "0":
             print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
         return None
-    path = user_cache_folder() / f"costs-{_identity(run)}.json"
+    kept, own = user_cache_folder() / f"costs-{_identity(run)}.json", (run.report_folder / COST_FILE).absolute()
 
     def measure() -> str:
-        if not path.exists() and not _profile(run, flags, path):
-            return ""
-        return _digest(path)
+        if kept.exists():
+            return _kept(run, kept)
+        path = _profile(run, flags, kept, own)
+        return "" if path is None else f"{_digest(path)} {'kept' if path == kept else 'own'}"
 
     timeout_s = run.timeout_s + run.calibrate_s + START_S
-    digest = from_rank_0("calibration", measure, timeout_s=timeout_s)
+    digest, _, whose = from_rank_0("calibration", measure, timeout_s=timeout_s).partition(" ")
     if not digest:
         return None
+    path = own if whose == "own" else kept
     if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
         _share(path, timeout_s)
     return path
+
+
+def _kept(run: RunConfig, path: Path) -> str:
+    """Say how old the kept costs are, and what measures again; as `measure` answers."""
+    digest, days = _digest(path), int((time.time() - path.stat().st_mtime) / _DAY_S)
+    age = "today" if days < 1 else f"{amount(days, 'day')} ago"
+    print(
+        f"costs: measured {age}, kept in {path}; --dynapipe-calibrate {2 * run.calibrate_s:g}, for twice as long,"
+        " measures again, and so does this one once that file is deleted",
+        flush=True,
+    )
+    return f"{digest} kept"
 
 
 def _identity(run: RunConfig) -> str:
@@ -84,8 +104,8 @@ def _processes(run: RunConfig) -> int:
     return max(ranks // shared, 1) * shared
 
 
-def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
-    """Measure into `path`; whether that worked. If not, says why."""
+def _profile(run: RunConfig, flags: Sequence[str], path: Path, own: Path) -> Path | None:
+    """Measure into `path`, or while the machine is busy into `own`; which it was. None, and why, if that failed."""
     seconds = run.calibrate_s
     print(
         f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)",
@@ -102,11 +122,18 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path) -> bool:
         command += ["--tensor-parallel", str(run.planner.tensor_parallel), "--", *flags]
         failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
+            busy = noise(TableCostModel.load(output).file)
+            took = f"costs measured in {time.monotonic() - started:.0f} s"
+            if busy is not None:
+                own.parent.mkdir(parents=True, exist_ok=True)
+                write_file(own, output.read_bytes())
+                print(f"{took} on a busy machine ({busy}): for this run alone, the next one measures again", flush=True)
+                return own
             output.replace(path)
-            print(f"costs measured in {time.monotonic() - started:.0f} s: {path}", flush=True)
-            return True
+            print(f"{took}: {path}", flush=True)
+            return path
     print(f"warning: the model's layers could not be measured, costs are computed: {failure or 'no file'}", flush=True)
-    return False
+    return None
 
 
 def _run(command: Sequence[str], *, deadline_s: float) -> str | None:

@@ -8,22 +8,26 @@ imported before it is needed: its own modules import this one.
 
 import argparse
 import atexit
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches, replacements
 from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.processes import end_with_launcher
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ _session: "Session | None" = None
 _originals = Originals()
 _known: Sequence[argparse.Action] = ()
 """The checkout's own arguments."""
+_flags: Mapping[str, str] = {}
+"""The flags as ranks compare them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -71,6 +77,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     Patches Megatron's optimizer too: a checkpoint is loaded before the run becomes active.
     """
+    global _flags
     if not args.use_dynapipe:
         return
     end_with_launcher()
@@ -81,7 +88,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
-        command_line.settle(args, ModelFamily.GPT, _known)
+        _flags = comparable(args, _known)
+        settle = functools.partial(command_line.settle, args, ModelFamily.GPT, _known)
+        start.start_together(settle, timeout_s=args.dynapipe_timeout_s, name="flags")
+        compare = functools.partial(start.compare_flags, _flags, timeout_s=args.dynapipe_timeout_s)
+        start.start_together(compare, timeout_s=args.dynapipe_timeout_s, name="compared flags")
 
 
 def _check_device() -> None:
@@ -133,6 +144,8 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     with reported():
         from megatron_dynapipe.integration.entry import runs
 
+        if start.ranks_stand_alone():  # no store before now
+            check_same_flags(_flags, ControlGroup(timeout_s=args.dynapipe_timeout_s))
         session = runs.patched_session(args)
         active_run.activate(session)
         _originals.install(replacements.TABLE)

@@ -27,6 +27,8 @@ from megatron_dynapipe.errors import (
     UnsupportedMegatronError,
 )
 from megatron_dynapipe.integration.entry import start
+from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
+from megatron_dynapipe.integration.entry.resumed_states import other_schedule
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
@@ -50,13 +52,13 @@ def reported() -> Iterator[None]:
         yield
     except (ConfigError, CostModelError, DataError, UnsupportedMegatronError) as error:
         if not (start.reports_for_all() or getattr(error, start.REPORTED_HERE, False)):
-            start.leave_report_to_another_rank(2)
+            leave_report_to_another_rank(2)
         _print_report(error, "" if rank == 0 else f"[rank {rank}] ")
-        start.write_error_file(str(error))
+        write_error_file(str(error))
         sys.exit(2)
     except DynaPipeError as error:
         _print_report(error, f"[rank {rank}] ")
-        start.write_error_file(str(error))
+        write_error_file(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         if rank == 0:
@@ -123,7 +125,7 @@ def _print_error(error: BaseException) -> int:
         return int(leaving.code or 1)
     except BaseException:  # noqa: BLE001  (whatever it is, the error file must be written)
         print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-        start.write_error_file(_line(error))
+        write_error_file(_line(error))
         return 1
 
 
@@ -140,11 +142,7 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
         match = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         value, saved, name = match.groups() if match else ("another", "its own", "a value")
         name = name.replace("iterations", "samples")  # which its numbers are
-        return ConfigError(
-            f"expected the checkpoint's {name}, {saved}, got {value}",
-            hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
-            " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
-        )
+        return other_schedule(name, saved, value)
     if "router.expert_shares" in str(error):
         return ConfigError(
             "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"

@@ -4,6 +4,7 @@ Checked on rank 0 for all ranks, after Megatron has accepted its arguments; othe
 built, by every rank.
 """
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,23 +15,30 @@ from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder
 from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.sampling import Sampler, read_task_ids
 from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily, amount
+
+_OTHER_RUN_S = 10.0
+"""How long a run that saves nothing waits for the folder of another that is about to end."""
 
 
 def check_data(run: RunConfig) -> None:
     """Refuse what no costs are needed to refuse, before layers are measured.
 
     Raises:
-        ConfigError: the report folder cannot be written, or the checkpoint to resume is of another model or vocabulary.
+        ConfigError: the report folder cannot be written, holds what is not a run's, or is another run's; the checkpoint
+            to resume is of another model or vocabulary.
         DataError: the dataset is damaged, of another tokenizer or vocabulary, or has samples that cannot be trained on.
     """
-    _check_report_folder(run.report_folder)
+    _claim_report_folder(run)
     check_tokenizer(run.data, read_meta(run.data))
     _check_vocabulary(run.data, run.model.vocabulary)
     check_resumed(run.checkpoints, record_of(run, run.inputs))
@@ -113,17 +121,25 @@ def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[s
         yield f"an iteration of {samples} samples repeats some of the split's {there}"
 
 
-def _check_report_folder(folder: Path) -> None:
-    probe = folder / ".dynapipe"
+def _claim_report_folder(run: RunConfig) -> None:
+    """Make the folder of records, and see that this run may write there, and alone does."""
+    folder = run.report_folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".gitignore").write_text("*\n")  # it may lie in a checkout
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise ConfigError(
             f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
             hint="pass --dynapipe-report-dir DIR",
         ) from error
+    if run.rank == 0:
+        wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
+        lock_folder(folder, wait_s=wait_s, of="records")
+    check_records(folder)
+    check_replaceable(folder / COST_FILE)
 
 
 def _check_vocabulary(data: Path, vocabulary: int) -> None:

@@ -9,6 +9,8 @@ another model                  refused, unless Megatron's --finetune says so: th
 other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
 another layout, split          fine, and named in one line; refused by local checkpoints, each rank's own part of it
 another plan                   fine, and named in one line
+another schedule               refused, unless one of Megatron's flags says which holds: the checkpoint's or the new one
+another kind of optimizer      refused, unless Megatron's --no-load-optim or --finetune leaves its states out
 """
 
 import logging
@@ -22,10 +24,11 @@ import msgspec
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.cost import Split, even_split
-from megatron_dynapipe.data.identity import check_files, file_digest, folder_digest
+from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.integration.entry.resumed_states import check_states
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
 from megatron_dynapipe.outputs import replace_bytes
@@ -36,7 +39,7 @@ if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before th
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
-_OF_A_START = (".first_iteration", ".iterations", ".model_state_bytes")
+_OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
 _LAYOUT = tuple(
     f"planner.{name}"
     for name in (
@@ -57,6 +60,9 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
+        schedule: what learning rates and weight decay follow; empty in records of earlier versions.
+        optimizer: its kind; likewise.
+        began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
     format: Literal["dynapipe-run/2"] = "dynapipe-run/2"
@@ -64,6 +70,9 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     dataset: dict[str, str]
     settings: dict[str, str]
+    schedule: dict[str, str] = {}
+    optimizer: str = ""
+    began: tuple[int, int] = (0, 0)
 
 
 def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
@@ -79,16 +88,19 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
         settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
+        schedule=dict(run.checkpoints.schedule),
+        optimizer=run.checkpoints.optimizer,
+        began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
     )
 
 
 def _tokenizer_digest(path: Path) -> str:
     """The digest of a tokenizer's vocabulary file; the settings beside it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
-        return file_digest(path / "tokenizer.json")
+        return digests.file_digest(path / "tokenizer.json")
     if path.is_dir():
         return folder_digest(path)
-    return file_digest(path) if path.is_file() else str(path)
+    return digests.file_digest(path) if path.is_file() else str(path)
 
 
 class CheckpointRecords:
@@ -259,6 +271,7 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
             f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
+    check_states(checkpoints, folder, saved=saved, record=record)
     differences = model | data | _differences(saved.settings, record.settings)
     return f"resuming {folder} with other settings: {named(differences.values())}" if differences else None
 

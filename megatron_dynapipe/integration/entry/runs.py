@@ -1,10 +1,11 @@
 """The run of an entry script: its session, and the arguments of Megatron's `pretrain`."""
 
 import argparse
+import functools
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
+from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
+from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
@@ -30,13 +33,14 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gp
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
-from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
-from megatron_dynapipe.integration.hooks.active_run import counters
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
+from megatron_dynapipe.report.starts import check_records
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
-from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.units import ModelFamily
 
 
@@ -48,9 +52,10 @@ def t5_run(
     Returns:
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
-    args, run = _checked(ModelFamily.T5, fit)
-    session = session_type(run, resumed=partial(_resumed, run, args))
-    arguments = _pretrain_arguments(args, session, t5_provider(run.model, run.planner.layout), t5_step)
+    args, run, flags = _checked(ModelFamily.T5, fit)
+    session = session_type(run, resumed=partial(resumed_inputs, run, args))
+    provider = _agreeing(t5_provider(run.model, run.planner.layout), flags, run)
+    arguments = _pretrain_arguments(args, session, provider, t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return session, arguments | ranks
 
@@ -59,14 +64,14 @@ def gpt_run(
     fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
 ) -> tuple[Session, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
-    args, run = _checked(ModelFamily.GPT, fit)
+    args, run, flags = _checked(ModelFamily.GPT, fit)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
-    session = session_type(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(resumed_inputs, run, args))
     layout = run.planner.layout
     provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
-    return session, _pretrain_arguments(args, session, provider, gpt_step)
+    return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
 
 
 def _pretrain_arguments(
@@ -82,48 +87,84 @@ def _pretrain_arguments(
     }
 
 
-def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
-    return resumed_inputs(run.inputs, counters(args).iteration)
+def _agreeing(provider: ModelProvider, flags: Mapping[str, str], run: RunConfig) -> ModelProvider:
+    """A model provider before which ranks that no store connects compare their flags: now they have process groups."""
+    if not start.ranks_stand_alone():
+        return provider
+    compare = functools.cache(lambda: check_same_flags(flags, ControlGroup(timeout_s=run.timeout_s)))
+
+    @functools.wraps(provider)
+    def provide(*arguments: Any, **keywords: Any) -> Any:
+        compare()
+        return provider(*arguments, **keywords)
+
+    return provide
 
 
-def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:
-    """Megatron's namespace and the run's whole configuration; raises on all ranks or on none."""
-    flags = sys.argv[1:]
+def _checked(
+    family: ModelFamily, fit: command_line.Fit | None
+) -> tuple[argparse.Namespace, RunConfig, Mapping[str, str]]:
+    """Megatron's namespace, the run's whole configuration and its flags as text; raises on all ranks or on none."""
+    words = sys.argv[1:]
+    timeout_s = early_flags(words).dynapipe_timeout_s
+    flags: dict[str, str] = {}
+
+    def noting(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
+        flags.update(comparable(args, known))
+        if fit is not None:
+            fit(args, family, known)
+
+    args, run = start.start_together(lambda: _parsed(family, words, noting, fit), timeout_s=timeout_s, name="flags")
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
-        args, run = command_line.parse(family, flags, fit)
-        if args.dynapipe_elastic and fit is None:
-            raise ConfigError(
-                "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
-                hint="end the script as pretrain_gpt_multitask.py ends",
-            )
-        measured = None
-        if run.calibrate_s > 0:
-            from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-            measured = calibration.measured_costs(run, flags)
-        if measured is not None:
-            args.dynapipe_cost_model = measured
-            run = from_megatron.run_config(args, family)
-        if run.plans_layer_split:
-            planned = _plan_layer_split(run)
-            if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
-                destroy_global_vars()
-                unset_num_microbatches_calculator()
-                args, run = command_line.parse(family, flags, _with_chunks(fit, planned.planner.chunks))
-                if measured is not None:
-                    args.dynapipe_cost_model = measured
-                    run = from_megatron.run_config(args, family)
-                planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
-            run = planned
-        if (folder := resumed(run.checkpoints)) and folder.is_dir():
-            args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
-        _preflight(run)
-        _settle_evaluations(args, run)
-        if measured is not None and run.rank == 0:
-            shutil.copyfile(measured, run.report_folder / "cost-model.json")
-        return args, run
+        start.compare_flags(flags, timeout_s=timeout_s)
+        return _settled(args, run, words, fit)
 
-    return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
+    return *start.start_together(check, timeout_s=timeout_s), flags
+
+
+def _parsed(
+    family: ModelFamily, words: Sequence[str], noting: command_line.Fit, fit: command_line.Fit | None
+) -> tuple[argparse.Namespace, RunConfig]:
+    check_required(words, family)
+    args, run = command_line.parse(family, words, noting)
+    if args.dynapipe_elastic and fit is None:
+        raise ConfigError(
+            "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
+            hint="end the script as pretrain_gpt_multitask.py ends",
+        )
+    return args, run
+
+
+def _settled(
+    args: argparse.Namespace, run: RunConfig, words: Sequence[str], fit: command_line.Fit | None
+) -> tuple[argparse.Namespace, RunConfig]:
+    """What is parsed, with costs and layers per stage that are measured and planned where they are not given."""
+    family, measured = run.family, None
+    if run.calibrate_s > 0:
+        from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
+        measured = calibration.measured_costs(run, words)
+    if measured is not None:
+        args.dynapipe_cost_model = measured
+        run = from_megatron.run_config(args, family)
+    if run.plans_layer_split:
+        planned = _plan_layer_split(run)
+        if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
+            destroy_global_vars()
+            unset_num_microbatches_calculator()
+            args, run = command_line.parse(family, words, _with_chunks(fit, planned.planner.chunks))
+            if measured is not None:
+                args.dynapipe_cost_model = measured
+                run = from_megatron.run_config(args, family)
+            planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
+        run = planned
+    if (folder := resumed(run.checkpoints)) and folder.is_dir():
+        args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
+    _preflight(run)
+    _settle_evaluations(args, run)
+    if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
+        shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
+    return args, run
 
 
 def _with_chunks(fit: command_line.Fit | None, chunks: int) -> command_line.Fit:
@@ -159,6 +200,8 @@ def _kept_split(run: RunConfig) -> Split | None:
 def _preflight(run: RunConfig) -> None:
     if start.checks_for_all():
         check_run(run)
+    elif start.reports_for_all():  # a node may have a folder of records of its own
+        check_records(run.report_folder)
     if folder := loaded(run.checkpoints):
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
@@ -216,7 +259,7 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     return Session(
         run,
-        resumed=partial(_resumed, run, args),
+        resumed=partial(resumed_inputs, run, args),
         required=required,
         make_batch=broadcastable,
         wrap_step=wrap,

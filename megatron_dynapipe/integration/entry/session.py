@@ -45,7 +45,7 @@ from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts, reserve
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.loop import check_unchanged, drawn_by, split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
@@ -268,7 +268,8 @@ class Session:
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
         inputs = self._with_model_state(self._resumed())
-        check_same_run(self._control, run, inputs)
+        files = check_same_run(self._control, run, inputs)
+        inputs = msgspec.structs.replace(inputs, files=drawn_by(files))
         if self._control.rank == 0:
             self._records = checkpoint_records(run, inputs)
             for records in self._records:
@@ -335,6 +336,7 @@ class Session:
 
     def _of_limits(self, record: IterationRecord) -> str:
         """How near an iteration of training came to what no plan can beat; of computed costs, how near its plan did."""
+        check_unchanged(self._inputs)
         costs, split = self._inputs.costs.load(), self._inputs.splits[0]
         planner, batch = (
             Planner(self._inputs.planner, costs),

@@ -6,17 +6,15 @@ into Megatron's initialisation, where it would wait for that rank.
 
 import contextlib
 import datetime
-import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.runtime.start_store import has_store, start_store
+from megatron_dynapipe.integration.entry.leaving import GRACE_S, leave_report_to_another_rank
+from megatron_dynapipe.integration.supply.same_flags import check_same_flags
+from megatron_dynapipe.runtime.start_store import StartGroup, has_store, start_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -25,12 +23,12 @@ _READY, _VERDICT, _GO, _LEAVING = "ready", "verdict", "go", "leaving"
 REPORTED_HERE = "reported_here"
 """Attribute of an error that this rank reports, whichever it is."""
 _RANK_0_FIRST_S = 2.0
-_GRACE_S = 5.0
-"""torchrun ends the other ranks once one has failed; one that failed too waits for that, so as not to be first."""
 
 
-def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
+def start_together[T](check: Callable[[], T], *, timeout_s: float, name: str = "run") -> T:
     """Run `check` on every rank; return its value once it has succeeded on all.
+
+    `name` is the check's, once in a start of the ranks.
 
     Of the ranks whose check fails one raises its error, rank 0 if it is among them; the others exit with status 2 and
     leave the report to it. Without a store every rank stands for itself.
@@ -42,27 +40,27 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float) -> T:
     store = start_store(timeout_s) if world > 1 else None
     if store is None:
         return check()
-    rank = os.environ["RANK"]
+    rank, verdict = os.environ["RANK"], f"{name}/{_VERDICT}"
     try:
         value = check()
     except Exception as error:
         if rank != "0":
-            _wait_for_rank_0(store)
-        if store.compare_set(_VERDICT, "", rank) != rank.encode():
+            _wait_for_rank_0(store, verdict)
+        if store.compare_set(verdict, "", rank) != rank.encode():
             _leave(store)
         setattr(error, REPORTED_HERE, True)
         _wait_for_leaving(store, world - 1)
         raise
-    if store.add(_READY, 1) == world:
-        store.compare_set(_VERDICT, "", _GO)
+    if store.add(f"{name}/{_READY}", 1) == world:
+        store.compare_set(verdict, "", _GO)
     try:
-        store.wait([_VERDICT], datetime.timedelta(seconds=timeout_s))
+        store.wait([verdict], datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ConfigError(
             f"rank {rank} waited {timeout_s:.0f} s for all {world} ranks to check their arguments",
             hint="look for a rank that did not start; --dynapipe-timeout-s allows more time",
         ) from error
-    if store.get(_VERDICT) != _GO.encode():
+    if store.get(verdict) != _GO.encode():
         _leave(store)
     return value
 
@@ -75,16 +73,27 @@ def _leave(store: "Store") -> NoReturn:
 
 def _wait_for_leaving(store: "Store", ranks: int) -> None:
     """Give ranks that are still starting a moment to leave by themselves: torchrun lists those that it ends."""
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(RuntimeError):
         while store.add(_LEAVING, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
-def _wait_for_rank_0(store: "Store") -> None:
+def _wait_for_rank_0(store: "Store", verdict: str) -> None:
     """Give rank 0 a moment to report the error if it has it too."""
     with contextlib.suppress(RuntimeError):
-        store.wait([_VERDICT], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+        store.wait([verdict], datetime.timedelta(seconds=_RANK_0_FIRST_S))
+
+
+def compare_flags(flags: Mapping[str, str], *, timeout_s: float) -> None:
+    """Compare flags over the start store; nothing happens without one. Raises ConfigError on every rank.
+
+    `flags` are those of `same_flags.comparable`. All ranks come here, as after `start_together`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    store = start_store(timeout_s) if world > 1 else None
+    if store is not None:
+        check_same_flags(flags, StartGroup("compare flags", store, timeout_s=timeout_s))
 
 
 def ranks_stand_alone() -> bool:
@@ -100,27 +109,3 @@ def checks_for_all() -> bool:
 def reports_for_all() -> bool:
     """Whether this rank prints an error that all ranks have: the first of each node, in case nodes differ."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-def leave_report_to_another_rank(status: int) -> NoReturn:
-    """Exit without a word once the rank that reports the error has had time to do so.
-
-    torchrun ends this rank meanwhile, and lists every rank that a signal ended: this one ends well instead, so that
-    its summary names the rank with the message alone.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(_GRACE_S)
-    sys.exit(status)
-
-
-def write_error_file(message: str) -> None:
-    """Give torchrun the message for its summary, below its own traceback, which no worker can keep away.
-
-    It ends with a ChildFailedError whenever a worker's status is not 0, and says there what error files hold.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")

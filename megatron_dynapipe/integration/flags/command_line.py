@@ -104,7 +104,8 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
         "--tokens-per-global-batch",
         type=int,
         metavar="N",
-        help="tokens (input and target) of an iteration at most; --global-batch-size still counts for learning rates",
+        help="tokens (input and target) of an iteration at most; learning rates count by --global-batch-size (default:"
+        " about the samples of such a batch)",
     )
     add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
     add(
@@ -147,7 +148,8 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         default=20.0,
         metavar="S",
         help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
-        "for later runs (default 20; 0: costs are computed from the model's shape)",
+        "for later runs of so many seconds unless the machine is busy (default 20; 0: costs are computed from the"
+        " model's shape)",
     )
     add(
         "--dynapipe-cluster",
@@ -259,6 +261,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     """Check parsed arguments, and fill in what Megatron is to take from the dataset and from our flags."""
     from megatron_dynapipe.integration.flags import checks, from_megatron, layer_split
 
+    _settle_defaults(args, family)
     checks.check(args, family, known)
     checks.settle_kernels(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:
@@ -268,6 +271,23 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
     if not args.use_dynapipe:
         layer_split.settle(args, family)
+
+
+def _settle_defaults(args: argparse.Namespace, family: ModelFamily) -> None:
+    """Give Megatron what it asks for although planned runs need no word of the user's for it; says so on rank 0."""
+    from megatron_dynapipe.integration.flags import from_megatron
+
+    said = []
+    if not args.calculate_per_token_loss and not args.use_dynapipe:
+        args.calculate_per_token_loss = True
+        said.append("--calculate-per-token-loss (micro-batches hold different numbers of tokens)")
+    if args.eval_interval is None and not (args.eval_iters or args.full_validation):
+        args.eval_interval = 1000  # Megatron divides by it
+    if args.global_batch_size is None and args.tokens_per_global_batch is not None and not args.dynapipe_elastic:
+        args.global_batch_size = from_megatron.nominal_batch(args, family)
+        said.append(f"--global-batch-size {args.global_batch_size} (learning rates and evaluations count by it)")
+    if said and os.environ.get("RANK", "0") == "0":
+        print(f"set for a planned run: {', '.join(said)}", flush=True)
 
 
 def megatron_arguments(

@@ -32,7 +32,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
 )
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
-from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
+from megatron_dynapipe.integration.flags.model_record import model_fields, schedule_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
@@ -55,6 +55,8 @@ _LAYER_COSTS = (
     *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
 )
 """Arguments that layers' costs depend on."""
+_FIRST_BATCHES = 16
+"""Batches by tokens whose mean number of samples stands for all."""
 _MOST_BY_TOKENS = 4096
 """Samples of a micro-batch at most, where an iteration has any number of them."""
 
@@ -84,6 +86,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
             planner=_planner(args, model, layouts, machine.network(costs.load().links, cluster), cluster, device),
             costs=costs,
         ),
+        files=read_meta(args.dynapipe_data).files,
         state=state_bytes(args),
         checkpoints=_checkpoints(args, model),
         in_checkout=args.use_dynapipe,
@@ -311,6 +314,24 @@ def iterations_of_epochs(args: argparse.Namespace, family: ModelFamily) -> int:
     return count
 
 
+def nominal_batch(args: argparse.Namespace, family: ModelFamily) -> int:
+    """The samples of a batch by tokens, by which Megatron counts where no flag says how many: a power of two, about
+    their mean over the first batches, times what makes it a multiple of the replicas. Another layout has the same.
+
+    Raises:
+        ConfigError, DataError: as `training_sampler` and its samples.
+    """
+    sampler = msgspec.structs.replace(
+        _sampler(args, family, 1), tokens_per_iteration=args.tokens_per_global_batch, labels=False
+    )
+    batches = split_sampler(args.dynapipe_data, SplitSettings(name="train", sampler=sampler)).batches
+    mean = batches.bounds(_FIRST_BATCHES - 1)[1] / _FIRST_BATCHES
+    replicas = machine.world_size() // (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    )
+    return math.lcm(2 ** max(int(math.log2(mean)), 0), max(replicas, 1))
+
+
 def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> SamplerSettings:
     longest_input, longest_target = maximum_lengths(args, family)
     meta, long = read_meta(args.dynapipe_data), LongSamples(args.dynapipe_long_samples)
@@ -332,6 +353,7 @@ def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConf
     transformer = model.transformer_config()
     folder = getattr(args, "non_persistent_global_ckpt_dir", None)
     kind = getattr(args, "non_persistent_ckpt_type", None)
+    loads_optimizer = not (args.finetune or args.no_load_optim)
     tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
     return CheckpointConfig(
         save=None if args.save is None else Path(args.save),
@@ -347,4 +369,9 @@ def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConf
         model=model_fields(transformer, args),
         training=training_fields(transformer),
         tokenizer=Path(str(args.tokenizer_model)),
+        schedule=schedule_fields(args),
+        keeps_schedule=loads_optimizer
+        and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler),
+        loads_optimizer=loads_optimizer,
+        optimizer=args.optimizer,
     )

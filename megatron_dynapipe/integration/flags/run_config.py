@@ -9,6 +9,7 @@ import torch
 
 from megatron_dynapipe.cost import ModelShape, PipelineLayout, Split
 from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP
+from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -34,6 +35,10 @@ class CheckpointConfig:
         model: what makes it this model, as `model_record` says.
         training: how it is trained, as far as its configuration says so.
         tokenizer: the vocabulary's file or folder.
+        schedule: what learning rates and weight decay follow, by the names of Megatron's scheduler.
+        keeps_schedule: whether Megatron refuses a checkpoint of another schedule.
+        loads_optimizer: whether Megatron takes the optimizer's states from the checkpoint.
+        optimizer: its kind.
     """
 
     save: Path | None
@@ -49,6 +54,10 @@ class CheckpointConfig:
     model: Mapping[str, str]
     training: Mapping[str, str]
     tokenizer: Path
+    schedule: Mapping[str, str]
+    keeps_schedule: bool
+    loads_optimizer: bool
+    optimizer: str
 
     def emergency_folder(self, checkpoints: Path) -> Path | None:
         """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
@@ -63,6 +72,7 @@ class RunConfig:
 
     Attributes:
         inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
+        files: digests of the dataset's files as its manifest had them when flags were read.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
         in_checkout: whether a patched checkout's own script runs, and builds its own model.
@@ -89,6 +99,7 @@ class RunConfig:
 
     model: ModelConfig
     inputs: PlanInputs
+    files: Mapping[str, FileDigests]
     state: StateBytes
     checkpoints: CheckpointConfig
     in_checkout: bool
@@ -148,14 +159,6 @@ class RunConfig:
     def divided_layout(self) -> PipelineLayout | None:
         """The layout of a GPT's layers, where one of them is divided."""
         return self.planner.layout if self.planner.layout.cuts_layers else None
-
-
-def resumed_inputs(inputs: PlanInputs, iteration: int) -> PlanInputs:
-    """The inputs of plans where training goes on from an iteration, which a checkpoint sets."""
-    train, *others = inputs.splits
-    left = max((train.iterations or 0) - iteration, 0)
-    train = msgspec.structs.replace(train, first_iteration=iteration, iterations=left)
-    return msgspec.structs.replace(inputs, splits=(train, *others))
 
 
 def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:

@@ -86,7 +86,7 @@ def profile(
             halves_of_rows=halves_of_rows,
             prefixes=prefixes,
             links=links,
-            provenance=provenance | {"seconds": round(time.monotonic() - started, 1)},
+            provenance=provenance | {"seconds": round(time.monotonic() - started, 1)} | scope.noise.described(),
         )
         write_file(output, encode_file(file), is_ours=is_cost_file)
         print(verdict(file, output), file=sys.stderr, flush=True)

@@ -20,9 +20,9 @@ Ranks that share a layer measure it together; others measure points of their own
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import NamedTuple, override
 
 import torch
@@ -59,6 +59,40 @@ class Values(NamedTuple):
     peak_bytes: int
 
 
+@dataclass(slots=True)
+class Noise:
+    """How quiet the machine was while this rank measured.
+
+    Attributes:
+        spreads: of each point's repeats: between the quartiles of their times, relative to the median.
+        processor_s, wall_s: this thread's processor time while passes ran one after another, and the time that passed;
+            0 where passes wait for a device or for other ranks.
+    """
+
+    spreads: list[float] = field(default_factory=list)
+    processor_s: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, times: Sequence[tuple[int, int]]) -> None:
+        """Take the (forward, backward) times of one point's repeats, in ns."""
+        if len(times) >= FEWEST_REPEATS:
+            low, middle, high = quantiles([forward + backward for forward, backward in times], n=4)
+            self.spreads.append((high - low) / max(middle, 1))
+
+    def described(self) -> dict[str, str | int | float | bool]:
+        """For a file's provenance: what is known of the share of a processor that passes had, and of the spread."""
+        told: dict[str, str | int | float | bool] = {}
+        if self.wall_s:
+            told[PROCESSOR_SHARE] = round(self.processor_s / self.wall_s, 3)
+        if self.spreads:
+            told[REPEATS_SPREAD] = round(median(self.spreads), 3)
+        return told
+
+
+PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
+"""Under which a file's provenance says how quiet the machine was."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """The subject of a profile, and how it is measured.
@@ -71,6 +105,7 @@ class Scope:
         platform: the device's clock.
         shared: whether ranks share the layers; if not, each measures points of its own.
         hurried: as in `measure`.
+        noise: is told of every measurement.
     """
 
     parts: Mapping[str, MeasuredModule]
@@ -80,11 +115,18 @@ class Scope:
     platform: DevicePlatform
     shared: bool = False
     hurried: bool = False
+    noise: Noise = field(default_factory=Noise)
 
     def measure(self, part: MeasuredModule, point: Point, *, timed: bool = True) -> Values | None:
         """`measure` the part, with a single layer where several do not fit; None where memory runs out."""
         run = partial(
-            measure, point=point, platform=self.platform, shared=self.shared, hurried=self.hurried, timed=timed
+            measure,
+            point=point,
+            platform=self.platform,
+            shared=self.shared,
+            hurried=self.hurried,
+            timed=timed,
+            noise=self.noise,
         )
         return largest_that_fits(part, run, shared=self.shared)
 
@@ -112,11 +154,12 @@ def measure(
     shared: bool,
     hurried: bool = False,
     timed: bool = True,
+    noise: Noise | None = None,
 ) -> Values:
     """Measure a part at a point, in the recompute mode it is set to; raises torch.OutOfMemoryError.
 
     If `shared`, ranks share the part, and all of them measure it together; if `hurried`, time is too short to repeat
-    much. Times are 0 unless `timed`.
+    much. Times are 0 unless `timed`. `noise` is told of the repeats.
     """
     forward = part.prepare(point)
     memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
@@ -130,10 +173,16 @@ def measure(
         fewest = 1
     if together > 1:
         _warm_up(forward, platform, passes=SHARED_WARM if shared else None)
-    end = time.perf_counter() + (HURRIED_S if hurried else LONG_ENOUGH_S)
+    began, ran_s = time.perf_counter(), time.thread_time()
+    end = began + (HURRIED_S if hurried else LONG_ENOUGH_S)
     times: list[tuple[int, int]] = []
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
         times += _time(forward, in_flight, platform, passes=together)
+    if noise is not None:
+        noise.add(times)
+        if isinstance(platform, ThreadClock):
+            noise.processor_s += time.thread_time() - ran_s
+            noise.wall_s += time.perf_counter() - began
     forward_ns, backward_ns = (round(median(side) / part.layers) for side in zip(*times, strict=True))
     return Values(forward_ns, backward_ns, memory.stored_bytes, memory.peak_bytes)
 

@@ -29,6 +29,7 @@ from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule
+from megatron_dynapipe.integration.profiling.measure import PROCESSOR_SHARE, REPEATS_SPREAD
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurements
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
@@ -39,6 +40,9 @@ _STATE_BYTES = 2
 
 POOR, VERY_POOR = 0.08, 0.25
 """Errors of times, median and ninth decile, above which a profile is called poor."""
+
+QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
+"""A machine is busy where passes have less of a processor, or half of their repeats lie further apart."""
 
 Provenance = dict[str, str | int | float | bool]
 
@@ -109,12 +113,24 @@ def _error_bars(file: CostFile) -> Provenance:
     }
 
 
+def noise(file: CostFile) -> str | None:
+    """How busy the machine was with other work while a file was measured; None where it was quiet, or is not known."""
+    share, spread = (file.provenance.get(name) for name in (PROCESSOR_SHARE, REPEATS_SPREAD))
+    if isinstance(share, float) and share < QUIET_SHARE:
+        return f"its passes had a processor for {share:.0%} of the time"
+    if isinstance(spread, float) and spread > QUIET_SPREAD:
+        return f"repeats of a pass are {spread:.0%} apart"
+    return None
+
+
 def verdict(file: CostFile, path: Path) -> str:
     """How well a profile predicts times that it was not fitted to, and what to do where that is poor."""
     median, p90 = (file.provenance.get(f"cross_validated_time_ms_{which}") for which in ("median", "p90"))
     if not isinstance(median, float) or not isinstance(p90, float):
         return "too few points were measured to say how good the fit is\nhint: measure longer (--budget-minutes)"
     text = f"times that the fit has not seen are predicted within {median:.1%} (median; nine tenths within {p90:.1%})"
+    if (busy := noise(file)) is not None:
+        return f"{text}, but the machine was busy: {busy}\nhint: end other programs and measure again"
     if median <= POOR and p90 <= VERY_POOR:
         return f"{text}: good"
     return (

@@ -6,7 +6,6 @@ from typing import Self
 
 from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
@@ -20,7 +19,8 @@ def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInput
 
     Raises:
         ConfigError: settings differ; names the field.
-        DataError: a file of the dataset differs between nodes, or from its manifest; names the file.
+        DataError: a file of the dataset differs between nodes, or from the manifest that the run began with; names the
+            file.
     """
     if (difference := control.find_difference(inputs.fields())) is not None:
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInput
 def _dataset_files(settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return {}
-    return check_files(settings.data, [split.name for split in inputs.splits], read_meta(settings.data).files)
+    return check_files(settings.data, [split.name for split in inputs.splits], settings.files)
 
 
 class AgreedIterator:

@@ -48,16 +48,23 @@ def test_longer_samples_are_cut_or_left_out_on_request_and_counted(policy, done,
     assert f"longer than the maximum and were {done}" in runs[0]["stdout"]
 
 
-@pytest.mark.parametrize(
-    ("lacking", "instead", "flags", "said"),
-    [
-        ("--calculate-per-token-loss", "", "", "hint: add --calculate-per-token-loss"),
-        ("--global-batch-size", "--seed", "--tokens-per-global-batch 512", "1 data-parallel replicas, got none\nhint"),
-    ],
-)
-def test_what_every_run_needs_is_asked_for(lacking, instead, flags, said, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace(lacking, instead))
-    assert said in refused(flags, data, tmp_path)
+def test_what_every_run_needs_is_asked_for_at_once(data, tmp_path, monkeypatch):
+    common = entry_scripts.COMMON.replace("--global-batch-size 16", "").replace("--eval-iters 0", "--eval-iters 2")
+    monkeypatch.setattr(entry_scripts, "COMMON", common.replace("--lr 1e-3", "").replace("--eval-interval 100", ""))
+    said = refused("--save somewhere", data, tmp_path)
+    expected = "--global-batch-size or --tokens-per-global-batch, --lr, --save-interval, --eval-interval or"
+    assert said.startswith(f"expected {expected} --eval-iters 0 (no evaluations), got none of them\nhint: ")
+
+
+def test_what_follows_from_other_flags_is_set_and_said(data, tmp_path, monkeypatch):
+    for lacking in ("--calculate-per-token-loss", "--global-batch-size 16", "--eval-interval 100"):
+        assert lacking in entry_scripts.COMMON
+        monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace(lacking, ""))
+    flags = "--train-iters 2 --tokens-per-global-batch 512"
+    runs = train("t5", data, flags, ranks=2, report=tmp_path)
+    (said,) = [line for line in runs[0]["stdout"].splitlines() if line.startswith("set for a planned run: ")]
+    assert "--calculate-per-token-loss" in said and "--global-batch-size 8 " in said
+    assert len(runs[-1]["losses"]) == 2 and not any("set for a planned" in run["stdout"] for run in runs[1:])
 
 
 def test_a_store_that_cannot_be_reached(data, tmp_path):

@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.cost.format import encode_file
@@ -14,7 +15,7 @@ from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
-def run_of(hidden: int) -> Any:
+def run_of(hidden: int, report: str = "report") -> Any:
     """As much of a run's configuration as measuring looks at."""
     from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ def run_of(hidden: int) -> Any:
 
     return SimpleNamespace(
         family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, layer_costs={"hidden_size": str(hidden)}, on_cpu=True,
+        report_folder=Path(report),
         model=SimpleNamespace(experts=None),
         planner=SimpleNamespace(
             tensor_parallel=1, expert_parallel=1, recompute=(Recompute.NONE, Recompute.FULL)
@@ -51,7 +53,8 @@ def measured_twice(rank: int, world_size: int, cache: str, file: bytes) -> list[
         patch.object(calibration, "_run", write),
         contextlib.redirect_stdout(said),
     ):
-        paths = [calibration.measured_costs(run_of(hidden), ["--some", "flag"]) for hidden in (32, 32, 64)]
+        report = f"{cache}/report"
+        paths = [calibration.measured_costs(run_of(hidden, report), ["--some", "flag"]) for hidden in (32, 32, 64)]
     return [[str(path) for path in paths if path], commands, said.getvalue()]
 
 
@@ -61,7 +64,25 @@ def test_costs_are_measured_once_for_a_model_and_machine(tmp_path):
     assert first == again != other and Path(first).parent == tmp_path / "megatron-dynapipe"
     assert len(commands) == 2 and commands[0][-2:] == ["--some", "flag"]
     assert said.count("costs measured in") == 2
+    assert f"costs: measured today, kept in {first}; --dynapipe-calibrate 2, for twice as long, measures again" in said
     assert sorted(map(str, Path(first).parent.iterdir())) == sorted([first, other])
+
+
+@pytest.mark.parametrize(
+    ("provenance", "busy"),
+    [
+        ({"processor_share": 0.31}, "its passes had a processor for 31% of the time"),
+        ({"processor_share": 0.97, "repeats_spread": 0.4}, "repeats of a pass are 40% apart"),
+    ],
+)
+def test_costs_of_a_busy_machine_are_of_one_run_alone(provenance, busy, tmp_path):
+    source = "measured by `megatron-dynapipe profile`"
+    file = encode_file(msgspec.structs.replace(gpt_file(), source=source, provenance=provenance))
+    rank = {"cache": str(tmp_path), "file": file}
+    paths, commands, said = run_ranks(measured_twice, 1, rank, deadline_s=60)[0]
+    assert paths == [f"{tmp_path}/report/cost-model.json"] * 3 and len(commands) == 3
+    assert said.count(f" on a busy machine ({busy}): for this run alone") == 3
+    assert Path(paths[0]).read_bytes() == file and not [*(tmp_path / "megatron-dynapipe").iterdir()]
 
 
 def test_a_profile_that_fails_leaves_computed_costs_and_says_why(tmp_path):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError, ExecutionError
-from megatron_dynapipe.integration.entry import bootstrap, failure, start
+from megatron_dynapipe.integration.entry import bootstrap, failure, leaving
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import in_ranks, run_ranks
@@ -168,7 +168,7 @@ def test_a_hint_that_all_ranks_have_is_printed_once():
 def leave_while_torchrun_ends_the_job(rank: int, world_size: int) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "job"
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    start.leave_report_to_another_rank(2)
+    leaving.leave_report_to_another_rank(2)
 
 
 def test_a_rank_that_leaves_the_report_to_another_ends_well_on_torchruns_signal():
@@ -218,7 +218,7 @@ def test_how_a_run_ends(tmp_path):
                 with process_groups():
                     if error is not None:
                         raise error
-            except SystemExit as leaving:
-                status = leaving.code
+            except SystemExit as end:
+                status = end.code
         assert (status, errors.getvalue()) == (expected, said.format(saved=tmp_path))
         assert not dist.is_initialized()

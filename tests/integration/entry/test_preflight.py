@@ -12,7 +12,6 @@ from megatron_dynapipe.data.meta import read_meta, write_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import LengthTable, TruncationSide
 from tests.cost.models import gpt_file
-from tests.helpers import entry_scripts
 from tests.helpers.commands import run_python
 from tests.helpers.entry_scripts import train
 from tests.helpers.processes import run_ranks
@@ -46,12 +45,6 @@ def refused(family: str, flags: str, data: Path, tmp_path: Path) -> str:
 def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said, data, tmp_path):
     told = refused(family, flags, data, tmp_path)
     assert said in told and "hint:" in told
-
-
-def test_a_run_without_an_interval_of_evaluations_is_refused(data, tmp_path, monkeypatch):
-    """Megatron says of it: unsupported operand type(s) for //: 'int' and 'NoneType'."""
-    monkeypatch.setattr(entry_scripts, "COMMON", entry_scripts.COMMON.replace("--eval-interval 100 ", ""))
-    assert "expected --eval-interval N, got none" in refused("gpt", "", data, tmp_path)
 
 
 @pytest.mark.parametrize(

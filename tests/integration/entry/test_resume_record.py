@@ -39,7 +39,8 @@ def config(checkpoints: Path, **changes: object) -> CheckpointConfig:
     chosen = {
         "save": None, "load": checkpoints, "step": None, "non_persistent": False, "non_persistent_folder": None,
         "allows_other_data": False, "finetunes": False, "model": {}, "training": {}, "tokenizer": checkpoints,
-        "local_folder": None, "pretrained": None, "one_layout": False,
+        "local_folder": None, "pretrained": None, "one_layout": False, "schedule": {}, "keeps_schedule": True,
+        "loads_optimizer": True, "optimizer": "adam",
     }  # fmt: skip
     return CheckpointConfig(**(chosen | changes))
 
@@ -112,6 +113,41 @@ def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
     assert said == f"resuming {checkpoints}/iter_0000003 with other settings: planner.pipeline_parallel 1 (was 2)"
     many = {f"name {number}": "1" for number in range(20)}
     assert "and 14 more" in str(resume(checkpoints, replace(RECORD, settings=many)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "hint"),
+    [
+        (
+            {"settings": RECORD.settings | {"planner.distributed_optimizer": "false"}},
+            "expected --use-distributed-optimizer, as in the run that saved",
+            "add --use-distributed-optimizer; --no-load-optim",
+        ),
+        ({"optimizer": "sgd"}, "holds, adam, got sgd", "--no-load-optim goes on without the states"),
+        (
+            {"settings": RECORD.settings | {"planner.distributed_optimizer": "true", "bf16": "True", "fp16": "False"}},
+            "holds, in fp32, got of half precision",
+            "--no-load-optim goes on without the states",
+        ),
+        ({"schedule": {"learning rate": "0.1"}}, "learning rate, 0.001, got 0.1", "--override-opt-param-scheduler"),
+    ],
+)
+def test_states_that_megatron_would_not_take_are_refused_with_the_flag_to_give(checkpoints, changes, said, hint):
+    settings = RECORD.settings | {"planner.distributed_optimizer": "true", "bf16": "False", "fp16": "False"}
+    before = replace(RECORD, settings=settings, schedule={"learning rate": "0.001"}, optimizer="adam")
+    records = CheckpointRecords(checkpoints, before)
+    save(checkpoints, 6)
+    records.update()
+    assert resume(checkpoints, before) is None
+    other = replace(before, **changes)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        resume(checkpoints, other)
+    assert hint in str(caught.value.hint)
+    resume(checkpoints, other, loads_optimizer=False, keeps_schedule=False)
+    earlier = replace(RECORD, settings=before.settings)
+    (checkpoints / "iter_0000006" / NAME).write_bytes(msgspec.json.encode(earlier))
+    if "settings" not in changes:
+        assert resume(checkpoints, other) is None, "a record of an earlier version does not say"
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
