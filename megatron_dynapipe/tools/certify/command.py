@@ -26,7 +26,7 @@ def certify(
     full: bool = False,
     deadline_s: float = 1800.0,
     said: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Check], dict[str, float]]:
+) -> tuple[list[Check], dict[str, float], str]:
     """Train a run's own model on its own data, as planned and in one process, and compare.
 
     Args:
@@ -38,7 +38,7 @@ def certify(
         said: called with a line for what is changed of the model, and before each run.
 
     Returns:
-        The table, and every parameter's relative gradient difference in fp32.
+        The table, every parameter's relative gradient difference in fp32, and the rates of the steps, as flags.
 
     Raises:
         ConfigError: a run could not be started, or ended early; the message is its own.
@@ -51,6 +51,8 @@ def certify(
         for change in changes:
             said(f"reduced: {change}")
     family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
+    words, rates = command_lines.with_rates(words)
+    said(f"steps: {rates}, the same in every iteration, in place of the run's own rates")
     exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,7 +77,7 @@ def certify(
             if f"--{half}" in words:
                 other = run("reference", half, [*command_lines.alone(words), *added], 1)
                 checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
-    return checks, gradients
+    return checks, gradients, rates
 
 
 def _default_ranks(words: Sequence[str], said: Callable[[str], None]) -> int:
