@@ -36,6 +36,7 @@ def test_samples_may_have_more_than_65536_positions(data, tmp_path):
     assert len(run["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_an_entry_script_trains_in_fp16(data, tmp_path):
     """With a loss scale, dropout and clipping; in bf16: `tools/conversion/test_training.py`."""
     flags = (
