@@ -289,10 +289,8 @@ def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[s
 
 def _close(planned: Sequence[TunedLayout]) -> list[str]:
     """Layouts that are not told from the best, by the error of predictions."""
-    best, *others = planned or [None]
-    if best is None or best.predicted_ms is None:
-        return []
-    more = {_name(other): (other.predicted_ms or 0.0) / best.predicted_ms - 1 for other in others}
+    least = planned[0].predicted_ms or 1.0 if planned else 1.0
+    more = {_name(other): (other.predicted_ms or 0.0) / least - 1 for other in planned[1:]}
     near = [f"{name} (+{share:.1%})" for name, share in more.items() if share <= ERROR]
     if not near:
         return []

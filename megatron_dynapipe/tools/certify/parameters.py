@@ -94,7 +94,8 @@ def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]
 def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> torch.Tensor:
     """A part of the optimizer's state of a parameter, in the parameter's shape; zeros before a step was made."""
     for optimizer in optimizers:
-        if parameter in getattr(optimizer, "model_param_gbuf_map", ()):  # divided among replicas
+        if any(parameter in buffer.param_index_map for buffer in getattr(optimizer, "buffers", ())):
+            # Divided among replicas, of which some may have nothing of it.
             whole = torch.zeros(parameter.numel(), device=parameter.device)
             if parameter in optimizer.model_param_group_index_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]

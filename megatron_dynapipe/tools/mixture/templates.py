@@ -59,7 +59,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
         return tree
 
-    def call(self, context: Any, called: Any, /, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, called: Any, /, *arguments: Any, **named: Any) -> Any:
         """Call a macro or function: one step."""
         self._step()
         return super().call(context, called, *arguments, **named)

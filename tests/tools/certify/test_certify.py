@@ -115,7 +115,7 @@ def test_a_fault_is_found_and_named(runs, fault):
 
 def test_gpus_may_add_up_in_another_order_and_cpus_may_not(tmp_path):
     part = ("norm.weight", [0], [1], torch.ones(1))
-    parts = {"gradients": [part], "updates": [part]}
+    parts = {"gradients": [part], "updates": [(*part[:3], torch.ones(1))]}
     record = RankRecord(losses=[1.0], norms=[1.0], samples={0: (1.0, 1.0)}, parts=parts, repeated=(1e-6, part[0]))
     for device, holds in (("cpu", False), ("cuda", True)):
         (folder := tmp_path / device).mkdir()
