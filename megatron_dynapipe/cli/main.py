@@ -153,7 +153,8 @@ class Parser(argparse.ArgumentParser):
         words, taken = list(args or ()), self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words) if remainder else ():
             if word.startswith("--") and word.partition("=")[0] not in taken:
-                self.error(f"unrecognized arguments: {word}")
+                message = f"unrecognized arguments: {word}"
+                raise UsageError(message, hint=_nearest(message, taken) or "flags of a training run follow after --")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

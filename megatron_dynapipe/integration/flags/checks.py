@@ -74,29 +74,14 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
     sdpa = local and attention != "megatron" and not args.use_dynapipe
     yield positions == "mrope", f"--position-embedding-type {positions}", "samples have one position per token"
     yield not local and layers != "transformer_engine", f"--transformer-impl {layers}", "its layers do not train"
-    yield (
-        is_t5 and positions not in T5_POSITIONS,
-        f"--position-embedding-type {positions}",
-        f"the stages of a T5 have {', '.join(T5_POSITIONS)}",
-    )
-    yield (
-        is_t5 and positions == "relative" and local and attention == "megatron",
-        "--dynapipe-attention megatron",
-        "it has no relative positions",
-    )
+    if is_t5:
+        yield from _t5_refusals(args)
     yield (
         not is_t5 and positions == "relative",
         f"--position-embedding-type {positions}",
         "Megatron's GPT has none; use rope or learned_absolute",
     )
-    yield (
-        is_t5 and bool(args.apply_query_key_layer_scaling),
-        "--apply-query-key-layer-scaling",
-        "the stages of a T5 do not scale by layer",
-    )
-    yield is_t5 and bool(args.group_query_attention), "--group-query-attention", "cross-attention has no query groups"
     window = getattr(args, "window_size", None) is not None
-    yield window and is_t5, "--window-size", "the stages of a T5 attend to whole samples"
     yield window and sdpa, "--window-size", "--dynapipe-attention sdpa has no sliding windows; megatron has"
     softmax = getattr(args, "softmax_type", "vanilla")
     yield (
@@ -133,6 +118,26 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         "--use-distributed-optimizer with --optimizer sgd",
         "Megatron divides the states of adam alone over replicas",
     )
+
+
+def _t5_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Refusals of a T5, as `_model_refusals`."""
+    positions = args.position_embedding_type
+    yield (
+        positions not in T5_POSITIONS,
+        f"--position-embedding-type {positions}",
+        f"the stages of a T5 have {', '.join(T5_POSITIONS)}",
+    )
+    yield (
+        positions == "relative" and args.transformer_impl == "local" and args.dynapipe_attention == "megatron",
+        "--dynapipe-attention megatron",
+        "it has no relative positions",
+    )
+    scales = bool(args.apply_query_key_layer_scaling)
+    yield scales, "--apply-query-key-layer-scaling", "the stages of a T5 do not scale by layer"
+    yield bool(args.group_query_attention), "--group-query-attention", "cross-attention has no query groups"
+    window = getattr(args, "window_size", None) is not None
+    yield window, "--window-size", "the stages of a T5 attend to whole samples"
 
 
 def _pattern_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:

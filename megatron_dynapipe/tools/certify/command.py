@@ -44,16 +44,9 @@ def certify(
     Raises:
         ConfigError: a run could not be started, or ended early; the message is its own.
     """
-    words = command_lines.words_of(flags)
-    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
-        raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
-    if not full:
-        words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
-        for change in changes:
-            said(f"reduced: {change}")
-    family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
-    words, rates = command_lines.with_rates(words)
+    words, rates = command_lines.with_rates(_of_model(flags, full, said))
     said(f"steps: {rates}, the same in every iteration, in place of the run's own rates")
+    family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
     exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,6 +76,18 @@ def certify(
             other = run("reference", half, [*command_lines.alone(words), *added], 1)
             checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients, rates
+
+
+def _of_model(flags: Sequence[str], full: bool, said: Callable[[str], None]) -> list[str]:
+    """The run's flags, of a model that fits one process."""
+    words = command_lines.words_of(flags)
+    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
+        raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
+    if not full:
+        words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
+        for change in changes:
+            said(f"reduced: {change}")
+    return words
 
 
 def _default_ranks(words: Sequence[str], said: Callable[[str], None]) -> int:
