@@ -72,12 +72,8 @@ def lines(log: Path) -> list[tuple[int, float]]:
 
 
 def losses(log: Path) -> dict[int, float]:
-    """Each iteration's loss so far; the second line after a start is Megatron's mean of the first two."""
-    found = dict(lines(log))
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        found[second] = 2 * found[second] - found[first]
-    return found
+    """Each iteration's loss so far."""
+    return dict(lines(log))
 
 
 def parting(found: dict[int, float], expected: dict[int, float]) -> float | None:

@@ -1,6 +1,7 @@
 """`certify`: prove that a run trains what one process trains."""
 
 import argparse
+import functools
 import sys
 
 from megatron_dynapipe.cli import print_json
@@ -12,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Flags of the training command follow after --. The run's own model trains a few iterations of its own data as"
         " planned, and in one process without pipeline, packing, pieces or plans, from the same weights; losses,"
-        " gradients, isolation of samples and repetition are compared in fp32, and in the run's precision."
+        " gradients, steps, isolation of samples and repetition are compared in fp32, losses and gradients in the run's"
+        " precision too. Learning rate and weight decay are the certificate's own, so that three steps show."
     )
     add = parser.add_argument
     add(
@@ -33,15 +35,17 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dynapipe.tools.certify.command import certify
 
     settings = {name: getattr(args, name) for name in ("ranks", "iterations", "full", "deadline_s")}
-    checks, gradients = certify(args.flags, **settings, said=lambda line: print(line, file=sys.stderr, flush=True))
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    checks, gradients, rates = certify(args.flags, **settings, said=say)
     missed = [check.name for check in checks if not check.holds]
     if args.json:
-        report = {"exact": not missed, "checks": checks, "gradients": gradients}
+        report = {"exact": not missed, "rates": rates, "checks": checks, "gradients": gradients}
         print_json({"format": "dynapipe-certificate/1", **report})
     else:
         print(f"{'check':<24} difference  allowed")
         for check in checks:
             where = check.where if check.holds else f"MISS: {check.where}"
             print(f"{check.name:<24} {check.error:10.1e}  {check.allowed:7.1e}  {where}".rstrip())
-        print(f"not exact: {', '.join(missed)}" if missed else "exact: this run trains what one process trains")
+        exact = f"exact: this run trains what one process trains; steps were made with {rates}"
+        print(f"not exact: {', '.join(missed)}" if missed else exact)
     return 1 if missed else 0

@@ -11,7 +11,7 @@ from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
-from megatron_dynapipe.tools.inspect import dataset_statistics, problems, statistics_table
+from megatron_dynapipe.tools.inspect import SORTS, dataset_statistics, problems, statistics_table
 from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
 from megatron_dynapipe.units import ModelFamily, amount
 
@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stats = actions.add_parser("stats", help="lengths per task and in total")
     stats.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     stats.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
+    order = "order of the lines: by name, or the largest first (%(default)s)"
+    stats.add_argument("--sort", choices=tuple(SORTS), default="task", help=order)
+    longer = "count samples of more than N tokens, input and target together"
+    stats.add_argument("--longer-than", type=int, metavar="N", help=longer)
     stats.add_argument("--json", action="store_true", help="print the statistics for a machine to read")
 
 
@@ -153,8 +157,8 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    statistics = dataset_statistics(args.folder, args.split)
-    print_json(statistics) if args.json else print(statistics_table(statistics))
+    statistics = dataset_statistics(args.folder, args.split, longer_than=args.longer_than)
+    print_json(statistics) if args.json else print(statistics_table(statistics, sort=args.sort))
 
 
 def _print_made(meta: DatasetMeta, folder: Path) -> None:

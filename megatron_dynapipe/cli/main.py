@@ -6,6 +6,7 @@ else to stderr.
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -145,7 +146,16 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Refuse unknown arguments here, where the command's own options are known and can be suggested."""
+        """Refuse unknown arguments here, where the command's own options are known and can be suggested.
+
+        What follows `--` is another command's; argparse would have it begin at the first word that it does not know.
+        """
+        remainder = [action for action in self._actions if action.nargs == argparse.REMAINDER]
+        words, taken = list(args or ()), self._option_string_actions
+        for word in itertools.takewhile(lambda word: word != "--", words) if remainder else ():
+            if word.startswith("--") and word.partition("=")[0] not in taken:
+                message = f"unrecognized arguments: {word}"
+                raise UsageError(message, hint=_nearest(message, taken) or "flags of a training run follow after --")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

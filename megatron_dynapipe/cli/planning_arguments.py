@@ -29,6 +29,7 @@ from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.pattern import check_stages, kinds_of_pattern, split_of_pattern
+from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
@@ -51,6 +52,8 @@ from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Reco
 ANALYTIC = "analytic"
 """The `--cost-model` that is no file."""
 _DEVICES_PER_NODE = 8
+_USUAL_REACH = 16384
+"""Positions up to which costs are computed at least, so that batches of usual lengths have the same plans."""
 
 
 def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +172,9 @@ def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False
             f"expected a --device whose rates are known, got {device!r}",
             hint="A100, H100, H200, B200, V100, …; or measure costs with `megatron-dynapipe profile`",
         )
-    return AnalyticCostModel(shape, rates, sequence_parallel=sequence_parallel), rates
+    longest = max(n for batch in given_batches(args) for n in (*batch.input, *(batch.target or ())))
+    reach = min(max(_USUAL_REACH, 1 << (longest - 1).bit_length()), LARGEST_COORDINATE)
+    return AnalyticCostModel(shape, rates, max_length=reach, sequence_parallel=sequence_parallel), rates
 
 
 def complete_model(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,31 @@ from megatron_dynapipe.cli.planning_arguments import (
     network_of,
     planner_settings,
 )
-from megatron_dynapipe.config import cluster_file
+from megatron_dynapipe.config import cluster_file, expand
 from megatron_dynapipe.cost import CostModel
 from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.cost.pattern import split_of_pattern
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
+from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import StepRates
 from megatron_dynapipe.tools.tuning.space import Split
 from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_file, layout_flags, train_best
+from megatron_dynapipe.units import ModelFamily, round_up
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
 _CLUSTER = "h100_80gb"
 """The cluster that is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
+ERROR = 0.084
+"""By which predictions of layouts are off, in the median (benchmarks/cost_accuracy)."""
+_NAMED = 3
+_REDUCES, _GATHERS = "--overlap-grad-reduce", "--overlap-param-gather"
+RUN_FILES = (".yaml", ".yml")
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>6}{:>12}{:>6}{:>15}  {:15}{:24}{}"
 _COLUMNS = (
     *("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "MFU", "memory, MB", "idle"),
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     _print(tuning, args)
     best = tuning.layouts[0]
     if args.write_config is not None and best.predicted_ms is not None:
-        text = layout_file(best, tuning.settings[0], cost_model=_cost_file(args))
+        text = layout_file(best, tuning.settings[0], _tuned_flags(args))
         write_file(args.write_config, text, is_ours=marked(LAYOUT_FILE_MARK))
     if tuning.interrupted:
         return INTERRUPTED
@@ -175,11 +182,22 @@ def _tuned(args: argparse.Namespace) -> Tuning:
             cost_model,
             batches,
             space,
-            rates=StepRates(memory_bytes_per_second=memory_rate, peak_flops=_peak_flops(args)),
+            rates=StepRates(
+                memory_bytes_per_second=memory_rate,
+                peak_flops=_peak_flops(args),
+                overlaps_reduction=_REDUCES in _run_words(args),
+                overlaps_gathering=_GATHERS in _run_words(args),
+            ),
             top=args.top,
             workers=args.workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
+
+
+def _run_words(args: argparse.Namespace) -> list[str]:
+    """The flags of the run file that --model-config names; none of another file."""
+    file: Path | None = args.model_config
+    return expand(["--dynapipe-config", str(file)]) if file is not None and file.suffix in RUN_FILES else []
 
 
 def _peak_flops(args: argparse.Namespace) -> float | None:
@@ -233,7 +251,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s{f'; {left} layouts are slower' * bool(left)}")
     print(cluster_line(described))
-    for line in _usual(tuning, args, described["devices_per_node"]):
+    for line in (*_usual(tuning, args, described["devices_per_node"]), *_overlap(planned, args), *_close(planned)):
         print(line)
     if planned:
         print(f"the best plan, of the first batch: {planned[0].of_limits}")
@@ -258,6 +276,31 @@ def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
     return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
 
 
+def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[str]:
+    """What passes hide of the best layout's reduction, or how they would."""
+    if not planned or planned[0].data_parallel == 1:
+        return []
+    if flags := [flag for flag in (_REDUCES, _GATHERS) if flag in _run_words(args)]:
+        hidden, exposed = planned[0].hidden_ms or 0.0, planned[0].reduction_ms or 0.0
+        said = f"{args.model_config} has {' '.join(flags)}"
+        return [f"the best layout's passes hide {hidden:.1f} of {hidden + exposed:.1f} ms of reduction: {said}"]
+    return [f"passes hide no reduction: --model-config names no run file with {_REDUCES} and {_GATHERS}"]
+
+
+def _close(planned: Sequence[TunedLayout]) -> list[str]:
+    """Layouts that are not told from the best, by the error of predictions."""
+    least = planned[0].predicted_ms or 1.0 if planned else 1.0
+    more = {_name(other): (other.predicted_ms or 0.0) / least - 1 for other in planned[1:]}
+    near = [f"{name} (+{share:.1%})" for name, share in more.items() if share <= ERROR]
+    if not near:
+        return []
+    rest = f" and {len(near) - _NAMED} more" if len(near) > _NAMED else ""
+    return [
+        f"within {ERROR:.0%} of the best, by which predictions of layouts are off in the median:"
+        f" {', '.join(near[:_NAMED])}{rest}; measure them before you choose (--validate, or a few iterations of each)"
+    ]
+
+
 def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]:
     """Why layouts that are tried first by hand are behind: replicas alone, and tensor parallelism inside a node."""
     best = tuning.layouts[0]
@@ -271,7 +314,7 @@ def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]
         if layout.error is None and layout.chunks == 1 and (kind := usual.pop(sizes, None)) is not None:
             takes = layout.predicted_ms or layout.bound_ms or 0.0
             more = [f"{'' if layout.predicted_ms else 'at least '}{takes / best.predicted_ms:.2f} times as long"]
-            if (apart := (layout.reduction_ms or 0.0) - (best.reduction_ms or 0.0)) > 0:
+            if (apart := (layout.reduction_ms or 0.0) - (best.reduction_ms or 0.0)) >= 0.05:
                 more.append(f"{apart:.1f} ms more of reduction")
             if layout.idle is not None and best.idle is not None and layout.idle > best.idle:
                 more.append(f"idle for {layout.idle:.0%} in place of {best.idle:.0%}")
@@ -285,13 +328,33 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
     nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
     flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
-        word for name, value in layout_flags(best, settings).items() if value is not False
+        word for name, value in (layout_flags(best, settings) | _tuned_flags(args)).items() if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
     )  # fmt: skip
-    is_run_file = args.model_config is not None and args.model_config.suffix in (".yaml", ".yml")
+    is_run_file = args.model_config is not None and args.model_config.suffix in RUN_FILES
     model = args.model_config if is_run_file else "MODEL.yaml"
     script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data {args.data or 'DATA'}"
     return f"train: torchrun {where} --nproc-per-node {ranks} {script} {flags}"
+
+
+def _tuned_flags(args: argparse.Namespace) -> dict[str, str | int]:
+    """What was tuned besides layouts and was said on the command line, as a run's flags."""
+    given: dict[str, Any] = {
+        "dynapipe-cost-model": _cost_file(args) and str(_cost_file(args)),
+        "global-batch-size": args.global_batch_size,
+        "tokens-per-global-batch": args.tokens_per_global_batch,
+        "dynapipe-loss": args.loss,
+        "dynapipe-limit-rc-type": args.limit_rc_type and ",".join(args.limit_rc_type),
+        "dynapipe-slices": None if args.slices == AUTO else args.slices,
+        "dynapipe-split-backward": None if args.split_backward == AUTO else args.split_backward,
+    }
+    if args.data is not None and args.max_seq_len is not None:
+        is_t5 = args.model is ModelFamily.T5
+        given["seq-length"] = round_up(args.max_seq_len if is_t5 else args.max_seq_len - 1)
+        if is_t5:
+            given["decoder-seq-length"] = round_up((args.max_target_len or args.max_seq_len) + 2)
+        given["dynapipe-long-samples"] = "truncate"
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _row(layout: TunedLayout) -> str:

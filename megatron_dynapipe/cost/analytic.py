@@ -23,6 +23,7 @@ from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, par
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import (
     ABSENT,
+    LARGEST_COORDINATE,
     PREFIX_QUANTITIES,
     CostTables,
     EndState,
@@ -118,7 +119,7 @@ class AnalyticCostModel:
         shape: the model.
         rates: the device.
         max_size: most samples in one micro-batch.
-        max_length: longest padded input or target.
+        max_length: longest padded input or target, at most 2^20 positions.
         sequence_parallel: whether tensor-parallel ranks share the activations between attention and feed-forward.
 
     Raises:
@@ -214,7 +215,7 @@ class AnalyticCostModel:
     def _packed(self, layer: LayerWork, recompute: Recompute, divisions: Mapping[LayerKind, Division]) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
         t5 = self.family is ModelFamily.T5
-        rows = geometric(8, int(self._lengths[-1]) * 16, between=True)
+        rows = geometric(8, min(int(self._lengths[-1]) * 16, LARGEST_COORDINATE), between=True)
         grids = []
         for inputs, inside in ((rows, False), (self._lengths, True)):
             targets = inputs if t5 else np.zeros(1, np.int64)

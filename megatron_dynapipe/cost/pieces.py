@@ -15,7 +15,15 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_dynapipe.cost.division import Division, Rates
-from megatron_dynapipe.cost.tables import ABSENT, PREFIX_QUANTITIES, PREFIX_UNIT, CostTables, IntArray, Quantity
+from megatron_dynapipe.cost.tables import (
+    ABSENT,
+    LARGEST_COST,
+    PREFIX_QUANTITIES,
+    PREFIX_UNIT,
+    CostTables,
+    IntArray,
+    Quantity,
+)
 from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.units import Recompute
 
@@ -84,7 +92,7 @@ def piece_costs(
         _divide(costs, tables, tables.division, recompute, positions, before)
     # An MLP's peak lies above what its attention stores, a piece's too.
     costs[:, 1, Quantity.PEAK] = np.maximum(costs[:, 0, Quantity.PEAK] - costs[:, 0, Quantity.STORED], 0)
-    return costs
+    return np.clip(costs, -LARGEST_COST, LARGEST_COST)  # at the limit no stage has room for it
 
 
 def _divide(

@@ -7,11 +7,10 @@ for batch in batches:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -47,9 +46,13 @@ StepWork = tuple[Sequence[Batch], Plan | None]
 """Micro-batches by names of the model's arguments, and their plan, if there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Result of a step, the same on every rank: `loss, overflow = pipeline.step(batch)`.
+class _Pair(NamedTuple):
+    loss: torch.Tensor
+    overflow: bool
+
+
+class StepResult(_Pair):
+    """Result of a step, the same on every rank: the pair of `loss, overflow = pipeline.step(batch)`, and more.
 
     Attributes:
         loss: sum over everything / count over everything: a float32 scalar without a graph, on the host.
@@ -58,13 +61,16 @@ class StepResult:
         labels: those of each micro-batch, likewise.
     """
 
-    loss: torch.Tensor
-    overflow: bool
-    outputs: Sequence[Any] = ()
-    labels: Sequence[Batch] = ()
+    outputs: Sequence[Any]
+    labels: Sequence[Batch]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.loss, self.overflow))
+    def __new__(
+        cls, loss: torch.Tensor, overflow: bool, outputs: Sequence[Any] = (), labels: Sequence[Batch] = ()
+    ) -> "StepResult":
+        """The pair, with what was kept of the last stage."""
+        result = super().__new__(cls, loss, overflow)
+        result.outputs, result.labels = outputs, labels
+        return result
 
 
 class Pipeline:

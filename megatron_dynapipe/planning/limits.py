@@ -43,6 +43,8 @@ PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
 """Of memory, from none."""
 MOST_LENGTHS = 400
 """Different samples that are told apart; of more, lengths are rounded down."""
+_UNKNOWN = 1e30
+"""Above any time and any memory: of a sample that does not fit in a mode."""
 
 
 class Limits(NamedTuple):
@@ -184,7 +186,7 @@ class _LeastWork:
         best = bound[0]
         for _ in range(self.stages - 1):
             best = np.maximum(best[:, None], bound).min(axis=0)
-        return int(max(best[-1] - self.rounding, 0)) if np.isfinite(best[-1]) else 0
+        return int(max(best[-1] - self.rounding, 0)) if best[-1] < _UNKNOWN else 0
 
     def _segments(
         self, times: Floats, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]
@@ -193,9 +195,10 @@ class _LeastWork:
         one_hot = np.eye(self.time.shape[2])[self.modules]
         upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
         state = self.state
+        times, held = (np.minimum(of, _UNKNOWN) for of in (times, self.stored))  # infinity · 0 modules is no number
         for at, first in enumerate(ends[:-1]):
             counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
-            time, stored = times @ counts.T, self.stored @ counts.T  # [modes, samples, ends]
+            time, stored = times @ counts.T, held @ counts.T  # [modes, samples, ends]
             rest = upto[-1] - upto[ends[at + 1 :]]
             round_trips = self.round_trip @ rest.T
             room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)

@@ -23,6 +23,9 @@ LEAST_GAIN = 0.01
 """Of cut samples over whole ones where searches begin, from which the cut ones are searched, and not the whole ones."""
 MARGIN_OF_FEW = 0.25
 """By which cut samples may take longer where searches begin, and are searched too, where whole ones make few rows."""
+MOST_PIECES = 2048
+"""Of a batch whose pieces have a size that was asked for, unless it has more than half as many samples: they take about
+2 s to plan, and eight times as many a minute."""
 _LONG = 0.15
 """Of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)
@@ -140,6 +143,14 @@ def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> li
     if longest * problem.replicas * problem.layout.stages < _LONG * total:
         return []
     return [most for share in _SHARES if (most := int(longest * share)) >= _LEAST_PIECE]
+
+
+def within_bound(samples: Samples, most: int) -> int:
+    """Positions of a piece at most, doubled until a batch has no more than `MOST_PIECES` or twice its samples."""
+    lengths, bound = samples.input_positions, max(MOST_PIECES, 2 * len(samples.ids))
+    while int((-(-lengths // most)).sum()) > bound:
+        most *= 2
+    return most
 
 
 def cut_batch(

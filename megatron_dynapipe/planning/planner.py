@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CostModel, CostTables
+from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -20,7 +21,16 @@ from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.lockstep import Lockstep
 from megatron_dynapipe.planning.native import FEW_ROWS, NEVER, fast_verify
 from megatron_dynapipe.planning.partition import OrderedPartitions, candidate_orders, partition
-from megatron_dynapipe.planning.pieces import LEAST_GAIN, MARGIN_OF_FEW, CutBatch, can_cut, cut_batch, piece_limits
+from megatron_dynapipe.planning.pieces import (
+    LEAST_GAIN,
+    MARGIN_OF_FEW,
+    MOST_PIECES,
+    CutBatch,
+    can_cut,
+    cut_batch,
+    piece_limits,
+    within_bound,
+)
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.planning.samples import Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -213,7 +223,15 @@ class Planner:
             return None, False
         multiple = LENGTH_MULTIPLE * s.tensor_parallel
         strict = isinstance(s.slices, int) or partitioned is None  # for memory, the longest piece counts
-        limits = [s.slices] if isinstance(s.slices, int) else piece_limits(samples, problem, needed=partitioned is None)
+        if isinstance(s.slices, int):
+            limits = [within_bound(samples, s.slices)]
+            if limits[0] > s.slices:
+                notice(
+                    f"pieces of at most {s.slices} positions would be more than {MOST_PIECES} of a batch, or twice its"
+                    " samples: where they would, pieces are longer"
+                )
+        else:
+            limits = piece_limits(samples, problem, needed=partitioned is None)
         best: CutBatch | None = None
         least, few = NEVER, False
         if limits and partitioned is not None and not isinstance(s.slices, int):
@@ -246,12 +264,17 @@ class Planner:
         """The batch's lengths in padded positions.
 
         Raises:
-            PlanningError: no sample.
+            PlanningError: no sample, or one of more than 2^20 positions.
             DataError: a sample is empty, or longer than what it is to be padded to.
         """
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
         samples = Samples.of(batch, self.settings.family)
+        if (longest := max(int(samples.inputs.max()), int(samples.targets.max()))) > LARGEST_COORDINATE:
+            raise PlanningError(
+                f"expected samples of at most {LARGEST_COORDINATE} positions (2^20), got {longest}",
+                hint="truncate them: --max-seq-len, in training --seq-length",
+            )
         if self.settings.partition is None:
             return samples
         return replace(self.settings.partition.pad(samples), labels=None)  # others run all positions

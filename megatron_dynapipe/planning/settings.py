@@ -53,7 +53,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
             neighbours in groups of so many (`planning.lockstep`).
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
-            of more positions than this.
+            of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
             is faster, never, or all that can be.
     """

@@ -1,6 +1,7 @@
 """Looking at a dataset folder: whether every file, sample and token is as it was written, and how long samples are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.units import ModelFamily
 
 _MOST_NAMED = 5
+_COLUMNS = 100
+_SHOWN = ("p50", "p99", "max")
+SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any] | None] = {
+    "task": None,
+    "samples": itemgetter("samples"),
+    "tokens": itemgetter("tokens"),
+    "share": itemgetter("share"),
+    "longest": lambda row: row["input"]["max"] + row["target"]["max"],
+}
+"""Orders of the lines of a table."""
 
 
 def problems(folder: Path) -> Iterator[str]:
@@ -76,10 +87,11 @@ def length_statistics(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
     return {"mean": round(float(lengths.mean()), 2), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
 
 
-def dataset_statistics(folder: Path, split: str) -> dict[str, Any]:
+def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = None) -> dict[str, Any]:
     """Statistics of a split of a dataset folder, `dynapipe-data-stats/1`; a task without samples in it is left out.
 
-    A task's share is of the samples that training draws, after mixing; its tokens are those of inputs and targets.
+    A task's share is of the samples that training draws, after mixing; its tokens are those of inputs and targets. With
+    `longer_than`, samples are counted that have more tokens than that, too.
 
     Raises:
         DataError: the dataset is missing or damaged, or the split is empty.
@@ -105,28 +117,52 @@ def dataset_statistics(folder: Path, split: str) -> dict[str, Any]:
             "share": round(share, 6),
             "input": length_statistics(inputs),
             "target": length_statistics(targets),
+            **({} if longer_than is None else {"longer": int((inputs.astype(np.int64) + targets > longer_than).sum())}),
         }
 
     present = [(index, name) for index, name in enumerate(meta.tasks) if bool((task_ids == index).any())]
     tasks = [row(name, task_ids == index) for index, name in present]
     total = row("total", np.ones(len(lengths), np.bool_))
-    return {"format": "dynapipe-data-stats/1", "split": split, "tasks": tasks, "total": total}
+    asked = {} if longer_than is None else {"longer_than": longer_than}
+    return {"format": "dynapipe-data-stats/1", "split": split, **asked, "tasks": tasks, "total": total}
 
 
-def statistics_table(statistics: Mapping[str, Any]) -> str:
-    """The statistics as text, one line per task."""
-    rows = [*statistics["tasks"], statistics["total"]]
-    width = max(len(row["task"]) for row in rows)
-    columns = "".join(f"{name:>7}" for name in ("mean", "p50", "p90", "p99", "max"))
+def statistics_table(statistics: Mapping[str, Any], *, sort: str = "task") -> str:
+    """The statistics as text of at most `_COLUMNS` columns, one line per task.
+
+    Args:
+        statistics: from `dataset_statistics`.
+        sort: by which of `SORTS` lines are ordered: by name, or the largest first.
+    """
+    key = SORTS[sort]
+    tasks = statistics["tasks"] if key is None else sorted(statistics["tasks"], key=key, reverse=True)
+    rows = [*tasks, statistics["total"]]
+    most, longer = statistics.get("longer_than"), "longer" in statistics["total"]
+    lengths = "".join(f"{name:>7}" for name in _SHOWN)
+    rest = f" {'samples':>9} {'tokens':>8} {'share':>7}" + (f"{'longer':>8}" if longer else "")
+    width = min(max(len(row["task"]) for row in rows), _COLUMNS - len(rest) - 2 * len(lengths))
     lines = [
-        f"{'':<{width}} {'':>9} {'':>12} {'':>7}  {'input tokens':<35}  target tokens",
-        f"{'task':<{width}} {'samples':>9} {'tokens':>12} {'share':>7} {columns} {columns}",
+        f"{'':<{width}}{'':<{len(rest)}}  {'input tokens':<{len(lengths) - 2}}  target tokens",
+        f"{'task':<{width}}{rest}{lengths}{lengths}",
     ]
     for row in rows:
-        cells = " ".join(
-            f"{part['mean']:7.1f}{part['p50']:7d}{part['p90']:7d}{part['p99']:7d}{part['max']:7d}"
-            for part in (row["input"], row["target"])
-        )
-        counts = f"{row['samples']:>9} {row['tokens']:>12} {row['share']:>7.2%}"
-        lines.append(f"{row['task']:<{width}} {counts} {cells}")
+        cells = "".join(f"{row[part][name]:7d}" for part in ("input", "target") for name in _SHOWN)
+        counts = f" {row['samples']:>9} {_short(row['tokens']):>8} {row['share']:>7.2%}"
+        lines.append(f"{_name(row['task'], width):<{width}}{counts}{f'{row["longer"]:>8}' if longer else ''}{cells}")
+    if longer:
+        lines.append(f"longer: samples of more than {most} tokens, input and target together")
     return "\n".join(lines)
+
+
+def _name(task: str, width: int) -> str:
+    """A long name without its middle."""
+    head = (width - 1) // 2
+    return task if len(task) <= width else f"{task[:head]}…{task[len(task) - (width - 1 - head) :]}"
+
+
+def _short(tokens: int) -> str:
+    """A number in at most seven characters."""
+    for unit, size in (("G", 10**9), ("M", 10**6)):
+        if tokens >= 10 * size:
+            return f"{tokens / size:.1f}{unit}"
+    return str(tokens)

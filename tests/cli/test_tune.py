@@ -11,11 +11,12 @@ import yaml
 
 from megatron_dynapipe import config
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.cli.tune import _usual
+from megatron_dynapipe.cli.tune import _close, _overlap, _usual
 from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
 from tests.helpers.planning_commands import report
+from tests.helpers.random_dataset import make_dataset
 
 ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
 
@@ -93,6 +94,61 @@ def test_why_usual_layouts_are_behind() -> None:
         " place of none",
         "replicas alone, 8·1·1: at least 1.50 times as long, 60.0 ms more of reduction",
     ]
+
+
+def test_what_passes_hide_and_layouts_that_are_not_told_apart() -> None:
+    def layout(data: int, pipeline: int, ms: float) -> TunedLayout:
+        sizes = {"data_parallel": data, "tensor_parallel": 1, "pipeline_parallel": pipeline}
+        known = {"predicted_ms": ms, "reduction_ms": 10.0, "hidden_ms": 150.0}
+        return TunedLayout(**sizes, layout="auto", distributed_optimizer=True, status="planned", **known)
+
+    times = (100.0, 103.0, 108.0, 108.3, 108.35, 109.0)
+    layouts = [layout(8, stages, ms) for stages, ms in enumerate(times, start=1)]
+    (said,) = _close(layouts)
+    assert "8·1·2 (+3.0%), 8·1·3 (+8.0%), 8·1·4 (+8.3%) and 1 more; measure them" in said
+    assert _close(layouts[:1]) == _close([layouts[0], layouts[5]]) == _close([]) == []
+    args = argparse.Namespace(model_config=Path("configs/llama_like_8b.yaml"))
+    (said,) = _overlap(layouts, args)
+    assert said.startswith(
+        "the best layout's passes hide 150.0 of 160.0 ms of reduction: configs/llama_like_8b.yaml has --ov"
+    )
+    args.model_config = None
+    assert _overlap(layouts, args)[0].startswith("passes hide no reduction: --model-config names no run file with")
+    assert _overlap([layout(1, 8, 100.0)], args) == [], "there is nothing to reduce"
+
+
+def test_all_that_was_tuned_is_trained(tmp_path, capsys) -> None:
+    data = make_dataset(tmp_path / "data")
+    tuned = [
+        "--tokens-per-global-batch",
+        "512",
+        "--max-seq-len",
+        "41",
+        "--loss",
+        "targets",
+        "--slices",
+        "off",
+        "--limit",
+        "1",
+    ]
+    sizes = ["--model", "gpt", "--layers", "4", "--hidden-size", "64", "--device-memory-mb", "500", "--devices", "2"]
+    argv = ["tune", "--data", str(data), *tuned, *sizes, *ANALYTIC, "--workers", "1", "--top", "1", "--chunks", "1"]
+    expected = "--tokens-per-global-batch 512 --dynapipe-loss targets --dynapipe-slices off --seq-length 40"
+    assert main(argv) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: ")]
+    assert f"{expected} --dynapipe-long-samples truncate" in command
+    assert main([*argv, "--write-config", str(tmp_path / "best.yaml")]) == 0
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["tokens-per-global-batch"] == 512
+
+
+@pytest.mark.parametrize("command", ["tune", "certify", "profile"])
+def test_a_misspelt_flag_is_named_before_others_are_missed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    misspelt, meant = {"tune": ("--model-confg", "--model-config"), "certify": ("--rnks", "--ranks")}.get(
+        command, ("--modl", "--model")
+    )
+    assert main([command, misspelt, "x", "--", "--num-layers", "4"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: unrecognized arguments: {misspelt}\nhint: did you mean {meant}?\n"
 
 
 def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Running the entry scripts on forked ranks, with every iteration's loss.
 
 Ranks are forked with Megatron imported: a run of two starts in a second. Losses are taken from Megatron's own
-`training_log`, per step: its log lines average the first two after a start.
+`training_log`, per step: its log lines may be of several.
 """
 
 import contextlib

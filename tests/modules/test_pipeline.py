@@ -129,6 +129,7 @@ def test_settings_change_no_loss(rank):
     assert part.training and all(p.grad is None for p in part.parameters())
     result = pipeline.step((batch["ids"], batch["labels"]), return_outputs=True)
     (loss, overflow), outputs, labels = result, result.outputs, result.labels
+    assert result[0] is loss and result == (loss, overflow), "the pair that is documented"
     assert not loss.requires_grad and not overflow
     assert [output.shape for output in outputs] == [(2, 6, 16)] * 2 * rank
     assert torch.equal(torch.cat([row["labels"] for row in labels] or [batch["labels"]]), batch["labels"])

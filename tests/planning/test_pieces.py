@@ -17,13 +17,14 @@ from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.cost.tables import PREFIX_UNIT, Quantity
-from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.errors import ConfigError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import decode_plan, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.pieces import cut, cut_batch
+from megatron_dynapipe.planning.limits import limits
+from megatron_dynapipe.planning.pieces import MOST_PIECES, cut, cut_batch, within_bound
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -293,3 +294,32 @@ def _from_0(report: dict[str, Any]) -> dict[str, Any]:
                 [[x[0] - 100, *x[1:]] if isinstance(x, list) else x - 100 for x in row] for row in rows
             ]
     return report
+
+
+def test_a_batch_has_a_bounded_number_of_pieces(caplog) -> None:
+    """Pieces of 16 positions would be 3,000: they have 32."""
+    notice.cache_clear()
+    samples = Planner(settings(slices=16), COSTS).samples(batch([6000] * 8))
+    assert within_bound(samples, 16) == 32 and within_bound(samples, 24) == 24
+    made = plan([6000] * 8, slices=16, memory_limit_bytes=80_000_000_000)
+    pieces = [sample for replica in made.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
+    assert MOST_PIECES / 2 < len(pieces) <= MOST_PIECES
+    assert f"pieces of at most 16 positions would be more than {MOST_PIECES} of a batch" in caplog.text
+
+
+@pytest.mark.parametrize("positions", [65_544, 131_072, 2**20])
+def test_samples_may_be_as_long_as_a_grid(positions) -> None:
+    """Costs of rows were asked for up to 16 times as long; pieces of a million cost more than the core takes."""
+    costs = cost_model(GPT, hidden=64, heads=1, max_length=positions, max_size=2, rates=A100_RATES)
+    layout = {"encoder_layers": 4, "hidden_size": 64, "tensor_parallel": 1, "pipeline_parallel": 2}
+    planner = Planner(settings(memory_limit_bytes=80 * 10**9, **layout), costs)
+    made = planner.plan(batch([positions + 1, 300]), 0)
+    assert sorted({n for mb in made.replicas[0].micro_batches for n in mb.sample_ids}) == [100, 101]
+    assert 0 < limits(planner, batch([positions + 1, 300]), made).devices <= made.totals.predicted_ns
+
+
+def test_a_longer_sample_is_refused_by_its_length() -> None:
+    costs = cost_model(GPT, max_length=2**20)
+    with pytest.raises(PlanningError, match=r"at most 1048576 positions \(2\^20\), got 1048584") as caught:
+        Planner(settings(encoder_layers=4, hidden_size=128), costs).plan(batch([2**20 + 2]), 0)
+    assert "--seq-length" in str(caught.value.hint)

@@ -190,8 +190,9 @@ class Session:
         return next(name for name, planned in self._iterators.items() if planned is inner)
 
     def evaluation(self, data_iterator: Any) -> int:
-        """Batches of an evaluation on the split of an iterator, or of a list of one for each chunk."""
+        """Begin an evaluation on the split of an iterator, or of a list of one for each chunk; its batches."""
         name = self._split_of(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+        self._recorder.begin_evaluation(name)
         return next(split.evaluation or 0 for split in self._run.inputs.splits if split.name == name)
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.cost.pattern import EXPERTS, kinds_of_pattern
+from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
@@ -37,9 +38,9 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
         "pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
     )
     check_model(args, family)
+    without_effect = megatron_flags.check(args, family, known)
     for row in _size_refusals(args):
         _refuse(*row)
-    without_effect = megatron_flags.check(args, family, known)
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
     for row in _training_refusals(args):
@@ -73,28 +74,14 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
     sdpa = local and attention != "megatron" and not args.use_dynapipe
     yield positions == "mrope", f"--position-embedding-type {positions}", "samples have one position per token"
     yield not local and layers != "transformer_engine", f"--transformer-impl {layers}", "its layers do not train"
-    yield (
-        is_t5 and positions not in T5_POSITIONS,
-        f"--position-embedding-type {positions}",
-        f"the stages of a T5 have {', '.join(T5_POSITIONS)}",
-    )
-    yield (
-        is_t5 and positions == "relative" and local and attention == "megatron",
-        "--dynapipe-attention megatron",
-        "it has no relative positions",
-    )
+    if is_t5:
+        yield from _t5_refusals(args)
     yield (
         not is_t5 and positions == "relative",
         f"--position-embedding-type {positions}",
         "Megatron's GPT has none; use rope or learned_absolute",
     )
-    yield (
-        is_t5 and bool(args.apply_query_key_layer_scaling),
-        "--apply-query-key-layer-scaling",
-        "the stages of a T5 do not scale by layer",
-    )
     window = getattr(args, "window_size", None) is not None
-    yield window and is_t5, "--window-size", "the stages of a T5 attend to whole samples"
     yield window and sdpa, "--window-size", "--dynapipe-attention sdpa has no sliding windows; megatron has"
     softmax = getattr(args, "softmax_type", "vanilla")
     yield (
@@ -126,6 +113,31 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         f"--optimizer {args.optimizer}",
         "plans leave room for the states of adam and sgd",
     )
+    yield (
+        args.optimizer == "sgd" and bool(args.use_distributed_optimizer),
+        "--use-distributed-optimizer with --optimizer sgd",
+        "Megatron divides the states of adam alone over replicas",
+    )
+
+
+def _t5_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
+    """Refusals of a T5, as `_model_refusals`."""
+    positions = args.position_embedding_type
+    yield (
+        positions not in T5_POSITIONS,
+        f"--position-embedding-type {positions}",
+        f"the stages of a T5 have {', '.join(T5_POSITIONS)}",
+    )
+    yield (
+        positions == "relative" and args.transformer_impl == "local" and args.dynapipe_attention == "megatron",
+        "--dynapipe-attention megatron",
+        "it has no relative positions",
+    )
+    scales = bool(args.apply_query_key_layer_scaling)
+    yield scales, "--apply-query-key-layer-scaling", "the stages of a T5 do not scale by layer"
+    yield bool(args.group_query_attention), "--group-query-attention", "cross-attention has no query groups"
+    window = getattr(args, "window_size", None) is not None
+    yield window, "--window-size", "the stages of a T5 attend to whole samples"
 
 
 def _pattern_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
@@ -277,6 +289,11 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     for flag, length in lengths.items():
         if length is None or length % LENGTH_MULTIPLE:
             raise ConfigError(f"expected {flag} to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+        if length > LARGEST_COORDINATE:
+            raise ConfigError(
+                f"expected {flag} to be at most {LARGEST_COORDINATE} (2^20 positions), got {length}",
+                hint="no plan has longer samples; --dynapipe-long-samples says what becomes of those in the data",
+            )
     if family is ModelFamily.GPT:
         return args.seq_length + 1, 0  # n tokens train n - 1 positions
     return args.seq_length, args.decoder_seq_length - target_positions(family, 0)

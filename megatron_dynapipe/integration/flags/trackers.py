@@ -20,7 +20,8 @@ def check_trackers(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: a tracker is damaged, or missing beside complete checkpoints, or where
-            `--exit-on-missing-checkpoint` asks for one; or what it names is of a Megatron later than this one.
+            `--exit-on-missing-checkpoint` asks for one; or what it names is of a Megatron later than this one; or
+            there is no checkpoint of `--ckpt-step`.
     """
     emergency = getattr(args, "non_persistent_global_ckpt_dir", None)
     named = [args.load, args.save, args.pretrained_checkpoint, emergency]
@@ -39,6 +40,8 @@ def check_trackers(args: argparse.Namespace) -> None:
                 " would begin anew and write over them",
                 hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
             )
+    if getattr(args, "ckpt_step", None) and args.load is not None:
+        _check_there(Path(args.load), int(args.ckpt_step))
     there = getattr(args, "ckpt_step", None) or any(os.path.lexists(folder / TRACKER) for folder in folders)
     if args.exit_on_missing_checkpoint and not there:
         raise ConfigError(
@@ -58,6 +61,16 @@ def _check_readable(tracker: Path) -> str:
     if text != RELEASE and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"expected an iteration or {RELEASE!r} in {tracker}, found {text!r}", hint=hint)
     return text
+
+
+def _check_there(folder: Path, step: int) -> None:
+    """Refuse a `--ckpt-step` of which a folder has no checkpoint."""
+    if not (folder / f"iter_{step:07d}").is_dir():
+        complete = [name.removeprefix("iter_").lstrip("0") or "0" for name in _complete(folder)]
+        raise ConfigError(
+            f"expected a checkpoint of --ckpt-step {step} in {folder}, found {', '.join(complete) or 'none'}",
+            hint="name one of them, or leave --ckpt-step out to load the last",
+        )
 
 
 def _check_format(checkpoint: Path) -> None:

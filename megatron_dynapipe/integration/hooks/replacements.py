@@ -8,6 +8,7 @@ import functools
 import inspect
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,12 @@ from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 from megatron_dynapipe.processes import set_parent_death_signal
+
+MOST_TASKS = 5
+"""Of an evaluation, in the log."""
+_RULE = 120
+_OF_TASK = re.compile(rf"{active_run.LOSS_NAME} ([^|]+?) value: (\S+) \| {active_run.LOSS_NAME} \1 PPL: \S+ \| ")
+_FIRST = "is_first_iteration"
 
 
 def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +78,41 @@ def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
     @functools.wraps(print_rank_last)
     def print_line(message: str) -> None:
-        is_of_iteration = " iteration " in message and " elapsed time per iteration" in message
-        print_rank_last(active_run.log_line(message) if is_of_iteration else message)
+        if " iteration " in message and " elapsed time per iteration" in message:
+            message = active_run.log_line(message)
+        print_rank_last(shorter_evaluation(message))
 
     return print_line
+
+
+def shorter_evaluation(message: str) -> str:
+    """Megatron's line of an evaluation with the `MOST_TASKS` worst of many tasks, and the rules around it as short.
+
+    All are in the records, the report and TensorBoard.
+    """
+    if not message.strip("-"):
+        return message[:_RULE]
+    if not message.startswith(" validation") or len(tasks := _OF_TASK.findall(message)) <= MOST_TASKS:
+        return message
+    worst = sorted(tasks, key=lambda task: -float(task[1]))[:MOST_TASKS]
+    named = ", ".join(f"{name} {float(loss):.4f}" for name, loss in worst)
+    return f"{_OF_TASK.sub('', message)}highest of {len(tasks)} tasks: {named} | "
+
+
+def _logging_once(training_log: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the first iteration of a start end an interval of one: Megatron counts it in the next line again."""
+    signature = inspect.signature(training_log)
+
+    @functools.wraps(training_log)
+    def log(*arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        bound = signature.bind(*arguments, **keywords)
+        if bound.arguments.get(_FIRST) and bound.arguments["iteration"] % get_args().log_interval == 0:
+            bound.arguments[_FIRST] = False
+        return training_log(*bound.args, **bound.kwargs)
+
+    return log
 
 
 def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +213,14 @@ TABLE: tuple[Replacement, ...] = (
         name="print_rank_last",
         make=_logging,
         parameters=("message",),
-        why="prints the lines of iterations",
+        why="prints the lines of iterations and evaluations",
+    ),
+    Replacement(
+        owner="megatron.training.training",
+        name="training_log",
+        make=_logging_once,
+        parameters=("iteration",),
+        why="the second line after a start is the mean of two iterations, of which the first has a line",
     ),
     Replacement(
         owner="megatron.core.utils",

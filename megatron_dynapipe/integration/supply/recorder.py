@@ -98,6 +98,10 @@ class Recorder:
         self._latest = item, trace, HostLosses(losses)
         self._last_iteration = item.entry.iteration
 
+    def begin_evaluation(self, split: str) -> None:
+        """An evaluation begins; of several of one state the last counts."""
+        self._evaluations.begin(split)
+
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
         if self._tensor_rank == 0:

@@ -49,6 +49,10 @@ class EvaluationLosses:
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
+    def begin(self, split: str) -> None:
+        """Begin an evaluation: at the end of training Megatron evaluates the same state twice, which counts once."""
+        self._sums.pop(split, None)
+
     def add(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Add reports of (sum over tokens, tokens) by name; reports of another form are left out."""
         sums = self._sums.setdefault(split, {})

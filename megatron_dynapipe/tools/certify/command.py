@@ -28,7 +28,7 @@ def certify(
     full: bool = False,
     deadline_s: float = 1800.0,
     said: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Check], dict[str, float]]:
+) -> tuple[list[Check], dict[str, float], str]:
     """Train a run's own model on its own data, as planned and in one process, and compare.
 
     Args:
@@ -40,12 +40,13 @@ def certify(
         said: called with a line for what is changed of the model, before each run, and after it.
 
     Returns:
-        The table, and every parameter's relative gradient difference in fp32.
+        The table, every parameter's relative gradient difference in fp32, and the rates of the steps, as flags.
 
     Raises:
         ConfigError: a run could not be started, or ended early; the message is its own.
     """
-    words = _words(flags, said, full=full)
+    words, rates = command_lines.with_rates(_words(flags, said, full=full))
+    said(f"steps: {rates}, the same in every iteration, in place of the run's own rates")
     family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
     exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
@@ -77,7 +78,7 @@ def certify(
         for half, added in halves.items():
             other = run("reference", half, [*command_lines.alone(words), *added], 1)
             checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
-    return checks, gradients
+    return checks, gradients, rates
 
 
 def _words(flags: Sequence[str], said: Callable[[str], None], *, full: bool) -> Sequence[str]:

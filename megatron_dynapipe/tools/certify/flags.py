@@ -4,6 +4,9 @@ The stated rule: a model whose weights, gradients and optimizer take more than `
 layers reduced to one to a virtual stage (two where the first is of another kind than the rest; of a HybridModel to its
 first modules, one to a virtual stage and one of each kind), then its widths halved, at equal numbers of heads and
 experts, until it fits; and iterations have at most `MOST_SAMPLES` samples, also where they were given in tokens.
+
+Rates are the certificate's own: three steps of a fine-tuning rate, or of its warm-up, move no weight by more than fp32
+rounds away.
 """
 
 import math
@@ -68,6 +71,23 @@ OTHERS = (
     *("--dynapipe-report-dir", "--dynapipe-elastic", "--non-persistent-save-interval", "--async-save", "--ckpt-step"),
 )
 """Flags of the run around its training."""
+RATES = {
+    "adam": {"--lr": "2e-4", "--decoupled-lr": "4e-4", "--weight-decay": "1"},
+    "sgd": {"--lr": "0.1", "--decoupled-lr": "0.2", "--weight-decay": "0.1"},
+}
+"""Of the steps, by `--optimizer`, the same in every iteration; `--decoupled-lr` stands where the run has its own.
+
+Weights of 0.02 and a decay of 1 are 2% of a step of Adam's, twenty times `verdict.STEPS`; a step of 2e-4 is a thousand
+times what fp32 rounds away of a norm's weight of 1.
+"""
+OWN_RATES = (
+    *("--lr", "--min-lr", "--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples", "--lr-wsd-decay-style"),
+    *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-warmup-fraction", "--lr-warmup-iters"),
+    *("--lr-warmup-samples", "--lr-warmup-init", "--decoupled-lr", "--decoupled-min-lr", "--weight-decay"),
+    *("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style", "--override-opt-param-scheduler"),
+    "--use-checkpoint-opt-param-scheduler",
+)
+"""The run's flags that rates replace."""
 HALVES = {"bf16": [], "fp16": ["--loss-scale", "1"]}
 """Half precisions, with what is added to their flags: a dynamic scale begins with iterations that are skipped.
 
@@ -94,6 +114,16 @@ def default_ranks(words: Sequence[str], *, places: int) -> tuple[int, int]:
     ranks: int = together * args.pipeline_model_parallel_size
     twice = replicas == 1 and 2 * ranks <= places and args.global_batch_size % 2 == 0
     return (2 * ranks, 2) if twice else (ranks, replicas)
+
+
+def with_rates(words: Sequence[str]) -> tuple[list[str], str]:
+    """The flags with rates whose steps show in fp32, and these in words."""
+    optimizer = config.early_flags(words, {"optimizer": "adam"}).optimizer
+    rates = dict(RATES.get(optimizer, RATES["adam"]))
+    if not any(word.partition("=")[0] == "--decoupled-lr" for word in words):
+        del rates["--decoupled-lr"]
+    said = " ".join(f"{flag} {value}" for flag, value in rates.items())
+    return [*config.without_flags(words, OWN_RATES), *said.split(), "--lr-decay-style", "constant"], said
 
 
 def exact(words: Sequence[str]) -> list[str]:

@@ -1,14 +1,17 @@
-"""A rank's parameters and gradients by their names and places in the whole model."""
+"""A rank's parameters, gradients and optimizer by their names and places in the whole model."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import nn
 
-from megatron_dynapipe.tools.certify.records import Part
+from megatron_dynapipe.tools.certify.records import MOMENTS, UPDATES, Part
 
 
 def entries(model: nn.Module) -> list[ShardedTensor]:
@@ -63,3 +66,44 @@ def gradients_of(models: Sequence[nn.Module]) -> list[Part]:
     scale_loss = get_model_config(models[0]).grad_scale_func
     scale = 1.0 if scale_loss is None else float(scale_loss(torch.ones(1, device=next(models[0].parameters()).device)))
     return parts_of(unwrap_model(list(models)), lambda parameter: parameter.main_grad.float() / scale)  # type: ignore[attr-defined]
+
+
+def weights_of(models: Sequence[nn.Module]) -> list[Part]:
+    """Copies of this rank's weights."""
+    return parts_of(unwrap_model(list(models)), lambda parameter: parameter.data)
+
+
+def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]) -> dict[str, list[Part]]:
+    """What steps have made of this rank's parameters: how far each has moved, and the optimizer's means of gradients.
+
+    Args:
+        models: this rank's chunks.
+        optimizer: Megatron's; one that divides its state among replicas gathers it, so all of them have to call this.
+        before: the weights before the first step, from `weights_of`.
+    """
+    after = weights_of(models)
+    moved = [(*new[:3], new[3] - old[3]) for new, old in zip(after, before, strict=True)]
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    moments = {
+        name: parts_of(unwrap_model(list(models)), partial(_moment, optimizers, key))
+        for key, name in MOMENTS[optimizers[0].config.optimizer].items()
+    }
+    return {UPDATES: moved, **moments}
+
+
+def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> torch.Tensor:
+    """A part of the optimizer's state of a parameter, in the parameter's shape; zeros before a step was made."""
+    for optimizer in optimizers:
+        if any(parameter in buffer.param_index_map for buffer in getattr(optimizer, "buffers", ())):
+            # Divided among replicas, of which some may have nothing of it.
+            whole = torch.zeros(parameter.numel(), device=parameter.device)
+            if parameter in optimizer.model_param_group_index_map:
+                owned = optimizer._get_model_param_range_map(parameter)["param"]
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                whole[owned.start : owned.end] = state[key].flatten()
+            dist.all_reduce(whole, group=optimizer.data_parallel_group)
+            return whole.view_as(parameter)
+        if optimizer.optimizer and (state := optimizer.optimizer.state.get(parameter)):
+            moment: torch.Tensor | None = state.get(key)  # PyTorch's SGD without momentum has None
+            return torch.zeros_like(parameter) if moment is None else moment
+    return torch.zeros_like(parameter)

@@ -36,12 +36,16 @@ def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[s
 
 
 def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative error of every tensor; names must agree.
-
-    One far below the largest is left out: a key's bias shifts all scores of a query alike, so that its gradient is
-    zero but for rounding.
-    """
+    """The relative error of every tensor above rounding; names must agree."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
-    kept = [name for name, norm in norms.items() if not norm <= 1e-5 * max(norms.values())]
-    return {name: relative_error(actual[name], expected[name]) for name in kept}
+    return {name: relative_error(actual[name], tensor) for name, tensor in above_rounding(expected).items()}
+
+
+def above_rounding(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients without those far below the largest.
+
+    A key's bias shifts all scores of a query alike, so that its gradient is zero but for rounding.
+    """
+    norms = {name: float(tensor.norm()) for name, tensor in gradients.items()}
+    largest = max(norms.values())
+    return {name: tensor for name, tensor in gradients.items() if not norms[name] <= 1e-5 * largest}

@@ -27,7 +27,7 @@ from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.tools.certify.parameters import gradients_of
 from megatron_dynapipe.tools.certify.parts import errors_by_name
-from megatron_dynapipe.tools.certify.records import Part, RankRecord
+from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
 from megatron_dynapipe.units import BatchLayout, Recompute, target_positions
 
 States = dict[tuple[int, int], Sequence[Tensor]]
@@ -64,7 +64,7 @@ class ProbedSession(Session):
         record.recomputed = _most(gradients, probe.run(bare)[0])
         for model in probe.models:
             model.train(not self._run.model.dropout)
-        record.parts["gradients"], states = probe.run(plan, record)
+        record.parts[GRADIENTS], states = probe.run(plan, record)
         for parity in (0, 1):
             probe.compare(states, probe.run(plan, parity=parity)[1], parity, record)
 

@@ -1,13 +1,21 @@
 """The record that one rank of a run under test leaves for the comparison: a file of safetensors."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+GRADIENTS, REVERSED, SAMPLES, UPDATES = "gradients", "reversed", "samples", "updates"
+MOMENTS = {
+    "adam": {"exp_avg": "first moments", "exp_avg_sq": "second moments"},
+    "sgd": {"momentum_buffer": "momentum"},
+}
+"""Sets of parts; those of the optimizer's state by `--optimizer` and its own names."""
 
 Part = tuple[str, list[int], list[int], torch.Tensor]
 """A rank's part of a parameter: name, place in the whole, the whole's shape, values."""
@@ -27,7 +35,8 @@ class RankRecord(msgspec.Struct, kw_only=True):
             which sample.
         notes: lines on the samples that are trained, for whoever asked for the certificate.
         device: that it ran on, a kind of torch's.
-        parts: sets of gradients by name; a file has their names and places, and the values apart.
+        parts: sets of gradients, of updates and moments after the last step, by name; a file has their names and
+            places, and the values apart.
     """
 
     losses: list[float] = []
@@ -50,16 +59,23 @@ class RankRecord(msgspec.Struct, kw_only=True):
 
 
 def read_records(folder: Path) -> Sequence[RankRecord]:
-    """Every rank's record, in order."""
+    """Every rank's record, in order, whose parts are not read."""
     records = []
+    for _, fields in _files(folder):
+        fields["parts"] = {name: [] for name in fields["parts"]}
+        records.append(msgspec.convert(fields, RankRecord, str_keys=True))
+    return records
+
+
+def read_parts(folder: Path, name: str) -> Sequence[Sequence[Part]]:
+    """One set of every rank's, in order: a large model's sets are not held at once."""
+    return [
+        [(*place[:3], file.get_tensor(f"{name} {at}")) for at, place in enumerate(fields["parts"][name])]
+        for file, fields in _files(folder)
+    ]
+
+
+def _files(folder: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     for rank in range(len(list(folder.glob("rank-*")))):
         with safe_open(folder / f"rank-{rank}", framework="pt") as file:
-            fields = json.loads(file.metadata()["record"])
-            parts = fields.pop("parts")
-            record = msgspec.convert(fields, RankRecord, str_keys=True)
-            record.parts = {
-                name: [(*place[:3], file.get_tensor(f"{name} {at}")) for at, place in enumerate(places)]
-                for name, places in parts.items()
-            }
-        records.append(record)
-    return records
+            yield file, json.loads(file.metadata()["record"])

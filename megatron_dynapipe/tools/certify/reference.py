@@ -26,7 +26,7 @@ from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.service.loop import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
-from megatron_dynapipe.tools.certify.records import RankRecord
+from megatron_dynapipe.tools.certify.records import GRADIENTS, REVERSED, SAMPLES, RankRecord
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.units import ModelFamily, Shape
 
@@ -87,12 +87,12 @@ class ReferenceSession(Session):
         self.samples, is_first, half = len(batch), not parts, self._run.model.dtype is not torch.float32
         if is_first and half:  # noise: what the order of samples makes
             self._run_all(models, batch[::-1])
-            parts["reversed"] = gradients_of(models)
+            parts[REVERSED] = gradients_of(models)
             models[0].zero_grad_buffer()
             forget_iteration(models)
         report = self._run_all(models, batch, keeps=is_first)
         if is_first:
-            parts["gradients"] = gradients_of(models)
+            parts[GRADIENTS] = gradients_of(models)
         return [report]
 
     def _samples_of(self, iteration: int) -> list[Sample]:
@@ -139,7 +139,7 @@ class ReferenceSession(Session):
                 self.record.samples[number] = total + float(loss.detach()), counted + float(count)
                 after = [vector.main_grad.clone() for vector in vectors]
                 row = torch.cat([a - b for a, b in zip(after, before, strict=True)]).float().cpu()
-                self.record.parts.setdefault("samples", []).append(("", [number], [len(row)], row))
+                self.record.parts.setdefault(SAMPLES, []).append(("", [number], [len(row)], row))
                 before = after
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=False)

@@ -11,11 +11,29 @@ import torch
 from torch import Tensor
 
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.tools.certify.parts import errors_by_name, relative_error, whole
-from megatron_dynapipe.tools.certify.records import RankRecord, read_records
+from megatron_dynapipe.tools.certify.parts import above_rounding, errors_by_name, relative_error, whole
+from megatron_dynapipe.tools.certify.records import (
+    GRADIENTS,
+    REVERSED,
+    SAMPLES,
+    UPDATES,
+    RankRecord,
+    read_parts,
+    read_records,
+)
+from megatron_dynapipe.units import amount
 
 SUMS = 1e-4
 """Largest relative difference of losses, norms and gradients in fp32, whose sums are in another order."""
+STEPS = 1e-3
+"""Largest relative difference of what steps make."""
+SURE = 1e-2
+"""An element of an update counts only if its first gradient is at least this part of its parameter's, or exactly 0.
+
+Adam divides a gradient by its own size. One that is nothing but rounding, 1e-6 of the sums that cancelled, moves its
+weight as far as any other, in a direction of its own. Those that count are exact to 1e-6 / `SURE`; a decay that is left
+out is 2e-2 of an update (`flags.RATES`), and a wrong rate or mean of gradients is more.
+"""
 STILL = 1e-5
 """Likewise of what must not move at all: kernels may take other shapes in other company, and GPUs' backward kernels of
 attention and of embeddings add up by atomic operations, in another order each time."""
@@ -38,13 +56,14 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, float]]:
     """The certificate of a run in fp32, and every parameter's relative gradient difference."""
     ranks, (alone,) = read_records(planned), read_records(reference)
-    gradients, errors = _gradients(ranks, alone)
+    gradients, errors = _gradients(planned, reference)
     still = 0.0 if alone.device == "cpu" else STILL
     return [
         _sequence("losses", _losses(ranks), alone.losses),
         _samples(ranks, alone),
         _sequence("gradient norms", ranks[-1].norms, alone.norms),
         gradients,
+        *_steps(planned, reference),
         *_isolation(ranks),
         _moved("determinism", [record.repeated for record in ranks], still),
         _moved("recomputation", [record.recomputed for record in ranks], STILL),
@@ -54,9 +73,9 @@ def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, 
 def checks_half(planned: Path, reference: Path, exact: Path, half: str) -> list[Check]:
     """In half precision a run is at most twice as far from fp32 as one process is, whichever order its samples have."""
     ranks, (alone,), (truth,) = map(read_records, (planned, reference, exact))
-    expected = whole([truth.parts["gradients"]])
-    noise = max(_distance(whole([alone.parts[name]]), expected) for name in ("gradients", "reversed"))
-    actual = _distance(whole([record.parts["gradients"] for record in ranks], tolerance=1e-2), expected)
+    expected = whole(read_parts(exact, GRADIENTS))
+    noise = max(_distance(whole(read_parts(reference, name)), expected) for name in (GRADIENTS, REVERSED))
+    actual = _distance(whole(read_parts(planned, GRADIENTS), tolerance=1e-2), expected)
     losses = [_sequence("", of[:1], truth.losses[:1]).error for of in (_losses(ranks), alone.losses)]
     rounding = torch.finfo(torch.bfloat16 if half == "bf16" else torch.float16).eps
     return [
@@ -123,10 +142,10 @@ def _isolation(ranks: Sequence[RankRecord]) -> list[Check]:
     ]
 
 
-def _gradients(ranks: Sequence[RankRecord], alone: RankRecord) -> tuple[Check, dict[str, float]]:
-    expected = whole([alone.parts["gradients"]])
+def _gradients(planned: Path, reference: Path) -> tuple[Check, dict[str, float]]:
+    expected = whole(read_parts(reference, GRADIENTS))
     try:
-        actual = whole([record.parts["gradients"] for record in ranks])
+        actual = whole(read_parts(planned, GRADIENTS))
     except DataError as error:
         return Check(name="gradients", error=float("inf"), where=error.message), {}
     errors = errors_by_name(actual, expected)
@@ -136,19 +155,52 @@ def _gradients(ranks: Sequence[RankRecord], alone: RankRecord) -> tuple[Check, d
     elif errors[worst] > SUMS:
         others = sum(error > SUMS for error in errors.values()) - 1
         plain = f"{worst} and {others} other parameters" if others else f"{worst} alone: the sum over its copies"
-        where = _weights(actual, alone, ranks) or plain
+        where = _weights(actual, planned, reference) or plain
     return Check(name="gradients", error=errors[worst], where=where), errors
 
 
-def _weights(actual: Mapping[str, Tensor], alone: RankRecord, ranks: Sequence[RankRecord]) -> str:
+def _steps(planned: Path, reference: Path) -> list[Check]:
+    """How far every parameter has moved after the last step, and the optimizer's means of its gradients."""
+    gradients = above_rounding(whole(read_parts(reference, GRADIENTS)))
+    sure = {name: (of == 0) | (of.abs() >= SURE * of.square().mean().sqrt()) for name, of in gradients.items()}
+    (alone,) = read_records(reference)
+    checks = []
+    for kind in (kind for kind in alone.parts if kind not in (GRADIENTS, SAMPLES)):
+        sets = ([part for part in parts if part[0] in sure] for parts in read_parts(planned, kind))
+        expected = {name: of for name, of in whole(read_parts(reference, kind)).items() if name in sure}
+        try:
+            actual = whole(list(sets), tolerance=STEPS)
+        except DataError as error:
+            checks.append(Check(name=kind, error=float("inf"), allowed=STEPS, where=error.message))
+            continue
+        if kind == UPDATES:
+            actual, expected = ({name: tensor[sure[name]] for name, tensor in of.items()} for of in (actual, expected))
+        checks.append(_step(kind, actual, expected))
+    return checks
+
+
+def _step(kind: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Check:
+    """The worst parameter; on a miss, how large what it has is along what it should have."""
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    worst = where = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= STEPS:
+        others = sum(not error <= STEPS for error in errors.values()) - 1
+        should = expected[worst].flatten().double()
+        times = float(actual[worst].flatten().double() @ should / (should @ should).clamp_min(1e-300))
+        where = f"{worst} and {amount(others, 'other parameter')}: {times:.2f} times what it should be"
+    return Check(name=kind, error=errors[worst], allowed=STEPS, where=where)
+
+
+def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> str:
     """How often samples count in a gradient that is a sum of theirs after all; else nothing.
 
     Gradients of norms are solved for the weights of the samples, which are 1 in a right one.
     """
+    ranks, (alone,) = read_records(planned), read_records(reference)
     gradient = torch.cat([actual[name].flatten() for name in sorted(actual) if "norm" in name]).double()
     numbers = list(alone.samples)
     columns = torch.zeros(len(gradient), len(numbers), dtype=torch.float64)
-    for _, (number,), _, row in alone.parts["samples"]:
+    for _, (number,), _, row in read_parts(reference, SAMPLES)[0]:
         columns[:, numbers.index(number)] += row.double() / sum(tokens for _, tokens in alone.samples.values())
     weights = torch.linalg.lstsq(columns, gradient[:, None], driver="gelsd").solution.flatten()
     if relative_error(columns @ weights, gradient) > 1e-3:

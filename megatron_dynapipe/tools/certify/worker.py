@@ -12,12 +12,13 @@ from megatron_dynapipe.integration.entry import bootstrap
 
 def train(role: str, family: str, folder: Path) -> None:
     """Train as the entry scripts do, under a session that records, and write this rank's record."""
-    from megatron.training import pretrain, training
+    from megatron.training import get_args, pretrain, training
 
     from megatron_dynapipe.integration.entry import runs
     from megatron_dynapipe.integration.entry.failure import process_groups
     from megatron_dynapipe.integration.hooks import replacements
     from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+    from megatron_dynapipe.tools.certify.parameters import steps_of, weights_of
     from megatron_dynapipe.tools.certify.planned import ProbedSession
     from megatron_dynapipe.tools.certify.records import RankRecord
     from megatron_dynapipe.tools.certify.reference import ReferenceSession
@@ -26,7 +27,7 @@ def train(role: str, family: str, folder: Path) -> None:
     session, arguments = make(session_type=ReferenceSession if role == "reference" else ProbedSession)
     session.record = record = RankRecord()
     session.folder = folder
-    log = training.training_log
+    log, train_all = training.training_log, training.train
 
     @functools.wraps(log)
     def recorded(*values: Any, **named: Any) -> Any:
@@ -37,7 +38,16 @@ def train(role: str, family: str, folder: Path) -> None:
             record.norms.append(float(logged["grad_norm"]))
         return log(*values, **named)
 
-    training.training_log = recorded
+    @functools.wraps(train_all)
+    def with_steps(step: Any, models: Any, optimizer: Any, *values: Any, **named: Any) -> Any:
+        if get_args().bf16 or get_args().fp16:  # steps are compared in fp32
+            return train_all(step, models, optimizer, *values, **named)
+        before = weights_of(models)
+        result = train_all(step, models, optimizer, *values, **named)
+        record.parts |= steps_of(models, optimizer, before)
+        return result
+
+    training.training_log, training.train = recorded, with_steps
     with process_groups(), session, replacements.installed(session):
         pretrain(**arguments)
     record.device = session._device.type

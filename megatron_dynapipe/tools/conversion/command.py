@@ -110,6 +110,11 @@ def to_hugging_face(
     """
     from huggingface_hub import save_torch_state_dict
 
+    if like is None and not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"expected {CONFIG} in {folder}, as `convert from-hf` leaves it there, found none",
+            hint=f"pass --like FOLDER: a HuggingFace folder or {CONFIG} of such a model",
+        )
     like = like or folder
     config, record = read_config(like), _record(folder)
     vocabulary = vocabulary_rows or config.vocab_size

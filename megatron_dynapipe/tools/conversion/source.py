@@ -82,7 +82,11 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
     hint = "download the model whole; one without its head, or with another task's, cannot be converted"
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
         missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-        hint = "the T5 was saved with a head tied to its embeddings, as transformers 5 makes one; v1.1's is not"
+        hint = (
+            "the T5 was saved with a head tied to its embeddings, as transformers 5 makes one; v1.1's is not: add"
+            " lm_head.weight = shared.weight / d_model ** 0.5 to its safetensors, and"
+            ' "tie_word_embeddings": false to its config.json'
+        )
     shapes = [f"{name} {tuple(got)}, expected {tuple(shape)}" for name, got, shape in report["mismatched_keys"]]
     problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
     if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:

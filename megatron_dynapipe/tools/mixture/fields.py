@@ -5,13 +5,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 import msgspec
 
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError, conversation_of
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import TaskSpec
+from megatron_dynapipe.tools.mixture.templates import Environment
 
 Reader = Callable[[bytes], tuple[Any, ...]]
 """From a line to the name of its task and its values: input and target, a text, or a conversation."""
@@ -112,7 +112,7 @@ def _checked_name(task: str) -> str:
 
 
 def _templated(spec: TaskSpec, input_template: str, target_template: str) -> Reader:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    environment = Environment()
     try:
         templates = environment.from_string(input_template), environment.from_string(target_template)
     except Exception as error:  # a template is a program, constant parts of which are computed here
@@ -129,6 +129,7 @@ def _templated(spec: TaskSpec, input_template: str, target_template: str) -> Rea
         task = spec.name if spec.task_column is None else row.get(spec.task_column)
         if not isinstance(task, str):
             raise RowError(f"expected text in the column {spec.task_column}, got {task!r:.40} (it has {_names(row)})")
+        environment.begin()
         try:
             texts = templates[0].render(row), templates[1].render(row)
         except jinja2.UndefinedError as error:

@@ -3,9 +3,9 @@
     pipeline ─────────────────────────► │ reduce-scatter (or all-reduce) │ step │ all-gather
     (planned: forward, backward, transfers)  per stage; the slowest stage counts
 
-Reduction and step do not overlap with the pipeline. Gradients are reduced in fp32, as Megatron does for bf16. A ring's
-messages cross the links inside a node first, then between nodes those of every device's own link, then inside the node
-again:
+Where a run overlaps them, passes hide a part of reduction and gathering (`tuning.overlap`). Gradients are reduced in
+fp32, as Megatron does for bf16. A ring's messages cross the links inside a node first, then between nodes those of
+every device's own link, then inside the node again:
 
     inside a node of l replicas      2 (l - 1) / l · bytes          at a link inside the node
     between m nodes                  2 (m - 1) / m · bytes / l      at a link between nodes
@@ -32,6 +32,13 @@ from megatron_dynapipe.plan.timeline import idle_share
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.tuning.overlap import (
+    EdgePasses,
+    buckets,
+    edge_passes,
+    exposed_gathering_ns,
+    exposed_reduction_ns,
+)
 from megatron_dynapipe.units import Recompute
 
 PLAN_DEADLINE_S = 600.0
@@ -47,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         idle: share of all stages' time in which no pass runs.
         micro_batches: of the replica that has most.
         recompute: modes of micro-batches, as `none+full`.
+        edges: passes that may hide reduction and gathering; None with an error.
         error: why there is no plan.
     """
 
@@ -55,6 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     idle: float = 0.0
     micro_batches: int = 0
     recompute: str = ""
+    edges: EdgePasses | None = None
     error: str | None = None
 
 
@@ -85,6 +94,7 @@ class Evaluator:
             idle=idle_share(timeline, plan.totals.predicted_ns),
             micro_batches=max(plan.totals.micro_batches),
             recompute="+".join(mode for mode in Recompute if mode in modes),
+            edges=edge_passes(plan),
         )
 
 
@@ -171,11 +181,14 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
         gradient_bytes: of a parameter's gradient in the reduction.
         memory_bytes_per_second: memory traffic that a device sustains.
         peak_flops: of its data sheet; None where the device is not known.
+        overlaps_reduction, overlaps_gathering: whether the run has `--overlap-grad-reduce`, `--overlap-param-gather`.
     """
 
     gradient_bytes: int = 4
     memory_bytes_per_second: float = 8e11
     peak_flops: float | None = None
+    overlaps_reduction: bool = False
+    overlaps_gathering: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_bytes < 1 or not self.memory_bytes_per_second > 0:
@@ -183,6 +196,52 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
                 f"expected gradients of at least 1 byte and a memory rate above 0, got {self.gradient_bytes} and"
                 f" {self.memory_bytes_per_second}"
             )
+
+
+class Reduction(msgspec.Struct, frozen=True, kw_only=True):
+    """The reduction of gradients and the gathering of parameters, on the slowest stage.
+
+    Attributes:
+        reduction_ns, gathering_ns: of all of a stage's; without the distributed optimizer nothing is gathered.
+        buckets: parts of each stage's, one after another.
+        overlaps_reduction, overlaps_gathering: whether passes may hide them.
+    """
+
+    reduction_ns: int
+    gathering_ns: int
+    buckets: tuple[int, ...]
+    overlaps_reduction: bool
+    overlaps_gathering: bool
+
+    @classmethod
+    def of(cls, settings: PlannerSettings, state: ModelState, rates: StepRates) -> Self:
+        """That of a layout."""
+        both, _ = step_ns(settings, state, rates)
+        shared = _STORED_BYTES / (rates.gradient_bytes + _STORED_BYTES) if settings.distributed_optimizer else 0
+        parameters = settings.layout.parameter_bytes(state) // _STORED_BYTES
+        return cls(
+            reduction_ns=both - round(both * shared),
+            gathering_ns=round(both * shared),
+            buckets=tuple(buckets(int(of), settings.data_parallel, at) for at, of in enumerate(parameters)),
+            overlaps_reduction=rates.overlaps_reduction,
+            overlaps_gathering=rates.overlaps_gathering and settings.distributed_optimizer,
+        )
+
+    @property
+    def least_ns(self) -> int:
+        """What no plan hides: a bucket of the only stage's; of several stages each may have time to spare."""
+        pairs = (self.reduction_ns, self.overlaps_reduction), (self.gathering_ns, self.overlaps_gathering)
+        of_bucket = 1 / self.buckets[0] if len(self.buckets) == 1 else 0.0
+        return sum(int(ns * of_bucket) if overlaps else ns for ns, overlaps in pairs)
+
+    def exposed_ns(self, edges: EdgePasses) -> int:
+        """What the passes of a plan do not hide."""
+        reduction, gathering = self.reduction_ns, self.gathering_ns
+        if self.overlaps_reduction:
+            reduction = exposed_reduction_ns(edges, reduction, self.buckets)
+        if self.overlaps_gathering:
+            gathering = exposed_gathering_ns(edges, gathering, self.buckets)
+        return reduction + gathering
 
 
 def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> tuple[int, int]:

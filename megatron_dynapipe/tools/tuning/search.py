@@ -27,7 +27,15 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
-from megatron_dynapipe.tools.tuning.evaluate import Evaluator, Outcome, StepRates, Workers, step_ns, token_flops
+from megatron_dynapipe.tools.tuning.evaluate import (
+    Evaluator,
+    Outcome,
+    Reduction,
+    StepRates,
+    Workers,
+    step_ns,
+    token_flops,
+)
 from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
@@ -42,7 +50,8 @@ class _Evaluation:
         self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
         self.outcomes: list[Outcome] = []
         self.bounds = bounds
-        self.reduction_ns = self.optimizer_ns = 0
+        self.reduction: Reduction | None = None
+        self.optimizer_ns = 0
         self.full_use: float | None = None
         """Tokens per second at the peak of all devices."""
         self.unsplit = candidate.split is Split.AUTO
@@ -50,9 +59,21 @@ class _Evaluation:
     @property
     def bound_ns(self) -> int:
         """The time of all batches: what was planned, and bounds of the others."""
-        planned = sum(outcome.predicted_ns for outcome in self.outcomes)
-        ends = (self.reduction_ns + self.optimizer_ns) * len(self.bounds)
-        return planned + sum(self.bounds[len(self.outcomes) :]) + ends
+        left = self.bounds[len(self.outcomes) :]
+        least = 0 if self.reduction is None else self.reduction.least_ns
+        return self.planned_ns + sum(left) + (least + self.optimizer_ns) * len(left)
+
+    @property
+    def planned_ns(self) -> int:
+        """The time of the batches that were planned."""
+        passes = sum(outcome.predicted_ns for outcome in self.outcomes)
+        return passes + self.exposed_ns + self.optimizer_ns * len(self.outcomes)
+
+    @property
+    def exposed_ns(self) -> int:
+        """What passes do not hide of the reduction and gathering of the batches that were planned."""
+        edges = [outcome.edges for outcome in self.outcomes if outcome.edges is not None]
+        return 0 if self.reduction is None else sum(map(self.reduction.exposed_ns, edges))
 
     @property
     def status(self) -> Status:
@@ -178,7 +199,8 @@ def _divided(
         counts = tuple(stage_of.count(stage) for stage in range(stages))
         one.settings, cost_model = settings_of(stage_of, stages=stages, replicas=replicas), costs.of_stages(stage_of)
         state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
-        one.reduction_ns, one.optimizer_ns = step_ns(one.settings, state, StepRates())
+        one.reduction = Reduction.of(one.settings, state, StepRates())
+        _, one.optimizer_ns = step_ns(one.settings, state, StepRates())
     except DynaPipeError as error:
         one.error = error.message
         return one, counts
@@ -274,7 +296,8 @@ def _evaluations(
         bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
         one = _Evaluation(candidate, bounds)
         state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
-        one.reduction_ns, one.optimizer_ns = step_ns(candidate.settings, state, rates)
+        one.reduction = Reduction.of(candidate.settings, state, rates)
+        _, one.optimizer_ns = step_ns(candidate.settings, state, rates)
         if rates.peak_flops is not None and state.expert_kind is None:
             devices = math.prod((candidate.data_parallel, candidate.tensor_parallel, candidate.pipeline_parallel))
             counted = fmean(work.counted for work in works[shared])
@@ -315,12 +338,14 @@ def _rank(one: _Evaluation) -> tuple[int, int]:
 def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
     settings, planned = one.settings, len(one.outcomes)
     allowed, known = settings.micro_batch_layouts, dict[str, Any]()
-    if one.error is None:
-        known["reduction_ms"], known["optimizer_ms"] = one.reduction_ns / NS_PER_MS, one.optimizer_ns / NS_PER_MS
+    if one.error is None and one.reduction is not None:
+        whole = one.reduction.reduction_ns + one.reduction.gathering_ns
+        exposed = one.exposed_ns / planned if planned else one.reduction.least_ns
+        known["reduction_ms"], known["hidden_ms"] = exposed / NS_PER_MS, (whole - exposed) / NS_PER_MS
+        known["optimizer_ms"] = one.optimizer_ns / NS_PER_MS
         known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS
     if one.error is None and planned:
-        ends = one.reduction_ns + one.optimizer_ns
-        total_ns = sum(outcome.predicted_ns for outcome in one.outcomes) + ends * planned
+        total_ns = one.planned_ns
         peaks = zip(*(outcome.peak_bytes for outcome in one.outcomes), strict=True)
         known["predicted_ms"] = total_ns / planned / NS_PER_MS
         known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9

@@ -107,7 +107,9 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
         status: how far it was evaluated.
         batches: that were planned.
         predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
-        reduction_ms, optimizer_ms: of these, gradient reduction and optimizer step.
+        reduction_ms, optimizer_ms: of these, what passes do not hide of gradients' reduction and parameters' gathering,
+            and the optimizer step.
+        hidden_ms: what they hide of reduction and gathering.
         bound_ms: an iteration takes at least this.
         tokens_per_second: real tokens over predicted time.
         peak_memory_mb: of every pipeline rank.
@@ -128,6 +130,7 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
     batches: int = 0
     predicted_ms: float | None = None
     reduction_ms: float | None = None
+    hidden_ms: float | None = None
     optimizer_ms: float | None = None
     bound_ms: float | None = None
     tokens_per_second: float | None = None

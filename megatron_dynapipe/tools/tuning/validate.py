@@ -87,11 +87,12 @@ def train_best(
     A run has the flags given and its layout's run file, so many iterations, and a deadline; each is run `rounds` times.
     """
     best = [layout for layout in tuning.layouts[:count] if layout.predicted_ms is not None]
+    costs: Flags = {} if cost_model is None else {"dynapipe-cost-model": str(cost_model)}
     with tempfile.TemporaryDirectory() as folder:
         commands = []
         for number, (layout, settings) in enumerate(zip(best, tuning.settings, strict=False)):
             path = Path(folder) / f"layout{number}.yaml"
-            path.write_text(layout_file(layout, settings, cost_model=cost_model))
+            path.write_text(layout_file(layout, settings, costs))
             more = [*flags, "--dynapipe-config", str(path), "--dynapipe-report-dir", f"{folder}/report{number}"]
             more += ["--dynapipe-unset", "save", "--dynapipe-unset", "load"]  # of run files: no checkpoint of a trial
             devices = layout.data_parallel * layout.tensor_parallel * layout.pipeline_parallel
@@ -101,11 +102,9 @@ def train_best(
         )
 
 
-def layout_file(layout: TunedLayout, settings: PlannerSettings, *, cost_model: Path | None) -> str:
-    """The flags of a layout, and the file of its costs unless None, as a run file: one more `--dynapipe-config`."""
-    flags = layout_flags(layout, settings)
-    if cost_model is not None:
-        flags["dynapipe-cost-model"] = str(cost_model)
+def layout_file(layout: TunedLayout, settings: PlannerSettings, more: Flags) -> str:
+    """The flags of a layout, and more of what it was tuned for, as a run file: one more `--dynapipe-config`."""
+    flags = layout_flags(layout, settings) | more
     shared = f", experts over {layout.expert_parallel} replicas" if layout.expert_parallel > 1 else ""
     comment = (
         f"{LAYOUT_FILE_MARK}: {amount(layout.data_parallel, 'replica')} × {layout.tensor_parallel} tensor-parallel ×"

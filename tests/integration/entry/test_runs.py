@@ -29,6 +29,14 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
 
 
 @pytest.mark.slow
+def test_samples_may_have_more_than_65536_positions(data, tmp_path):
+    """Where the flags allow them, such as those that `convert` writes: costs of rows had a grid that was too long."""
+    flags = "--train-iters 2 --position-embedding-type rope --max-position-embeddings 131072 --seq-length 131072"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path)
+    assert len(run["losses"]) == 2
+
+
+@pytest.mark.slow
 def test_an_entry_script_trains_in_fp16(data, tmp_path):
     """With a loss scale, dropout and clipping; in bf16: `tools/conversion/test_training.py`."""
     flags = (

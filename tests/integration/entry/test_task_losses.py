@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.sampling import LengthTable
 from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
@@ -51,7 +52,13 @@ def test_losses_by_task_are_logged_drawn_and_reported(
     assert [run["status"] for run in runs] == [0, 0]
     log, logged_by_wandb, scalars = runs[-1]["stdout"], runs[-1]["logged"], scalars_in(tmp_path / "board")
     names = ["lm loss", *(f"lm loss {task}" for task in TASKS)]
-    evaluations = read_run(tmp_path).evaluations
+    recorded_run = read_run(tmp_path)
+    evaluations = recorded_run.evaluations
+    for split in ("valid", "test"):  # of which the first is evaluated twice at the end
+        lengths = LengthTable.read(data, split)
+        of_gpt = lengths.input.astype(int) + lengths.target - 1
+        tokens = of_gpt if family == "gpt" else lengths.target.astype(int) + 1
+        assert recorded_run.tokens[split]["lm loss"] == tokens.sum()
     assert {split: sorted(losses) for split, losses in evaluations.items()} == dict.fromkeys(
         ("train", "valid", "test"), names
     )

@@ -113,6 +113,12 @@ REFUSED = {
     "--micro-batch-size 4": "--micro-batch-size 1",
     "--dataloader-type cyclic": "--dataloader-type external",
     "--seq-length 60": "--seq-length to be a multiple of 8, got 60",
+    "--seq-length 1048584 --max-position-embeddings 1048584": "--seq-length to be at most 1048576 (2^20 positions)",
+    "--context-parallel-size 2": "--context-parallel-size cannot be used with DynaPipe: ",
+    "--dynapipe-attention megatron --dynapipe-layout packed": "Megatron's local attention takes no packed rows",
+    "--apply-layernorm-1p": "and --transformer-impl local: PyTorch's norms have no weights around zero",
+    "--optimizer sgd --use-distributed-optimizer": "Megatron divides the states of adam alone over replicas",
+    "--load . --ckpt-step 5": "expected a checkpoint of --ckpt-step 5 in ., found none",
     "--hidden-size 30": "Megatron refuses these arguments: ",
     "--tp-comm-overlap": "for --seq-length, and micro-batches have many lengths\nhint: remove --tp-comm-overlap",
     "--defer-embedding-wgrad-compute": "they would be lost",
@@ -165,6 +171,7 @@ REFUSED_T5 = {
     "--position-embedding-type relative --dynapipe-attention megatron": "it has no relative positions",
     "--num-experts 4 --disable-bias-linear": "the stages of a T5 have plain networks",
     "--apply-query-key-layer-scaling": "the stages of a T5 do not scale by layer",
+    "--group-query-attention --num-query-groups 2": "cross-attention has no query groups",
     "--no-yarn-correction-range-round-to-int": "cannot be used with DynaPipe for a T5: the stages of a T5 do not look",
     "--window-size 8,0": "the stages of a T5 attend to whole samples",
     "--pipeline-model-parallel-layout Ett|ttL": "for a T5: it splits one stack, and a T5 has two",
@@ -224,6 +231,11 @@ VALUES = [
     ("--train-iters 2 --dynapipe-cluster configs/clusters/a100_40gb.yaml", "planner.memory_limit_bytes", "36000000000"),
     ("--train-iters 2 --finetune", "checkpoints.allows_other_data", "True"),
     ("--train-iters 2 --dynapipe-attention megatron", "model.takes_mask", "True"),
+    (
+        "--train-iters 2 --dynapipe-attention megatron",
+        "planner.micro_batch_layouts",
+        "(<BatchLayout.PADDED: 'padded'>,)",
+    ),
 ]
 
 

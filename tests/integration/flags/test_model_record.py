@@ -102,7 +102,6 @@ CHANGES = {
     "--rotary-seq-len-interpolation-factor 2": (ROPE, "rotary_seq_len_interpolation_factor"),
     "--use-rope-scaling": (ROPE, "use_rope_scaling"),
     "--use-rope-scaling --rope-scaling-factor 4": (f"{ROPE} --use-rope-scaling", "rope_scaling_factor"),
-    "--apply-residual-connection-post-layernorm": ("", "apply_residual_connection_post_layernorm"),
 }
 """By flags that make another model: those of the model that was saved, and the field that tells them apart."""
 SAME = (

@@ -96,5 +96,7 @@ def test_a_checkpoint_that_has_to_be_there_has_a_tracker_unless_a_step_is_named(
         check_trackers(wanting)
     checkpoint(tmp_path, "iter_0000007")
     check_trackers(arguments(load=tmp_path, ckpt_step=7))
+    with pytest.raises(ConfigError, match=r"expected a checkpoint of --ckpt-step 5 in .*, found 7\n"):
+        check_trackers(arguments(load=tmp_path, ckpt_step=5))
     (tmp_path / TRACKER).write_text("7")
     check_trackers(wanting)

@@ -145,6 +145,45 @@ def test_the_version_is_read_from_the_source(text, version, tmp_path):
     assert version_of(tmp_path / "package_info.py") == version
 
 
+def evaluation_line(tasks: dict[str, float]) -> str:
+    losses = {"lm loss": 7.0} | {f"lm loss {task}": loss for task, loss in tasks.items()}
+    parts = (f"{name} value: {loss:.6E} | {name} PPL: {2.7**loss:.6E} | " for name, loss in losses.items())
+    return f" validation loss at iteration 10 | {''.join(parts)}"
+
+
+def test_an_evaluation_of_many_tasks_is_one_short_line():
+    few, many = (evaluation_line({f"task {n} (a)": 5 + n / 100 for n in range(count)}) for count in (5, 68))
+    assert replacements.shorter_evaluation(few) == few and len(many) > 5000
+    short = replacements.shorter_evaluation(many)
+    assert short.startswith(" validation loss at iteration 10 | lm loss value: 7.000000E+00 | lm loss PPL: ")
+    assert short.endswith(
+        " | highest of 68 tasks: task 67 (a) 5.6700, task 66 (a) 5.6600, task 65 (a) 5.6500, task 64 (a) 5.6400,"
+        " task 63 (a) 5.6300 | "
+    )
+    assert replacements.shorter_evaluation("-" * 9000) == "-" * 120
+    assert replacements.shorter_evaluation("anything else") == "anything else"
+
+
+@in_ranks(1)
+def test_the_first_iteration_of_a_start_is_in_one_line():
+    import importlib
+
+    training = importlib.import_module("megatron.training.training")
+    logged: list[bool] = []
+
+    def training_log(losses: object, iteration: int, is_first_iteration: bool = False) -> None:
+        logged.append(is_first_iteration)
+
+    log = replacements._logging_once(training_log)
+    for interval, expected in ((1, [False, False]), (10, [True, False])):
+        logged.clear()
+        with mock.patch("megatron.training.get_args", lambda interval=interval: SimpleNamespace(log_interval=interval)):
+            log({}, 11, is_first_iteration=True)
+            log({}, 12)
+        assert logged == expected
+    assert "is_first_iteration" in training.training_log.__code__.co_varnames
+
+
 def test_samples_shapes_and_flops_are_those_of_the_plan():
     args = SimpleNamespace(iteration=3, consumed_train_samples=100, global_batch_size=16)
     active_run.count_samples(args)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import optimizer
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch
 from megatron_dynapipe.data.segments import RowSegments
@@ -115,6 +116,51 @@ def replica_counted_twice() -> None:
         return finish(self, *arguments, **keywords)
 
     DistributedDataParallel.finish_grad_sync = doubled
+
+
+def stepping(change: Callable[[Any], bool]) -> None:
+    """Have a function see Megatron's optimizer before each of its steps; the step is left out where it says so."""
+    step = optimizer.FP32Optimizer.step_with_ready_grads
+    optimizer.FP32Optimizer.step_with_ready_grads = lambda self: change(self) or step(self)
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def last_stage_never_steps() -> None:
+    stepping(lambda _: is_last_stage())
+
+
+def no_rank_steps() -> None:
+    stepping(lambda _: True)
+
+
+def groups_changed(change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the rates of each group of parameters before each step."""
+
+    def changed(self: Any) -> bool:
+        for group in self.optimizer.param_groups:
+            change(group)
+        return False
+
+    stepping(changed)
+
+
+def ten_times_the_decay() -> None:
+    groups_changed(lambda group: group.update(weight_decay=10 * group["weight_decay"]))
+
+
+def half_the_rate_on_one_stage() -> None:
+    groups_changed(lambda group: group.update(lr=group["lr"] / (2 if is_last_stage() else 1)))
+
+
+def other_betas() -> None:
+    groups_changed(lambda group: group.update(betas=(0.0, 0.5)))
+
+
+def decay_of_norms_and_biases() -> None:
+    groups_changed(lambda group: group.update(weight_decay=1 - group["weight_decay"]))
 
 
 def mask_drawn_anew() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.tools.certify.flags import HALVES
+from megatron_dynapipe.tools.certify.flags import HALVES, with_rates
 from megatron_dynapipe.tools.certify.records import RankRecord
 from megatron_dynapipe.tools.certify.verdict import checks_fp32, checks_half
 from tests.helpers import entry_scripts
@@ -63,6 +63,12 @@ FAULTS = {
     "positions_from_zero": ("", PIECES, 3, "losses by sample", ", in pieces"),
     "neighbours_key_seen": ("", STAGES, 3, "isolation, first stage", "stage 0: sample "),
     "replica_counted_twice": ("", "", 2, "gradients", "samples of replica 1 count 2.00 times"),
+    "last_stage_never_steps": ("", STAGES, 3, "updates", "word_embeddings.weight: the copies of ranks 0 and 2 differ"),
+    "no_rank_steps": ("", STAGES, 3, "updates", "other parameters: 0.00 times what it should be"),
+    "ten_times_the_decay": ("", STAGES, 3, "updates", "other parameters: "),
+    "half_the_rate_on_one_stage": ("--untie-embeddings-and-output-weights", STAGES, 3, "updates", ": 0.50 times"),
+    "other_betas": ("", STAGES, 3, "first moments", "other parameters: "),
+    "decay_of_norms_and_biases": ("", STAGES, 3, "updates", "norm"),
     "mask_drawn_anew": ("", DROPOUT, 1, "recomputation", "decoder.layers."),
 }
 
@@ -75,7 +81,7 @@ def runs(data, tmp_path_factory):
     def run(role, model, flags, ranks, fault=None):
         folder, family = tmp_path_factory.mktemp(role), T5 if model == T5 else "gpt"
         words = f"{model.removeprefix(T5)} --train-iters 3 {flags}"
-        argv = entry_scripts.words(family, data, words, report=folder / "report")
+        argv, _ = with_rates(entry_scripts.words(family, data, words, report=folder / "report"))
         run_ranks("tests.tools.certify.faults:work", ranks,
                   {"role": role, "family": family, "argv": argv, "folder": str(folder), "fault": fault})  # fmt: skip
         return folder
@@ -110,9 +116,8 @@ def test_a_fault_is_found_and_named(runs, fault):
 
 def test_gpus_may_add_up_in_another_order_and_cpus_may_not(tmp_path):
     part = ("norm.weight", [0], [1], torch.ones(1))
-    record = RankRecord(
-        losses=[1.0], norms=[1.0], samples={0: (1.0, 1.0)}, parts={"gradients": [part]}, repeated=(1e-6, part[0])
-    )
+    parts = {"gradients": [part], "updates": [(*part[:3], torch.ones(1))]}
+    record = RankRecord(losses=[1.0], norms=[1.0], samples={0: (1.0, 1.0)}, parts=parts, repeated=(1e-6, part[0]))
     for device, holds in (("cpu", False), ("cuda", True)):
         (folder := tmp_path / device).mkdir()
         msgspec.structs.replace(record, device=device).write(folder, 0)
@@ -172,5 +177,7 @@ def test_the_command(data, capsys, monkeypatch):
     assert "samples are longer than the maximum and were truncated: no target token is lost" in said.err
     printed = json.loads(said.out)
     assert printed["exact"] and len(printed["gradients"]) > 20
-    assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
+    names = {check["name"] for check in printed["checks"]}
+    assert names >= {"losses", "gradients", "updates", "first moments", "second moments", "determinism"}
+    assert printed["rates"] == "--lr 2e-4 --weight-decay 1"
     assert not (data.parent / "unused").exists()

@@ -87,6 +87,21 @@ def test_a_batch_in_tokens_is_reduced_too():
     assert flags.reduced(kept, vocabulary=50_000) == (kept, [])
 
 
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ("--lr 1e-5 --min-lr 1e-6 --lr-warmup-iters 100 --weight-decay=0.01", "--lr 2e-4 --weight-decay 1"),
+        ("--decoupled-lr 1e-3", "--lr 2e-4 --decoupled-lr 4e-4 --weight-decay 1"),
+        ("--optimizer sgd --lr-decay-style cosine", "--lr 0.1 --weight-decay 0.1"),
+    ],
+)
+def test_rates_are_the_certificates_own_and_the_same_in_every_iteration(given, rates):
+    kept, said = flags.with_rates(["--num-layers", "2", *given.split(), "--adam-beta1", "0.8"])
+    optimizer = "--optimizer sgd " if "sgd" in given else ""
+    assert said == rates
+    assert " ".join(kept) == f"--num-layers 2 {optimizer}--adam-beta1 0.8 {rates} --lr-decay-style constant"
+
+
 def test_one_process_has_no_layout_and_no_folders():
     words = flags.words_of(
         ["--", "--save", "x", "--bf16", "--tensor-model-parallel-size=2", "--sequence-parallel", "--lr", "1"]

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.tools.conversion import command
@@ -15,7 +16,7 @@ NAMES = (*models.configs(), models.DIVIDES_SCORES)
 REFUSED = {
     "missing": "missing: model.layers.1.mlp.up_proj.weight",
     "no head": "missing: lm_head.weight",
-    "no head of a T5": "missing: lm_head.weight\nhint: the T5 was saved with a head tied to its embeddings",
+    "no head of a T5": "v1.1's is not: add lm_head.weight = shared.weight / d_model ** 0.5 to its safetensors",
     "header": "cannot read the weights in",
     "index": "cannot read",
     "index of nothing": "cannot read",
@@ -57,6 +58,12 @@ def test_a_t5s_record_says_whether_its_scores_were_divided(tmp_path, kind, model
         (tmp_path / "release" / NAME).write_bytes(msgspec.json.encode(record))
         (tmp_path / TRACKER).write_text("release")
     assert command._divides_scores(kind, command._record(tmp_path)) is divides
+
+
+def test_checkpoints_without_a_configuration_ask_for_one(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=rf"expected config.json in {tmp_path}, .* found none") as caught:
+        command.to_hugging_face(tmp_path, tmp_path / "back", None)
+    assert "--like FOLDER" in str(caught.value.hint)
 
 
 @pytest.fixture(scope="module")

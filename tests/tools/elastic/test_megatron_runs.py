@@ -45,12 +45,10 @@ def script(begun: Path, folder: Path, last: int) -> list[str]:
 
 
 def trained(nodes: Nodes, node: int) -> dict[int, float]:
-    """Losses that a node has logged as the last rank; Megatron's second line after a start is the mean of two."""
+    """Losses that a node has logged as the last rank."""
     losses_of_node: dict[int, float] = {}
     for start in nodes.said(node).split("WARNING: one_logger package")[1:]:
-        rows = [(int(number), float(loss)) for number, loss in LINE.findall(start)]
-        for at, (number, loss) in enumerate(rows):
-            losses_of_node[number] = 2 * loss - rows[0][1] if at == 1 else loss
+        losses_of_node |= {int(number): float(loss) for number, loss in LINE.findall(start)}
     return losses_of_node
 
 

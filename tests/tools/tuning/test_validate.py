@@ -121,7 +121,7 @@ def test_measured_layouts_come_first() -> None:
 
 def test_a_layout_as_a_run_file() -> None:
     settings = settings_of(8)
-    text = layout_file(layout(2, layers_per_stage=(5, 3)), settings, cost_model=Path("costs.json"))
+    text = layout_file(layout(2, layers_per_stage=(5, 3)), settings, {"dynapipe-cost-model": "costs.json"})
     assert text.startswith("# Written by `megatron-dynapipe tune`: 1 replica × 1 tensor-parallel × 2 stages")
     assert text.endswith("dynapipe-cost-model: costs.json\n")
     assert "dynapipe-layers-per-stage: 5,3" in text and "dynapipe-device-memory-limit: 5" in text
