@@ -21,15 +21,17 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
+from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.entry.start_clock import StartClock
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
-from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
+from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig, resumed_inputs
 from megatron_dynapipe.integration.hooks.active_run import counters
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
@@ -48,8 +50,9 @@ def t5_run(
     Returns:
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
-    args, run = _checked(ModelFamily.T5, fit)
-    session = session_type(run, resumed=partial(_resumed, run, args))
+    clock = StartClock()
+    args, run = _checked(ModelFamily.T5, fit, clock)
+    session = session_type(run, resumed=partial(_resumed, run, args), clock=clock)
     arguments = _pretrain_arguments(args, session, t5_provider(run.model, run.planner.layout), t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return session, arguments | ranks
@@ -59,11 +62,12 @@ def gpt_run(
     fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
 ) -> tuple[Session, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
-    args, run = _checked(ModelFamily.GPT, fit)
+    clock = StartClock()
+    args, run = _checked(ModelFamily.GPT, fit, clock)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
-    session = session_type(run, resumed=partial(_resumed, run, args))
+    session = session_type(run, resumed=partial(_resumed, run, args), clock=clock)
     layout = run.planner.layout
     provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, provider, gpt_step)
@@ -86,9 +90,12 @@ def _resumed(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
     return resumed_inputs(run.inputs, counters(args).iteration)
 
 
-def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argparse.Namespace, RunConfig]:
+def _checked(
+    family: ModelFamily, fit: command_line.Fit | None, clock: StartClock
+) -> tuple[argparse.Namespace, RunConfig]:
     """Megatron's namespace and the run's whole configuration; raises on all ranks or on none."""
     flags = sys.argv[1:]
+    clock.ends("imports")
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
         args, run = command_line.parse(family, flags, fit)
@@ -97,6 +104,7 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
                 "expected --dynapipe-elastic with an entry script that chooses the layout first, got another",
                 hint="end the script as pretrain_gpt_multitask.py ends",
             )
+        clock.ends("arguments")
         measured = None
         if run.calibrate_s > 0:
             from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
@@ -104,6 +112,7 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
         if measured is not None:
             args.dynapipe_cost_model = measured
             run = from_megatron.run_config(args, family)
+        clock.ends("costs")
         if run.plans_layer_split:
             planned = _plan_layer_split(run)
             if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
@@ -115,12 +124,14 @@ def _checked(family: ModelFamily, fit: command_line.Fit | None) -> tuple[argpars
                     run = from_megatron.run_config(args, family)
                 planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
             run = planned
+        clock.ends("layer split")
         if (folder := resumed(run.checkpoints)) and folder.is_dir():
             args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
         _preflight(run)
         _settle_evaluations(args, run)
         if measured is not None and run.rank == 0:
             shutil.copyfile(measured, run.report_folder / "cost-model.json")
+        clock.ends("checks of data and memory")
         return args, run
 
     return start.start_together(check, timeout_s=early_flags(flags).dynapipe_timeout_s)
@@ -171,10 +182,13 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        kept = _kept_split(run)
-        split = ",".join(map(str, kept or chosen_layer_split(run)))
-        print(f"layers per stage: {split}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
-        return split
+        split, why = _kept_split(run), " (the checkpoint loads in no others)"
+        if split is None:
+            split, is_kept = choose_or_recall(run)
+            why = " (chosen at an earlier start of the same run)" if is_kept else ""
+        text = ",".join(map(str, split))
+        print(f"layers per stage: {text}{why}", flush=True)
+        return text
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
     return run.with_layers_per_stage(parse_split(split, expected="numbers of layers"))
