@@ -92,6 +92,10 @@ class StageRecord(_Record, frozen=True, tag="stage"):
     optimizer, log, evaluations and checkpoints. 0 in the first."""
     planned_activation_bytes: int
     """The most that passes hold at a time, by the plan, without model state."""
+    reduction_ns: int = 0
+    """Of `between_ns`, what passed until gradients were final: reductions that passes had not hidden."""
+    optimizer_ns: int = 0
+    """Of `between_ns`, what passed from then until Megatron's step was done: clipping, the optimizer, the schedule."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     losses: dict[str, tuple[float, float]] = {}

@@ -24,6 +24,10 @@ class Trace:
         self._marks.append(self._mark())
         self._instructions.append(instruction)
 
+    def moment(self) -> Mark:
+        """Mark the present moment of the device's work on the clock of the instructions, after or between them."""
+        return self._mark()
+
     def reached(self) -> int:
         """Instructions that the device has passed, without waiting for it; the next is where it stands."""
         ends = self._marks[1 : len(self) + 1]

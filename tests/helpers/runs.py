@@ -60,7 +60,7 @@ def write_run(
                     iteration=iteration, replica=0, stage=stage, forward_ns=spent[FORWARD],
                     backward_ns=spent[BACKWARD], transfer_ns=spent[TRANSFER], other_ns=spent[OTHER], plan_wait_ns=MS,
                     between_ns=5 * MS, planned_activation_bytes=(20 + stage) * MS, allocated_bytes=40 * MS,
-                    reserved_bytes=60 * MS,
+                    reserved_bytes=60 * MS, reduction_ns=2 * MS, optimizer_ns=1 * MS,
                     losses={"lm loss": (400.0 / (1 + iteration), 40.0)} if stage == stages - 1 else {},
                 )
             ]  # fmt: skip

@@ -22,17 +22,19 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
+from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.entry.start_clock import StartClock
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
-from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split, set_stages
+from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
@@ -52,8 +54,9 @@ def t5_run(
     Returns:
         The session, which gives the schedule; and what Megatron's `pretrain` takes.
     """
-    args, run, flags = _checked(ModelFamily.T5, fit)
-    session = session_type(run, resumed=partial(resumed_inputs, run, args))
+    clock = StartClock()
+    args, run, flags = _checked(ModelFamily.T5, fit, clock)
+    session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     provider = _agreeing(t5_provider(run.model, run.planner.layout), flags, run)
     arguments = _pretrain_arguments(args, session, provider, t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
@@ -64,11 +67,12 @@ def gpt_run(
     fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
 ) -> tuple[Session, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
-    args, run, flags = _checked(ModelFamily.GPT, fit)
+    clock = StartClock()
+    args, run, flags = _checked(ModelFamily.GPT, fit, clock)
     if run.plans_layer_split and run.planner.layers_per_stage is not None:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, run.planner.layers_per_stage)
-    session = session_type(run, resumed=partial(resumed_inputs, run, args))
+    session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     layout = run.planner.layout
     provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
@@ -102,10 +106,11 @@ def _agreeing(provider: ModelProvider, flags: Mapping[str, str], run: RunConfig)
 
 
 def _checked(
-    family: ModelFamily, fit: command_line.Fit | None
+    family: ModelFamily, fit: command_line.Fit | None, clock: StartClock
 ) -> tuple[argparse.Namespace, RunConfig, Mapping[str, str]]:
     """Megatron's namespace, the run's whole configuration and its flags as text; raises on all ranks or on none."""
     words = sys.argv[1:]
+    clock.ends("imports")
     timeout_s = early_flags(words).dynapipe_timeout_s
     flags: dict[str, str] = {}
 
@@ -118,7 +123,8 @@ def _checked(
 
     def check() -> tuple[argparse.Namespace, RunConfig]:
         start.compare_flags(flags, timeout_s=timeout_s)
-        return _settled(args, run, words, fit)
+        clock.ends("arguments")
+        return _settled(args, run, words, fit, clock)
 
     return *start.start_together(check, timeout_s=timeout_s), flags
 
@@ -137,7 +143,7 @@ def _parsed(
 
 
 def _settled(
-    args: argparse.Namespace, run: RunConfig, words: Sequence[str], fit: command_line.Fit | None
+    args: argparse.Namespace, run: RunConfig, words: Sequence[str], fit: command_line.Fit | None, clock: StartClock
 ) -> tuple[argparse.Namespace, RunConfig]:
     """What is parsed, with costs and layers per stage that are measured and planned where they are not given."""
     family, measured = run.family, None
@@ -147,6 +153,7 @@ def _settled(
     if measured is not None:
         args.dynapipe_cost_model = measured
         run = from_megatron.run_config(args, family)
+    clock.ends("costs")
     if run.plans_layer_split:
         planned = _plan_layer_split(run)
         if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
@@ -158,12 +165,14 @@ def _settled(
                 run = from_megatron.run_config(args, family)
             planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
         run = planned
+    clock.ends("layer split")
     if (folder := resumed(run.checkpoints)) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     _preflight(run)
     _settle_evaluations(args, run)
     if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
         shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
+    clock.ends("checks of data and memory")
     return args, run
 
 
@@ -214,10 +223,13 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
     """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
 
     def choose() -> str:
-        kept = _kept_split(run)
-        split = ",".join(map(str, kept or chosen_layer_split(run)))
-        print(f"layers per stage: {split}{' (the checkpoint loads in no others)' if kept else ''}", flush=True)
-        return split
+        split, why = _kept_split(run), " (the checkpoint loads in no others)"
+        if split is None:
+            split, is_kept = choose_or_recall(run)
+            why = " (chosen at an earlier start of the same run)" if is_kept else ""
+        text = ",".join(map(str, split))
+        print(f"layers per stage: {text}{why}", flush=True)
+        return text
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
     return run.with_layers_per_stage(parse_split(split, expected="numbers of layers"))

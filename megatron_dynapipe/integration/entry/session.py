@@ -27,6 +27,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
+from megatron_dynapipe.integration.entry.start_clock import StartClock
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, batch_maker, check_losses, required_fields
@@ -61,6 +62,7 @@ class Session:
         required: which tensors this rank's stage reads, once the pipeline exists; by default those that the models do.
         make_batch: host tensors to what the step function takes; by default what the models take.
         wrap_step: makes of Megatron's step function the one that is called.
+        clock: of this run's start; by default one that begins with this process.
 
     Attributes:
         timeout_s: deadline of every wait in an iteration.
@@ -74,12 +76,14 @@ class Session:
         required: Callable[[], RequiredFields] | None = None,
         make_batch: MakeBatch | None = None,
         wrap_step: Callable[[ForwardStep], ForwardStep] = lambda step: step,
+        clock: StartClock | None = None,
     ) -> None:
         self._run, self.timeout_s = run, run.timeout_s
         self._resumed = resumed
         self._required = required
         self._make_batch = make_batch
         self._wrap_step = wrap_step
+        self._clock = clock or StartClock()
         self._device = run.device
         self._records: Sequence[CheckpointRecords] = ()
         self._modules: list[torch.nn.Module] = []
@@ -101,6 +105,7 @@ class Session:
     ) -> None:
         self._record_checkpoint()
         if self._iterators and (kind is None or issubclass(kind, SystemExit)):
+            self._say_start()
             self._recorder.flush()  # Megatron may have left the loop without a report: on notice, or --exit-interval
         self._resources.__exit__(kind, error, trace)
 
@@ -140,7 +145,10 @@ class Session:
             raise ConfigError("DynaPipe runs plans of the loss alone: it cannot collect other outputs of the model")
         models = model if isinstance(model, list) else [model]
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        if self._trained is not None:
+            self._say_start()
         item: PlannedIteration = next(iterator)
+        self._clock.ends("first plan")
         self._record_checkpoint()
         assert self._runner is not None, "Megatron has asked for its datasets"
         result, losses, labels = self._runner.run(
@@ -151,6 +159,7 @@ class Session:
             longest=self._longest,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
+            warmed=lambda: self._clock.ends("kernels and warm-up"),
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)
@@ -165,6 +174,10 @@ class Session:
         self._knows_lengths = count_flops(item, self._device)
         self._iterators["train"].prepare()
         return reports
+
+    def stepped(self) -> None:
+        """Megatron has stepped its optimizer after the latest training iteration."""
+        self._recorder.add_step()
 
     def _finish_task_losses(self) -> None:
         """At the end of an interval of the log: one reduction over replicas, for all tasks."""
@@ -265,7 +278,15 @@ class Session:
         if summary is not None:
             print(summary, flush=True)
 
+    def _say_start(self) -> None:
+        """Once the first iteration is over: where the time since the launch went, in the log and the records."""
+        if (spent := self._clock.finish("first iteration")) is not None:
+            self._recorder.add_start(spent)
+            if self._control.rank == 0:
+                print(f"the start took {spent}", flush=True)
+
     def _start(self) -> None:
+        self._clock.ends("model and optimizer")
         run, timeout_s = self._run, self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
         inputs = self._with_model_state(self._resumed())
@@ -308,6 +329,7 @@ class Session:
             peak = peak_flops(torch.cuda.get_device_name(self._device)) or 0.0
             self._peak_flops = peak * torch.distributed.get_world_size()
         self._recorder = self._control.run_on_all(self._record)  # rank 0 first moves earlier records
+        self._clock.ends("planner and connections")
 
     def _record(self) -> Recorder:
         run, rank = self._run, self._control.rank
@@ -352,6 +374,7 @@ class Session:
 
         @functools.wraps(provider)
         def provide(*arguments: Any, **keywords: Any) -> Any:
+            self._clock.ends("Megatron's initialisation")
             module = provider(*arguments, **keywords)
             self._modules.append(module)
             return module

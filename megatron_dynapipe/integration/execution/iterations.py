@@ -55,10 +55,12 @@ class IterationRunner:
         longest: Shape,
         forward_only: bool = False,
         force_all_reduce: bool = False,
+        warmed: Callable[[], None] = lambda: None,
     ) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
         """Run an entry as `run_iteration` does, with the host tensors of the micro-batch of each index.
 
-        `longest` is the shape of the longest samples, for the warm-up before the first training iteration on a GPU.
+        `longest` is the shape of the longest samples, for the warm-up before the first training iteration on a GPU;
+        `warmed` is called after it.
         """
         context = self.context(models)
 
@@ -76,6 +78,7 @@ class IterationRunner:
             lambda index: self.make_batch(host(index), self.steps.device),
             prepare=prepare,
             warm_up=lambda: self.warm_up(models, forward_step, iteration=entry.iteration, longest=longest),
+            warmed=warmed,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=0 in entry.totals.micro_batches,

@@ -44,6 +44,9 @@ class PlannedRun(Protocol):
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
 
+    def stepped(self) -> None:
+        """The optimizer has stepped after the latest training iteration."""
+
     def evaluation(self, data_iterator: Any) -> int:
         """Batches of an evaluation on the split of an iterator."""
 
@@ -103,6 +106,12 @@ def counters(args: argparse.Namespace) -> Any:
     if missing := [name for name in COUNTERS if not hasattr(args, name)]:
         raise UnsupportedMegatronError(f"expected {' and '.join(missing)} in Megatron's arguments, found none")
     return args
+
+
+def stepped() -> None:
+    """Megatron's step of training is done: the active run's clock may say when."""
+    if _run is not None:
+        _run.stepped()
 
 
 def count_samples(args: argparse.Namespace) -> None:

@@ -46,6 +46,7 @@ def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
         args = get_args()
         with active_run.bounded_waits(args):
             result = train_step(*arguments, **keywords)
+            active_run.stepped()
         active_run.count_samples(args)
         return result
 

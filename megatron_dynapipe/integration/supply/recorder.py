@@ -10,7 +10,7 @@ import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
-from megatron_dynapipe.integration.supply.stage_record import EvaluationLosses, HostLosses, stage_record
+from megatron_dynapipe.integration.supply.stage_record import Between, EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
@@ -28,6 +28,7 @@ from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.runtime.platform import Mark
 from megatron_dynapipe.units import BatchLayout, in_mb
 
 
@@ -82,7 +83,9 @@ class Recorder:
         self._retries = 0
         self._has_run = False
         self._latest: tuple[PlannedIteration, Trace, HostLosses] | None = None
-        self._end_ns: int | None = None
+        self._previous: Between | None = None
+        self._reduced: Mark | None = None
+        self._stepped: Mark | None = None
         self._last_iteration: int | None = None
         self._evaluations = EvaluationLosses()
         self._task_losses: Callable[[], Mapping[str, tuple[float, float]]] | None = None
@@ -96,11 +99,21 @@ class Recorder:
         """Keep an iteration that has been issued to the device, and the last stage's loss reports of it."""
         self.flush(last=False)
         self._latest = item, trace, HostLosses(losses)
+        self._reduced = trace.moment()
         self._last_iteration = item.entry.iteration
 
     def begin_evaluation(self, split: str) -> None:
         """An evaluation begins; of several of one state the last counts."""
         self._evaluations.begin(split)
+
+    def add_step(self) -> None:
+        """Megatron's optimizer has stepped, after the iteration that was added last."""
+        if self._latest is not None:
+            self._stepped = self._latest[1].moment()
+
+    def add_start(self, spent: str) -> None:
+        """Say in this start's record where the time until its first iteration's end went."""
+        self._run = msgspec.structs.replace(self._run, about={**self._run.about, "start": spent})
 
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
@@ -181,8 +194,8 @@ class Recorder:
         if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
-        records.append(stage_record(item, events, losses.read(), memory, previous_end_ns=self._end_ns))
-        self._end_ns = events[-1].end_ns if events else None
+        records.append(stage_record(item, events, losses.read(), memory, previous=self._previous))
+        self._previous = self._between(events)
         self._file.add_iteration(*records)
         self._say_predictions(item, events)
         if last or self._file.wants_timeline(item.entry.iteration):
@@ -196,6 +209,16 @@ class Recorder:
             self._file.add_timeline(timeline)
         if memory is not None:
             self._count_memory(memory, last=last)
+
+    def _between(self, events: Sequence[Event]) -> Between | None:
+        """The moments after the list of an iteration that is written now."""
+        reduced, stepped = self._reduced, self._stepped
+        self._reduced = self._stepped = None
+        if not events:
+            return None
+        list_ns = events[-1].end_ns
+        reduced_ns = list_ns if reduced is None else reduced()
+        return Between(list_ns=list_ns, reduced_ns=reduced_ns, stepped_ns=reduced_ns if stepped is None else stepped())
 
     def _iteration_record(
         self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None, *, last: bool

@@ -1,6 +1,7 @@
 """One stage's part of an iteration as a record: where its time and memory went, and the losses of the last stage."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,21 +12,40 @@ from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
 from megatron_dynapipe.runtime.memory import MemoryCounts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Between:
+    """What follows an iteration's list before the next begins, in nanoseconds on the clock of the list's events.
+
+    Attributes:
+        list_ns: the end of the list's last instruction.
+        reduced_ns: gradients were final.
+        stepped_ns: the optimizer had stepped.
+    """
+
+    list_ns: int
+    reduced_ns: int
+    stepped_ns: int
+
+
 def stage_record(
     item: PlannedIteration,
     events: Sequence[Event],
     losses: dict[str, tuple[float, float]],
     memory: MemoryCounts | None,
     *,
-    previous_end_ns: int | None,
+    previous: Between | None,
 ) -> StageRecord:
     """The record of one stage's iteration, whose instructions ran at `events`.
 
-    `losses` are (sum over tokens, tokens) by name, on the last stage. The previous iteration's list ended at
-    `previous_end_ns`; None before the first.
+    `losses` are (sum over tokens, tokens) by name, on the last stage. `previous` is when the previous iteration's list
+    and what followed it ended; None before the first.
     """
     spent, waited = time_by_kind(events), round(item.waited_seconds * 1e9)
-    between = events[0].start_ns - previous_end_ns - waited if events and previous_end_ns is not None else 0
+    between = reduction = optimizer = 0
+    if events and previous is not None:
+        between = max(events[0].start_ns - previous.list_ns - waited, 0)
+        reduction = min(max(previous.reduced_ns - previous.list_ns, 0), between)
+        optimizer = min(max(previous.stepped_ns - previous.reduced_ns, 0), between - reduction)
     return StageRecord(
         iteration=item.entry.iteration,
         replica=item.entry.replica,
@@ -35,7 +55,9 @@ def stage_record(
         transfer_ns=spent[TRANSFER],
         other_ns=spent[OTHER],
         plan_wait_ns=waited,
-        between_ns=max(between, 0),
+        between_ns=between,
+        reduction_ns=reduction,
+        optimizer_ns=optimizer,
         planned_activation_bytes=activation_peak_bytes(item.entry),
         allocated_bytes=0 if memory is None else memory.allocated_bytes,
         reserved_bytes=0 if memory is None else memory.reserved_bytes,

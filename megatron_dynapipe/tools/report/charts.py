@@ -37,6 +37,7 @@ FAR_ABOVE = 4
 
 FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
 PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
+REDUCTION, OPTIMIZER = "#3c7d7a", "#b5c94c"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +173,12 @@ def _stages(run: Run) -> Chart:
     medians = stage_medians(run)
     parts = (
         ("forward", FORWARD), ("backward", BACKWARD), ("bubble", BUBBLE), ("transfer", TRANSFER), ("other", OTHER),
-        ("plan_wait", PLAN_WAIT), ("between", BETWEEN),
+        ("plan_wait", PLAN_WAIT), ("reduction", REDUCTION), ("optimizer", OPTIMIZER), ("between", BETWEEN),
     )  # fmt: skip
     labels = {
         "bubble": "bubble: peer not ready", "transfer": "transfer wait", "other": "loads and frees",
-        "plan_wait": "plan wait", "between": "optimizer, reduction, log",
+        "plan_wait": "plan wait", "reduction": "gradient reduction",
+        "between": "host: log, evaluation, checkpoint",
     }  # fmt: skip
     traces = [
         {"type": "bar", "name": labels.get(part, part), "x": [*medians],

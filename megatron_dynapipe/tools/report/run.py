@@ -161,10 +161,11 @@ def stage_medians(run: Run) -> dict[int, dict[str, float]]:
     for stage, records in run.stages.items():
         begin = min(record.iteration for record in records)
         timed = [record for record in records if record.iteration > begin] or records
-        parts = ("forward", "backward", "transfer", "other", "plan_wait", "between")
+        parts = ("forward", "backward", "transfer", "other", "plan_wait", "reduction", "optimizer", "between")
         row = {part: float(median(getattr(record, f"{part}_ns") for record in timed)) for part in parts}
         row["bubble"] = row["transfer"] * (median(shares[stage]) if shares[stage] else 0.0)
         row["transfer"] -= row["bubble"]
+        row["between"] = max(row["between"] - row["reduction"] - row["optimizer"], 0.0)
         medians[stage] = row
     return medians
 

@@ -33,6 +33,9 @@ class FakeSession:
     def forward_backward(self) -> str:
         return "planned"
 
+    def stepped(self) -> None:
+        """Nothing is timed here."""
+
     def evaluation(self, data_iterator: object) -> int:
         return 2
 

@@ -25,6 +25,9 @@ class FakeTrace:
     def events(self):
         return self._entry.stage_plan.predicted
 
+    def moment(self):
+        return lambda: self.events()[-1].end_ns
+
 
 def recorder(folder, store, *, rank: int = 0, world_size: int = 1, **more) -> Recorder:
     run = RunRecord(world_size=world_size, stages=2, memory_limit_bytes=1000, model_state_bytes=(), maximum=Shape(1, 8))

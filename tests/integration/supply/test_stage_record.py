@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.integration.supply.stage_record import HostLosses, stage_record
+from megatron_dynapipe.integration.supply.stage_record import Between, HostLosses, stage_record
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.memory import activation_peak_bytes, high_water_marks
@@ -21,9 +21,7 @@ def item(stage: int, waited_seconds: float = 0.0) -> PlannedIteration:
 
 def test_losses_are_summed_over_micro_batches():
     losses = [{"lm loss": torch.tensor([2.0, 4.0])}, {"lm loss": torch.tensor([1.0, 6.0]), "odd": torch.ones(())}]
-    record = stage_record(
-        item(1), PLAN.replicas[0].stages[1].predicted, HostLosses(losses).read(), None, previous_end_ns=None
-    )
+    record = stage_record(item(1), PLAN.replicas[0].stages[1].predicted, HostLosses(losses).read(), None, previous=None)
     assert record.losses == {"lm loss": (3.0, 10.0)}
 
 
@@ -31,11 +29,13 @@ def test_times_and_memory():
     given = item(1, waited_seconds=3e-9)
     events = given.entry.stage_plan.predicted
     counts = MemoryCounts(allocated_bytes=5, reserved_bytes=7, retries=0)
-    record = stage_record(given, events, {}, counts, previous_end_ns=events[0].start_ns - 20)
-    assert (record.plan_wait_ns, record.between_ns) == (3, 17)
+    start = events[0].start_ns
+    before = Between(list_ns=start - 20, reduced_ns=start - 16, stepped_ns=start - 9)
+    record = stage_record(given, events, {}, counts, previous=before)
+    assert (record.plan_wait_ns, record.between_ns, record.reduction_ns, record.optimizer_ns) == (3, 17, 4, 7)
     assert record.forward_ns + record.backward_ns == sum(event.end_ns - event.start_ns for event in events)
     assert (record.allocated_bytes, record.reserved_bytes) == (5, 7)
-    assert stage_record(given, (), {}, None, previous_end_ns=5).between_ns == 0
+    assert stage_record(given, (), {}, None, previous=before).between_ns == 0
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

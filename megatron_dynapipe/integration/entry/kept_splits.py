@@ -1,0 +1,52 @@
+"""Layer splits that were chosen before: choosing takes seconds, and its inputs are the same at the next start.
+
+A split is a pure function of what plans are made from, so it is kept under the digest of that, in the user's cache
+folder, beside measured costs.
+"""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from megatron_dynapipe import cost, planning
+from megatron_dynapipe.cost import Split, parse_split
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.files import read_bounded, user_cache_folder
+from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
+from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.outputs import replace_bytes
+
+
+def choose_or_recall(run: RunConfig) -> tuple[Split, bool]:
+    """The layers per virtual stage that are predicted to be fastest, and whether they were chosen at an earlier start.
+
+    A cache folder that cannot be read or written costs time, never the run. Raises as `chosen_layer_split`.
+    """
+    path = user_cache_folder() / f"split-{_identity(run)}.txt"
+    if (kept := _read(path)) is not None:
+        return kept, True
+    split = chosen_layer_split(run)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, (",".join(map(str, split)) + "\n").encode())
+    return split, False
+
+
+def _identity(run: RunConfig) -> str:
+    causes = [run.inputs.digest(), run.plans_chunks, read_meta(run.data).content_hash]
+    state = hashlib.blake2b(msgspec.json.encode(causes), digest_size=12)
+    for package in (cost, planning):  # an upgrade may choose better
+        for file in sorted(Path(next(iter(package.__path__))).rglob("*")):
+            if file.suffix in (".py", ".so"):
+                state.update(file.read_bytes())
+    return state.hexdigest()
+
+
+def _read(path: Path) -> Split | None:
+    try:
+        return parse_split(read_bounded(path).decode().strip(), expected="numbers of layers")
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None
