@@ -34,7 +34,7 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import HostStagedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import make_groups
-from megatron_dynapipe.runtime.transfer import JoinedWork, Work
+from megatron_dynapipe.runtime.transport import JoinedWork, Work
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
 from megatron_dynapipe.runtime.messages import joined, landing
-from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
+from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 
 IsSharded = Callable[[int, int], bool]
 """Whether a message is sharded, from its boundary (the stage upstream of it) and its total bytes."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dynapipe.plan.instructions import BackwardWeight
+from megatron_dynapipe.plan.instructions import EFFECTS, Work
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline, kind_of
 from megatron_dynapipe.report.records import RunRecord
@@ -283,7 +283,8 @@ def _boxes(timeline: Timeline) -> dict[str, Any]:
         shown = sorted(shown, key=lambda box: box[0].start_ns - box[0].end_ns)[:MOST_DRAWN]
     kinds: dict[str, dict[str, list[Any]]] = {}
     for event, stage in shown:
-        name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)
+        is_weights = EFFECTS[type(event.instruction)].work is Work.WEIGHTS
+        name = "weights" if is_weights else kind_of(event.instruction)
         kind = kinds.setdefault(name, {"stage": [], "start": [], "length": [], "text": []})
         kind["stage"].append(stage)
         kind["start"].append(round(event.start_ns / NS_PER_MS, 4))
