@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.store.address import FORM
 from megatron_dynapipe.tools.doctor import NEEDED_TO_PLAN, TO_TRAIN, run_checks
 
 MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store-url-file",
         type=Path,
         metavar="FILE",
-        help="file that holds the redis:// URL of a plan store to reach (default: DYNAPIPE_STORE_URL, else start one)",
+        help=f"file that holds the URL of a plan store to reach, {FORM} (default: DYNAPIPE_STORE_URL, else start one)",
     )
 
 

@@ -19,7 +19,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanStore
+from megatron_dynapipe.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class SplitWindow:
 class PlannerLoop:
     """Plans the iterations of all splits that are one planner's, until all are planned."""
 
-    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: PlanStore) -> None:
+    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: Store) -> None:
         self._settings = settings
         self._source = source
         self._store = store

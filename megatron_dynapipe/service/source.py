@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutErr
 from megatron_dynapipe.service.failure import decode_failure, describe_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.store import PlanKeys, Store
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PlanSource:
     def __init__(
         self,
         inputs: PlanInputs,
-        store: PlanStore | None,
+        store: Store | None,
         keys: PlanKeys,
         *,
         who: str,
@@ -127,7 +127,7 @@ class PlanSource:
             self._first_waits.append(time.monotonic() - started)
         return entries
 
-    def _await(self, store: PlanStore, key: str, until: float) -> bytes:
+    def _await(self, store: Store, key: str, until: float) -> bytes:
         """The bytes published under a key; raises StoreTimeoutError where they are late or will not come."""
         while True:
             self._check_open()

@@ -22,10 +22,9 @@ from redis.retry import Retry
 
 from megatron_dynapipe.errors import StoreError, StoreFullError
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.protocol import REPLY_TIMEOUT_S
 
 CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 30.0
-"""How long a whole reply may take where the caller does not say."""
 OLDEST_REDIS = (6, 2)
 MAX_VALUE_BYTES = 256_000_000
 """Largest value a store takes; Redis refuses strings above 512 MiB, and a plan is a thousandth of this."""

@@ -33,9 +33,15 @@ from megatron_dynapipe.sampling import SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
-from megatron_dynapipe.store import PlanKeys, StoreAddress, StoreServer, new_job_name, open_store
-from megatron_dynapipe.store.connection import REPLY_TIMEOUT_S
-from megatron_dynapipe.store.redis_store import RETENTION_S
+from megatron_dynapipe.store import (
+    REPLY_TIMEOUT_S,
+    RETENTION_S,
+    PlanKeys,
+    StoreAddress,
+    StoreServer,
+    new_job_name,
+    open_store,
+)
 
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
