@@ -67,7 +67,6 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
-    add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:

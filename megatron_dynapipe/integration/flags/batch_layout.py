@@ -15,6 +15,7 @@ from megatron.core.utils import is_te_min_version
 
 from megatron_dynapipe.cost import Experts
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
@@ -101,6 +102,10 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 "Megatron's local attention keeps no keys of earlier pieces",
             ),
             (
+                args.dynapipe_schedule != ADAPTIVE,
+                f"--dynapipe-schedule {args.dynapipe_schedule} does not keep the order of pieces",
+            ),
+            (
                 BatchLayout.PACKED not in layouts[0],
                 f"pieces run in packed rows: {layouts[1] or FLAG + ' padded'}",
             ),
@@ -115,7 +120,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
 
 
 def undivided_because(args: argparse.Namespace) -> str:
-    """Why the model's layers take whole backward passes alone; empty where they need not."""
+    """Why a run has whole backward passes alone; empty where it need not."""
     return first_reason(
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
@@ -129,6 +134,7 @@ def undivided_because(args: argparse.Namespace) -> str:
                 "Transformer Engine below 2.3 computes all gradients together",
             ),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
+            (args.dynapipe_schedule != ADAPTIVE, f"--dynapipe-schedule {args.dynapipe_schedule} divides none"),
         )
     )
 

@@ -33,6 +33,7 @@ from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.flags.schedule import schedule, unordered_because
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
@@ -67,10 +68,8 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
     if device is None:
         # Also before it is current: asking for the current one makes a context on GPU 0.
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
-    cluster, layouts = (
-        machine.cluster_of(args.dynapipe_cluster, device=device),
-        batch_layouts(args, family, on_cpu=device.type == "cpu"),
-    )
+    cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
+    layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
     model = model_config(args, family)
     costs = _costs(args, model, device)
     return RunConfig(
@@ -98,15 +97,22 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
-        plans_chunks=args.dynapipe_layers_per_stage == AUTO
-        and args.dynapipe_chunks is None
-        and not args.hybrid_layer_pattern,  # which says how many there are
+        plans_chunks=_plans_chunks(args),
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         log_interval=args.log_interval,
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
+
+
+def _plans_chunks(args: argparse.Namespace) -> bool:
+    """Whether the run's virtual stages are planned with its layer split."""
+    if args.dynapipe_layers_per_stage != AUTO or args.dynapipe_chunks is not None:
+        return False
+    if args.hybrid_layer_pattern:  # which says how many there are
+        return False
+    return not unordered_because(args.dynapipe_schedule, stages=args.pipeline_model_parallel_size, chunks=2)
 
 
 def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
@@ -174,6 +180,7 @@ def _planner(
         scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
         micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
+        schedule=schedule(args),
         expert_layers=model.experts.layers if model.experts else (),
         pattern=kinds_of_pattern(model.pattern) if model.pattern else (),
         expert_parallel=in_step,
