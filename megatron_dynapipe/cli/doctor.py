@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}
     absent = {name for name, check in checks.items() if check.status == "absent"}
-    can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN
+    can_train = not failed | absent
+    can_plan = not failed & NEEDED_TO_PLAN
     if args.json:
         rows = [{"name": name, **check._asdict()} for name, check in checks.items()]
         print_json({"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows})

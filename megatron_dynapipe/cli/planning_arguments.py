@@ -189,7 +189,9 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     encoder_layers, decoder_layers = _layers(args)
-    split, experts, chunks = args.layers_per_stage, experts_of(args), 1
+    split = args.layers_per_stage
+    experts = experts_of(args)
+    chunks = 1
     if split != AUTO and (stages := split_of_pattern(args.pattern)) is not None:
         check_stages(args.pattern, stages=args.pipeline_parallel, split=None if split == EQUAL else split)
         split = stages

@@ -282,7 +282,8 @@ def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
-    nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
+    nodes = max(1, -(-args.devices // per_node))
+    ranks = min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
     flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
         word for name, value in layout_flags(best, settings).items() if value is not False

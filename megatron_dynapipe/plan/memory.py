@@ -42,10 +42,12 @@ def message_elements(instructions: Sequence[Instruction], *, forward_only: bool)
     sizes: dict[tuple[Buffer, int, int], int] = {}
     for step in instructions:
         if isinstance(step, (RecvStart, SendStart)):
-            buffer, size = buffer_of(step), sum(map(prod, step.shapes))
+            buffer = buffer_of(step)
+            size = sum(map(prod, step.shapes))
             sizes[buffer, step.micro_batch, step.chunk] = size
             largest[POOLS[buffer]] = max(largest[POOLS[buffer]], size)
-    used, most = defaultdict[Buffer, int](int), defaultdict[Buffer, int](int)
+    used = defaultdict[Buffer, int](int)
+    most = defaultdict[Buffer, int](int)
     under_way: list[int] = []
     kept = 0
     for step in instructions:
@@ -82,14 +84,18 @@ def high_water_marks(
         passes: steps of its passes, in order.
         messages: bytes of messages while each of them runs.
     """
-    batches, instructions, stages = replica.micro_batches, replica.stages[stage].instructions, plan.pipeline_stages
+    batches = replica.micro_batches
+    instructions = replica.stages[stage].instructions
+    stages = plan.pipeline_stages
     effects = effects_of(forward_only=plan.forward_only)
     bytes_held = plan.model_state_bytes[stage]
     for step, under_way in zip(passes, messages, strict=True):
         instruction = instructions[step]
         assert isinstance(instruction, Pass)
-        micro_batch, v = batches[instruction.micro_batch], instruction.chunk * stages + stage
-        stored, peak = micro_batch.stored_bytes[v], micro_batch.peak_bytes[v]
+        micro_batch = batches[instruction.micro_batch]
+        v = instruction.chunk * stages + stage
+        stored = micro_batch.stored_bytes[v]
+        peak = micro_batch.peak_bytes[v]
         effect = effects[type(instruction)]
         if effect.work is Work.FORWARD:
             yield bytes_held + peak + under_way

@@ -52,7 +52,8 @@ def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
 
 def point_at(instructions: Sequence[Instruction], step: int, *, around: int = 4) -> str:
     """The neighbourhood of one instruction of a list, with an arrow at it, for error messages."""
-    first, last = max(step - around, 0), min(step + around + 1, len(instructions))
+    first = max(step - around, 0)
+    last = min(step + around + 1, len(instructions))
     words = [format_instruction(i) for i in instructions[first:last]]
     words[step - first] = f"--> {words[step - first]} <--"
     return " ".join(["…"] * (first > 0) + words + ["…"] * (last < len(instructions)))

@@ -7,7 +7,10 @@ import msgspec
 
 from megatron_dynapipe.plan.instructions import EFFECTS, Instruction, Pass, Work
 
-FORWARD, BACKWARD, TRANSFER, OTHER = "forward", "backward", "transfer", "other"
+FORWARD = "forward"
+BACKWARD = "backward"
+TRANSFER = "transfer"
+OTHER = "other"
 """Kinds of instructions, for where time went."""
 _KINDS = {
     Work.FORWARD: FORWARD,

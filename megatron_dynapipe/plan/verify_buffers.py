@@ -120,7 +120,8 @@ class StageTrace:
         self.waits: list[Wait] = []
         self._dimensions = dimensions
         self._effects = effects_of(forward_only=dimensions.forward_only)
-        rows, chunks = dimensions.micro_batches, dimensions.chunks
+        rows = dimensions.micro_batches
+        chunks = dimensions.chunks
         full = [ABSENT] * chunks
         backward = [NONE if dimensions.forward_only else ABSENT] * chunks
         not_first = full if stage else [NONE, *full[1:]]
@@ -177,7 +178,8 @@ class StageTrace:
         return effect is not None and effect.graph is not None and effect.graph[0] == state
 
     def _transfer(self, step: int, key: int, instruction: Transfer, effect: Effect) -> None:
-        payload, stages = instruction.payload, self._dimensions.stages
+        payload = instruction.payload
+        stages = self._dimensions.stages
         sending = effect.carries is SENT_BUFFER
         downstream = sending == (payload is Payload.ACTIVATION)
         peer = (self.stage + (1 if downstream else -1)) % stages

@@ -117,7 +117,8 @@ def _with_sends(stage: int, instructions: Sequence[Instruction], topology: Pipel
         yield instruction
         for payload in _SENDS[type(instruction)]:
             assert isinstance(instruction, Pass)
-            row, chunk = instruction.micro_batch, instruction.chunk
+            row = instruction.micro_batch
+            chunk = instruction.chunk
             onwards = 1 if payload is Payload.ACTIVATION else -1
             v = chunk * topology.stages + stage
             if 0 <= v + onwards <= topology.last:

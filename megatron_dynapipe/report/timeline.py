@@ -57,7 +57,8 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG or SVG by the path's suffix, marked as this program's; raises as `outputs.write_file`."""
-    data, kind = io.BytesIO(), path.suffix.lstrip(".")
+    data = io.BytesIO()
+    kind = path.suffix.lstrip(".")
     figure.savefig(data, format=kind, metadata={"Software" if kind == "png" else "Creator": GENERATOR})
     write_file(path, data.getvalue(), is_ours=marked(GENERATOR))
     return path
@@ -107,7 +108,8 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
 
 def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
     """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
-    corners, colours = [], []
+    corners = []
+    colours = []
     for event in (e for e in events if isinstance(e.instruction, Pass)):
         its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
         for place, number in enumerate(its):
@@ -122,7 +124,8 @@ def _box(event: Event, stage: int) -> list[tuple[float, float]]:
 
 
 def _corners(event: Event, top: float, bottom: float) -> list[tuple[float, float]]:
-    left, right = event.start_ns / NS_PER_MS, event.end_ns / NS_PER_MS
+    left = event.start_ns / NS_PER_MS
+    right = event.end_ns / NS_PER_MS
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 

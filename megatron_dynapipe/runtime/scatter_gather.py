@@ -40,7 +40,8 @@ class ScatterGatherTransport:
         self._group = group
         self._stage = stage
         self._is_sharded = is_sharded
-        self._rank, self._size = group.rank(), group.size()
+        self._rank = group.rank()
+        self._size = group.size()
 
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending, the whole or this rank's shard; see `Transport`."""

@@ -133,7 +133,8 @@ class StepRunner:
             DynaPipeError: a rank cannot run it; the same message on all of them.
             Exception: whatever a pass raised, with a note that names the instruction.
         """
-        context, agreement = self._context(step), step.agreement
+        context = self._context(step)
+        agreement = step.agreement
         totals = PendingTotals(self._control, step.model)
 
         def start_totals() -> None:
@@ -174,7 +175,8 @@ class PendingTotals:
     """The sums over all ranks of a step's losses and their number, on the way while passes run."""
 
     def __init__(self, control: ControlGroup | None, model: StageModel) -> None:
-        self._control, self._model = control, model
+        self._control = control
+        self._model = model
         self._sum: Callable[[], torch.Tensor] | None = None
 
     def start(self) -> None:

@@ -57,7 +57,8 @@ class _TorchWork:
 
     def __init__(self, work: dist.Work | None, deadline: datetime.timedelta | None) -> None:
         assert work is not None, "this rank is in the group of the channel"
-        self._work, self._deadline = work, deadline
+        self._work = work
+        self._deadline = deadline
 
     def wait(self) -> None:
         if self._deadline is None:

@@ -76,7 +76,8 @@ class PooledTransfers:
         if shapes != instruction.shapes:
             sent = tuple(map(tuple, shapes))
             raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {sent}")
-        expected, dtypes = list(self._dtypes(instruction)), [tensor.dtype for tensor in tensors]
+        expected = list(self._dtypes(instruction))
+        dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != expected:
             raise ExecutionError(
                 f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",
@@ -99,7 +100,8 @@ class PooledTransfers:
         work.wait()
 
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
-        shapes, dtypes = instruction.shapes, self._dtypes(instruction)
+        shapes = instruction.shapes
+        dtypes = self._dtypes(instruction)
         tensors = views(self._pools[POOLS[buffer_of(instruction)]].take(), shapes, dtypes)
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors) if tensors else JoinedWork([])

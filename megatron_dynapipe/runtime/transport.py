@@ -44,7 +44,9 @@ class JoinedWork:
     def __init__(
         self, works: Sequence[Work], *, keep: Sequence[torch.Tensor] = (), then: Callable[[], None] | None = None
     ) -> None:
-        self._works, self._keep, self._then = works, keep, then
+        self._works = works
+        self._keep = keep
+        self._then = then
 
     def wait(self) -> None:
         """Wait for all of them."""
@@ -91,5 +93,6 @@ class GatedTransport:
 
     def _pass(self) -> None:
         if self.gate is not None:
-            gate, self.gate = self.gate, None
+            gate = self.gate
+            self.gate = None
             gate()

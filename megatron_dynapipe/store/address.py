@@ -39,7 +39,8 @@ class StoreAddress:
             raise self._malformed()
         try:
             parts = urlsplit(self.url)
-            port, host = parts.port, parts.hostname or ""
+            port = parts.port
+            host = parts.hostname or ""
             host.encode("idna")  # as looking it up does
         except ValueError:
             raise self._malformed() from None  # the cause may quote a piece of the password

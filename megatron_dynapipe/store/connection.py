@@ -132,12 +132,14 @@ class _Bounded:
     """
 
     def __init__(self, link: Any, timeout_s: float) -> None:
-        self._link, self._timeout_s = link, timeout_s
+        self._link = link
+        self._timeout_s = timeout_s
         self._asked_s: float | None = timeout_s
         self._begin()
 
     def _begin(self) -> None:
-        self._end, self._bytes_left = time.monotonic() + self._timeout_s, _REPLY_BYTES
+        self._end = time.monotonic() + self._timeout_s
+        self._bytes_left = _REPLY_BYTES
 
     def settimeout(self, seconds: float | None) -> None:
         self._asked_s = seconds  # 0: is there anything to receive?

@@ -114,7 +114,8 @@ class RedisStore(Connections):
     def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, tuple[int, bytes]]:
         """(first half of its id, value) of the newest entry of each stream that has one beyond the id in `after`."""
         assert after and 0 < timeout_s < math.inf, f"a wait needs a key or topic and a deadline, got {timeout_s}"
-        doing, deadline = f"waiting for {what}", time.monotonic() + timeout_s
+        doing = f"waiting for {what}"
+        deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             milliseconds = math.ceil(min(left_s, _BLOCK_S) * 1000)

@@ -24,6 +24,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     batch_layouts,
     core_attention,
     describe,
+    schedule,
     slices,
     split_backward,
     undivided_because,
@@ -33,10 +34,10 @@ from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
-from megatron_dynapipe.integration.flags.schedule import schedule, unordered_because
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
+from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.loop import split_sampler
@@ -130,7 +131,8 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
     shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
         costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
-        fields, tensor_parallel = msgspec.structs.asdict(shape), args.tensor_model_parallel_size
+        fields = msgspec.structs.asdict(shape)
+        tensor_parallel = args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
         return costs
     rates = CPU_RATES if on_cpu else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
@@ -145,7 +147,8 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
 
 def _labels_reach_experts(args: argparse.Namespace) -> bool:
     """Whether there are experts, and their routers do nothing that asks for positions without a label."""
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = args.moe_router_load_balancing_type
+    coefficients = args.moe_aux_loss_coeff
     balances = kinds not in ("none", ["none"]) and (
         any(coefficients) if isinstance(coefficients, list) else coefficients
     )
@@ -160,7 +163,8 @@ def _planner(
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
-    limit_mb, on_cpu = args.dynapipe_device_memory_limit, device.type == "cpu"
+    limit_mb = args.dynapipe_device_memory_limit
+    on_cpu = device.type == "cpu"
     in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(

@@ -11,7 +11,8 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
 TRAINING = "--dynapipe-"
 """How training's flags begin."""
-AUTO, EQUAL = "auto", "equal"
+AUTO = "auto"
+EQUAL = "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
 ADAPTIVE = "adaptive"
 """The schedule that is searched."""

@@ -55,7 +55,8 @@ def add_times(timers: Timers | None, trace: Trace, waited_seconds: float) -> Non
 @contextlib.contextmanager
 def without_timers(config: Any) -> Iterator[None]:
     """Megatron's functions for single passes find no timers in the model's configuration, as while it evaluates."""
-    timers, config.timers = config.timers, None
+    timers = config.timers
+    config.timers = None
     try:
         yield
     finally:

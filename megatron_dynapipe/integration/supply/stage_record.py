@@ -24,7 +24,8 @@ def stage_record(
     `losses` are (sum over tokens, tokens) by name, on the last stage. The previous iteration's list ended at
     `previous_end_ns`; None before the first.
     """
-    spent, waited = time_by_kind(events), round(item.waited_seconds * 1e9)
+    spent = time_by_kind(events)
+    waited = round(item.waited_seconds * 1e9)
     between = events[0].start_ns - previous_end_ns - waited if events and previous_end_ns is not None else 0
     return StageRecord(
         iteration=item.entry.iteration,
@@ -60,7 +61,8 @@ class EvaluationLosses:
 
     def take(self, iteration: int) -> list[EvaluationRecord]:
         """Hand out a record for each split, after so many training iterations."""
-        taken, self._sums = self._sums, {}
+        taken = self._sums
+        self._sums = {}
         records = []
         for split, sums in taken.items():
             if sums:  # of the last stage

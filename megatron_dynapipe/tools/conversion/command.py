@@ -24,7 +24,9 @@ from megatron_dynapipe.tools.conversion.names import entries
 from megatron_dynapipe.tools.conversion.tensors import TensorEntry
 from megatron_dynapipe.units import ModelFamily
 
-RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
+RUN_FILE = "model.yaml"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 _HEADER = """\
 # {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
@@ -53,7 +55,8 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         CheckpointError: its files cannot be written.
     """
     config = read_config(source)
-    described, family = flags(config), family_of(config.to_dict())
+    described = flags(config)
+    family = family_of(config.to_dict())
     theirs = _their_model(config, source)
     tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
@@ -84,7 +87,8 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
 
     like = like or folder
     config = read_config(like)
-    described, vocabulary = flags(config), config.vocab_size
+    described = flags(config)
+    vocabulary = config.vocab_size
     with checkpoint.whole_model(described, family_of(config.to_dict()), vocabulary, torch.float32) as model:
         divides_scores = _divides_scores(config.model_type, folder)
         table = entries(config.model_type, described, vocabulary, divides_scores=divides_scores)
@@ -119,7 +123,8 @@ def fill(model: nn.Module, table: list[TensorEntry], tensors: Mapping[str, Tenso
         for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
-            parameter, value = parameters.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
+            parameter = parameters.pop(entry.ours)
+            value = entry.join([tensors[name] for name in entry.theirs])
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
             if tuple(value.shape) != expected:
                 raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")

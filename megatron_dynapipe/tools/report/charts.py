@@ -149,7 +149,8 @@ def _efficiency(run: Run) -> Chart:
 def _prediction(run: Run) -> Chart:
     measured = [record.measured_ns / NS_PER_MS for record in run.iterations]
     predicted = [record.predicted_ns / NS_PER_MS for record in run.iterations]
-    layout, note = _by_iteration("ms"), "Of an iteration's list, on the slowest replica."
+    layout = _by_iteration("ms")
+    note = "Of an iteration's list, on the slowest replica."
     first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
     others = [max(pair) for record, *pair in zip(run.iterations, measured, predicted, strict=True)
               if record.iteration not in first]  # fmt: skip

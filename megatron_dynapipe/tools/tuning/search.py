@@ -39,7 +39,9 @@ class _Evaluation:
     """A candidate and what is known of it so far."""
 
     def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
-        self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
+        self.candidate = candidate
+        self.settings = candidate.settings
+        self.error = candidate.error
         self.outcomes: list[Outcome] = []
         self.bounds = bounds
         self.reduction_ns = self.optimizer_ns = 0
@@ -172,11 +174,13 @@ def _divided(
     """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
     whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
     candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)
-    one, counts = _Evaluation(candidate, [0] * len(batches)), None
+    one = _Evaluation(candidate, [0] * len(batches))
+    counts = None
     try:
         stage_of = divide_segments(costs, costs.points, stages, whole.memory_limit_bytes)
         counts = tuple(stage_of.count(stage) for stage in range(stages))
-        one.settings, cost_model = settings_of(stage_of, stages=stages, replicas=replicas), costs.of_stages(stage_of)
+        one.settings = settings_of(stage_of, stages=stages, replicas=replicas)
+        cost_model = costs.of_stages(stage_of)
         state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
         one.reduction_ns, one.optimizer_ns = step_ns(one.settings, state, StepRates())
     except DynaPipeError as error:
@@ -200,8 +204,11 @@ class _Search:
         progress: Progress | None,
     ) -> None:
         self.plans = 0
-        self._evaluations, self._cost_model, self._batches = evaluations, cost_model, batches
-        self._top, self._progress = top, progress
+        self._evaluations = evaluations
+        self._cost_model = cost_model
+        self._batches = batches
+        self._top = top
+        self._progress = progress
         self._open = [(one.bound_ns, at) for at, one in enumerate(evaluations) if one.error is None]
         heapq.heapify(self._open)
         self._known: list[int] = []
@@ -226,7 +233,8 @@ class _Search:
             except DynaPipeError as error:
                 one.error = error.message
                 return
-            one.settings, one.unsplit = msgspec.structs.replace(one.settings, layers_per_stage=split), False
+            one.settings = msgspec.structs.replace(one.settings, layers_per_stage=split)
+            one.unsplit = False
         workers.start(at, one.settings, len(one.outcomes))
 
     def _take(self, at: int, batch: int, outcome: Outcome) -> None:
@@ -313,8 +321,10 @@ def _rank(one: _Evaluation) -> tuple[int, int]:
 
 
 def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
-    settings, planned = one.settings, len(one.outcomes)
-    allowed, known = settings.micro_batch_layouts, dict[str, Any]()
+    settings = one.settings
+    planned = len(one.outcomes)
+    allowed = settings.micro_batch_layouts
+    known = dict[str, Any]()
     if one.error is None:
         known["reduction_ms"], known["optimizer_ms"] = one.reduction_ns / NS_PER_MS, one.optimizer_ns / NS_PER_MS
         known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS

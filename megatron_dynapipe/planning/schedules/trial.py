@@ -1,32 +1,10 @@
-"""`--dynapipe-schedule`: how a run's plans order passes, tried on this run's pipeline before it trains."""
-
-import argparse
+"""A schedule, tried on a few micro-batches before a run relies on it."""
 
 import numpy as np
 
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.problem import ScheduleProblem
-from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings
+from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.simulate import simulate
-
-FLAG = "--dynapipe-schedule"
-
-
-def schedule(args: argparse.Namespace) -> ScheduleSettings:
-    """The schedule of a run's flags.
-
-    Raises:
-        ConfigError: it cannot order the passes of this run's pipeline.
-    """
-    method, stages = args.dynapipe_schedule, args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    if reason := unordered_because(method, stages=stages, chunks=chunks):
-        raise ConfigError(
-            f"{FLAG} {method} cannot order the passes of {stages} pipeline stages of {chunks} virtual stages each:"
-            f" {reason}",
-            hint=f"pass {FLAG} {ScheduleSettings().method}, or another number of stages",
-        )
-    return ScheduleSettings(method=method)
 
 
 def unordered_because(method: str, *, stages: int, chunks: int) -> str:
@@ -44,7 +22,8 @@ def unordered_because(method: str, *, stages: int, chunks: int) -> str:
 def _problem(rows: int, stages: int, chunks: int, *, forward_only: bool) -> ScheduleProblem:
     """Micro-batches of equal costs, on stages of equal work and memory for all."""
     shape = (rows, stages * chunks)
-    ones, zeros = np.ones(shape, np.int64), np.zeros(shape, np.int64)
+    ones = np.ones(shape, np.int64)
+    zeros = np.zeros(shape, np.int64)
     return ScheduleProblem(
         stages=stages,
         chunks=chunks,
