@@ -12,6 +12,8 @@ import torch
 from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.plan.instructions import (
     POOLS,
+    RECEIVED_BUFFER,
+    SENT_BUFFER,
     Buffer,
     Payload,
     RecvStart,
@@ -70,7 +72,7 @@ class PooledTransfers:
             pool.begin(largest.get(buffer, 0))
 
     def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
-        key = buffer_of(instruction), instruction.micro_batch, instruction.chunk
+        key = SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk
         tensors = buffers.tensors(*key)
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
@@ -102,7 +104,7 @@ class PooledTransfers:
     def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
         shapes = instruction.shapes
         dtypes = self._dtypes(instruction)
-        tensors = views(self._pools[POOLS[buffer_of(instruction)]].take(), shapes, dtypes)
+        tensors = views(self._pools[POOLS[RECEIVED_BUFFER[instruction.payload]]].take(), shapes, dtypes)
         channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
         work = self._transport.start_recv(channel, instruction.peer, tensors) if tensors else JoinedWork([])
         self._receiving[_transfer_key(instruction)] = work, tensors
@@ -113,7 +115,7 @@ class PooledTransfers:
             raise ExecutionError(f"{format_instruction(instruction)} waits for a receive that was not started")
         work, tensors = started
         work.wait()
-        buffers.put(buffer_of(instruction), instruction.micro_batch, instruction.chunk, tensors)
+        buffers.put(RECEIVED_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk, tensors)
 
     def check_finished(self) -> None:
         """Raise ExecutionError naming the transfers that a list has left under way."""
