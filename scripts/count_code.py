@@ -34,7 +34,7 @@ BOUNDS: Mapping[str, float] = {
     "tokens a line of the package": 10.2,
     "tokens a line of its core": 9.5,
     "lines of the longest function": 60,
-    "kinds of values": 207,
+    "kinds of values": 210,  # to come down to 207; converted vocabularies and figures of one GPU brought 3
     "flags": 30,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

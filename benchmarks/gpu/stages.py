@@ -163,12 +163,12 @@ class Comparison:
         made = cases(self.folder, self.options.device, costs, small=self.options.small, flags=flags)
         chosen = self.options.only if self.options.only is not None else range(len(made))
         made = [case for place, case in enumerate(made) if place in chosen]
-        return [self._measured(case) for case in made] if self.options.device == "cpu" else made
+        if self.options.device == "cpu":
+            return [case if case.name in costs else self._measured(case) for case in made]
+        return made
 
     def _measured(self, case: Case) -> Case:
         """A case with costs of this CPU, which are measured once for each model."""
-        if case.costs != "analytic":
-            return case
         path = self.folder / f"{case.name}.json"
         if not path.exists():
             say(f"measuring {case.name}")
@@ -223,7 +223,8 @@ class Comparison:
         from benchmarks.gpu.playing import alone
 
         began = time.perf_counter()
-        with alone(row.planned, stage) as player:
+        is_first = len(self.rows) == 1 and stage == 0
+        with alone(row.planned, stage, is_warm=not is_first) as player:
             built = time.perf_counter()
             turns = [player.turn() for _ in range(TURNS[self.options.device])][1:]
             allocated, own_bytes = player.peak_bytes(), player.own_bytes
