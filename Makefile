@@ -10,6 +10,10 @@ PYTEST := $(PYTHON) -m pytest
 SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
+# Every warning in the native core's sources is an error; in the headers of Python and nanobind it is not ours to mend.
+COMPILER := $(if $(shell command -v $(CXX)),$(CXX),$(PYTHON) -m ziglang c++)
+HEADERS = $(shell $(PYTHON) -c 'import nanobind, sysconfig; print("-isystem", nanobind.include_dir(), "-isystem", sysconfig.get_path("include"))')
+CHECK_CORE = $(COMPILER) -std=c++20 -fvisibility=hidden -fsyntax-only -Wall -Wextra -Werror $(HEADERS) csrc/*.cpp
 # A link that leads nowhere is an error.
 DOCS := $(PYTHON) -m sphinx --fail-on-warning --quiet docs build/docs
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
@@ -21,7 +25,7 @@ help:
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
 	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
-	@echo "make check      lint, types, import order, size, documents"
+	@echo "make check      lint, warnings of the native core, types, import order, size, documents"
 	@echo "make claims     runs what docs/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
 	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
@@ -53,6 +57,7 @@ test-upstream: setup
 	test -z "$$failed" || { echo "error: failed with$$failed"; exit 1; }
 
 check: setup
+	$(CHECK_CORE)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

@@ -231,12 +231,11 @@ std::vector<PassCosts> pass_costs(const std::vector<Matrix>& arrays, size_t virt
 
 std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
                                                            const Ints& model_state, bool forward_only,
-                                                           const Matrix& order, bool queue_links,
-                                                           bool peak_covers_backward, int64_t receive_ahead,
+                                                           const Matrix& order, bool peak_covers_backward,
+                                                           int64_t receive_ahead,
                                                            bool ordered_starts) {
     const PipelineShape shape =
         pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward, receive_ahead, ordered_starts);
-    require(shape.transfers.are_plain() || !queue_links, "queued links, or starts of transfers that wait");
     const std::vector<PassCosts> costs = pass_costs(arrays, shape.virtual_stages());
     require(order.shape(0) == model_state.size(), "passes of every stage");
     for (size_t i = 0; i < order.size(); ++i)
@@ -247,7 +246,7 @@ std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector
     Integers peaks;
     {
         nb::gil_scoped_release release;
-        run = simulate(shape, costs, passes, queue_links);
+        run = simulate(shape, costs, passes);
         if (!run.stalled) peaks = peak_memory(shape, costs, passes);
     }
     return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
@@ -359,7 +358,8 @@ NB_MODULE(_native, module) {
         .def("uncovered_stage", &BatchProblem::uncovered_stage, "size"_a, "input_length"_a, "target_length"_a, "mode"_a,
              "The first virtual stage on which a padded micro-batch has no costs, or -1.");
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
-               "forward_only"_a, "order"_a.noconvert(), "queue_links"_a, "peak_covers_backward"_a = false, "receive_ahead"_a = -1, "ordered_starts"_a = false,
+               "forward_only"_a, "order"_a.noconvert(), "peak_covers_backward"_a = false, "receive_ahead"_a = -1,
+               "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,

@@ -4,12 +4,23 @@
 #include <cstring>
 #include <utility>
 
+#include "memory.h"
+
 namespace dynapipe {
 namespace {
 
 // The numbers of plan/instructions.py.
 enum Kind : int64_t {
     kLoad = 1, kForward, kBackward, kSendStart, kSendWait, kRecvStart, kRecvWait, kFree, kBackwardInput, kBackwardWeight
+};
+// A record's name and the elements of its array, its number first. Python holds both against its own (planning/native.py).
+struct Record {
+    const char* name;
+    int64_t fields;
+};
+constexpr Record kRecords[] = {
+    {"", 0},         {"Load", 2},     {"Forward", 3}, {"Backward", 3},      {"SendStart", 6},     {"SendWait", 5},
+    {"RecvStart", 6}, {"RecvWait", 5}, {"Free", 4},    {"BackwardInput", 3}, {"BackwardWeight", 3},
 };
 enum Buffer : int64_t { kData = 1, kInput, kOutput, kOutputGrad, kInputGrad, kBuffers };
 enum Payload : int64_t { kActivation = 1, kGradient, kPayloads };
@@ -178,8 +189,7 @@ Walk::Walk(const ListShape& shape, int64_t stages, int64_t stage) : shape_(shape
 
 bool Walk::step(Reader& reader) {
     const int64_t fields = reader.array(), kind = reader.number();
-    constexpr int64_t kFields[] = {0, 2, 3, 3, 6, 5, 6, 5, 4, 3, 3};
-    if (!reader.ok || kind < kLoad || kind > kBackwardWeight || fields != kFields[kind]) return false;
+    if (!reader.ok || kind < kLoad || kind > kBackwardWeight || fields != kRecords[kind].fields) return false;
     bool fine;
     if (kind >= kSendStart && kind <= kRecvWait) {
         fine = transfer(kind, reader);
@@ -346,12 +356,17 @@ Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape) {
 }
 
 Numbers instruction_numbers() {
-    return {{"Instruction", {{"Load", kLoad}, {"Forward", kForward}, {"Backward", kBackward}, {"SendStart", kSendStart},
-                             {"SendWait", kSendWait}, {"RecvStart", kRecvStart}, {"RecvWait", kRecvWait}, {"Free", kFree},
-                             {"BackwardInput", kBackwardInput}, {"BackwardWeight", kBackwardWeight}}},
+    std::vector<std::pair<const char*, int64_t>> numbers, fields;
+    for (int64_t kind = kLoad; kind <= kBackwardWeight; ++kind) {
+        numbers.emplace_back(kRecords[kind].name, kind);
+        fields.emplace_back(kRecords[kind].name, kRecords[kind].fields);
+    }
+    return {{"Instruction", numbers},
+            {"InstructionFields", fields},
             {"Buffer", {{"DATA", kData}, {"INPUT", kInput}, {"OUTPUT", kOutput}, {"OUTPUT_GRAD", kOutputGrad},
                         {"INPUT_GRAD", kInputGrad}}},
-            {"Payload", {{"ACTIVATION", kActivation}, {"GRADIENT", kGradient}}}};
+            {"Payload", {{"ACTIVATION", kActivation}, {"GRADIENT", kGradient}}},
+            {"Lowering", {{"SENT_AHEAD", kSentAhead}}}};
 }
 
 }  // namespace dynapipe

@@ -25,7 +25,8 @@ struct Verified {
 // What does not hold here is left to plan/verify.py, which says what is wrong.
 Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape);
 
-// The numbers by which instructions, buffers and payloads are written: {name: {member: number}}.
+// What lists are written by, for Python to hold against its own: numbers of instructions, buffers and payloads, elements
+// of instructions, and how far a stage of a forward-only plan runs ahead: {name: {member: number}}.
 using Numbers = std::vector<std::pair<const char*, std::vector<std::pair<const char*, int64_t>>>>;
 Numbers instruction_numbers();
 

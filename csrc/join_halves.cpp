@@ -20,7 +20,7 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
     if (batches.empty()) return;
     std::vector<PassCosts> costs;
     for (const MicroBatch* batch : batches) costs.push_back(*batch->costs);
-    const Simulation base = simulate(shape, costs, order, false);
+    const Simulation base = simulate(shape, costs, order);
     const int64_t makespan = base.makespan, width = order.size() / shape.stages;
     std::vector<int64_t> most_idle(shape.stages, makespan);  // for no longer a time
     for (size_t i = 0; i < order.size(); ++i) most_idle[i / width] -= base.end[i] - base.start[i];
@@ -37,7 +37,7 @@ void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<P
             *first -= kInputPass - kBackwardPass;
             std::rotate(second, second + 1, end);
             end[-1] = kNoPass;
-            const Simulation run = simulate(shape, costs, order, false, &most_idle);
+            const Simulation run = simulate(shape, costs, order, &most_idle);
             if (!run.stalled && run.makespan <= makespan && fits(shape, costs, order)) continue;
             *first += kInputPass - kBackwardPass;
             end[-1] = half;

@@ -35,19 +35,19 @@ struct Policy {
 // Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
 class ListScheduler {
     struct Stage {
-        int64_t free, held;
-        int64_t idle;    // of `free`
-        int64_t halves;  // of `free`, in second halves
-        int64_t forwards, backwards;  // that have run
-        int64_t released;  // backwards up to the first that waits for its second half
-        int64_t passes;    // that have run
-        PassKind next;
+        int64_t free = 0, held = 0;
+        int64_t idle = 0;    // of `free`
+        int64_t halves = 0;  // of `free`, in second halves
+        int64_t forwards = 0, backwards = 0;  // that have run
+        int64_t released = 0;  // backwards up to the first that waits for its second half
+        int64_t passes = 0;    // that have run
+        PassKind next = kForwardPass;
         // Messages: received inputs and gradients that were waited for, inputs that are no longer needed, bytes of those that
         // forwards keep; what was sent, and is known to be received, gradients and activations; the pools' buffers.
-        int32_t inputs, gradients, freed;
-        int32_t sent[2], done[2];
-        int32_t input_pool, sent_pool;
-        int64_t kept;
+        int32_t inputs = 0, gradients = 0, freed = 0;
+        int32_t sent[2] = {}, done[2] = {};
+        int32_t input_pool = 0, sent_pool = 0;
+        int64_t kept = 0;
     };
     // What a pass waits for: when it is there, and how many of the stage's messages its sender had received by then.
     struct Arrival {

@@ -9,7 +9,7 @@
 namespace dynapipe {
 
 Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
-                    bool queue_links, const std::vector<int64_t>* most_idle) {
+                    const std::vector<int64_t>* most_idle) {
     if (!shape.transfers.are_plain()) return simulate_transfers(shape, costs, order);
     const int64_t stages = shape.stages, chunks = shape.chunks, last = shape.virtual_stages() - 1;
     const int64_t passes = order.size() / stages;
@@ -17,7 +17,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
     Simulation run;
     run.start.assign(order.size(), 0);
     run.end.assign(order.size(), 0);
-    std::vector<int64_t> free(stages, 0), idle(stages, 0), link_free(2 * stages, 0);
+    std::vector<int64_t> free(stages, 0), idle(stages, 0);
     std::vector<int64_t>& position = run.position;
     position.assign(stages, 0);
     // When a forward's input is there, a backward's gradient, and what a first half leaves to the second.
@@ -61,13 +61,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             if (!backward && v == last) gradient_ready[at] = end;
             if (kind != kWeightPass && (backward ? v > 0 : v < last)) {
                 const int64_t duration = (backward ? cost.backward_transfer : cost.forward_transfer)[v];
-                int64_t depart = end;
-                if (queue_links) {
-                    int64_t& link = link_free[2 * stage + backward];
-                    depart = std::max(end, link);
-                    link = depart + duration;
-                }
-                (backward ? gradient_ready[at - 1] : input_ready[at + 1]) = depart + duration;
+                (backward ? gradient_ready[at - 1] : input_ready[at + 1]) = end + duration;
                 wake((backward ? v - 1 : v + 1) % stages);
             }
             ++position[stage];

@@ -43,7 +43,8 @@ BY_DEVICE: tuple[tuple[str, str], ...] = (
     (r"\bA100-SXM4-80GB\b", "a100_80gb"),
     (r"\bA100-SXM4-40GB\b", "a100_40gb"),
 )
-MEMORY, DEVICES = "device-memory-mb", "devices-per-node"
+MEMORY = "device-memory-mb"
+DEVICES = "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
 """Keys of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
 
@@ -183,7 +184,8 @@ def early_flags(arguments: Sequence[str], defaults: Mapping[str, Any] = EARLY_FL
 
 def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """A command line without some flags and their values."""
-    left, is_dropped = [], False
+    left = []
+    is_dropped = False
     for argument in arguments:
         if argument.startswith("--"):
             is_dropped = argument.partition("=")[0] in flags

@@ -1,4 +1,4 @@
-"""Writing what a command makes without losing what it did not make.
+"""Writing what a command makes without losing what it did not make, and what a run says.
 
 A file or folder appears whole under its name or not at all, and only what this package made is replaced: everything it
 writes says `dynapipe` in its first bytes, or comes with a rule of its own that recognises it.
@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,22 @@ LOCK_SHARE = 0.8
 _POLL_S = 0.2
 _locks: dict[Path, int] = {}
 """Descriptors of the lock files that this process holds."""
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for its job: rank 0 does, and a process that is in none."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Add a line to a run's log, on the rank that speaks for all."""
+    if is_first_rank():
+        print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Tell what goes wrong on this rank, on stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def is_marked(head: bytes) -> bool:
@@ -236,7 +253,8 @@ def lock_folder(folder: Path, *, wait_s: float, of: str = "checkpoints") -> None
         raise ConfigError(
             f"cannot write {of} to {folder}: {error.strerror}", hint="give a folder that all nodes may write to"
         ) from error
-    deadline, is_first = time.monotonic() + wait_s, True
+    deadline = time.monotonic() + wait_s
+    is_first = True
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

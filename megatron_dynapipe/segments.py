@@ -218,7 +218,8 @@ def segment_settings(
         network: links between devices; by default those that the costs were measured with.
         schedule: how passes are ordered.
     """
-    virtual, state = stage_of[-1] + 1, costs.state_bytes(stage_of)
+    virtual = stage_of[-1] + 1
+    state = costs.state_bytes(stage_of)
     return PlannerSettings(
         family=ModelFamily.GPT,
         encoder_layers=virtual,
@@ -277,7 +278,8 @@ def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> CostTable
     """Every stage's costs on the grid that was measured; what was not measured of it is absent."""
     points = [(size, int(length)) for length, rows in costs.segments[0].boundary_mb.items() for size, _ in rows]
     sizes, lengths = (increasing(axis) for axis in zip(*points, strict=True))
-    stages, none = max(stage_of) + 1, np.zeros(1, np.int64)
+    stages = max(stage_of) + 1
+    none = np.zeros(1, np.int64)
     values = np.zeros((stages + 1, len(Quantity), len(sizes), len(lengths), 1), np.int64)  # the last is no head
     for stage in range(stages):
         segments = [segment for segment, of in zip(costs.segments, stage_of, strict=True) if of == stage]
@@ -299,7 +301,8 @@ def _tables_of_stages(costs: SegmentCosts, stage_of: Sequence[int]) -> CostTable
     for size, length in points:
         measured[np.searchsorted(sizes, size), np.searchsorted(lengths, length)] = True
     values[:, :, ~measured] = ABSENT
-    kinds, state = stage_kinds(stages), costs.state_bytes(stage_of)
+    kinds = stage_kinds(stages)
+    state = costs.state_bytes(stage_of)
     return CostTables(
         kinds=(*kinds, HEAD),
         sizes=sizes,

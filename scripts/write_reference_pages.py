@@ -68,7 +68,11 @@ def _row(action: argparse.Action) -> str:
     if not values and action.nargs != 0:
         values = "DIR" if action.dest.endswith(("data", "dir")) else "FILE" if action.type is Path else "VALUE"
     name = f"{action.option_strings[0] if action.option_strings else ''} {values}".strip().replace("|", "\\|")
-    text = " ".join(((action.help or "") % {"default": action.default}).split())
+    text = " ".join(
+        (
+            (action.help or "") % {"default": action.default, "choices": ", ".join(map(str, action.choices or ()))}
+        ).split()
+    )
     return f"| `{name}` | {text.replace('|', chr(92) + '|')} |\n"
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
 from megatron_dynapipe.errors import CheckpointError, ConfigError
-from megatron_dynapipe.outputs import LOCK, lock_folder
+from megatron_dynapipe.outputs import LOCK, lock_folder, say, warn
 
 OURS = '{"format": "dynapipe-plan/1"}'
 
@@ -98,3 +98,14 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(outputs.fcntl, "flock", refuse)
     lock_folder(tmp_path, wait_s=0)
     assert "cannot be locked (Operation not supported)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "a line\n"), ("0", "a line\n"), ("3", "")])
+def test_the_first_rank_alone_speaks_for_all_and_every_rank_warns(rank, said, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    say("a line")
+    warn("the disk is full")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (said, "warning: the disk is full\n")

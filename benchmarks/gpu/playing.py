@@ -37,7 +37,7 @@ from megatron_dynapipe.plan.instructions import Channel, Pass
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import StepRunner, step
-from megatron_dynapipe.runtime.transfer import JoinedWork, Work
+from megatron_dynapipe.runtime.transport import JoinedWork, Work
 from megatron_dynapipe.units import ModelFamily, Shape
 
 DEADLINE_S = 120.0

@@ -8,13 +8,16 @@ from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batc
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import positive
 
-BATCHES, SAMPLES, SEED = 8, 64, 1234
+BATCHES = 8
+SAMPLES = 64
+SEED = 1234
 """Batches taken of a dataset, samples of each, and the sampler's seed, which is Megatron's own default."""
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare where lengths come from."""
-    source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
     source.add_argument("--batches", type=Path, metavar="FILE", help="lengths of global batches (docs/comparing.md)")
     source.add_argument("--data", type=Path, metavar="DATASET", help="a dataset folder: the sampler's own batches")
     add("--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})")

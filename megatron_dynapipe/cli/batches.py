@@ -70,7 +70,9 @@ def dataset_batches(
         DataError: the dataset is missing or damaged.
         ConfigError: no samples, or a seed below 0.
     """
-    meta, lengths, has_targets = read_meta(folder), LengthTable.read(folder, "train", family), family is ModelFamily.T5
+    meta = read_meta(folder)
+    lengths = LengthTable.read(folder, "train", family)
+    has_targets = family is ModelFamily.T5
     longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length + meta.has_ends)
     settings = SamplerSettings(
         family=family,

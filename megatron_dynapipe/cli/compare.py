@@ -67,7 +67,8 @@ def _longest(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBat
         inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
         targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
     else:
-        inputs, targets = batch.max_seq_len, batch.max_target_len or batch.max_seq_len
+        inputs = batch.max_seq_len
+        targets = batch.max_target_len or batch.max_seq_len
         for name, most, lengths in (("max_seq_len", inputs, batch.input), ("max_target_len", targets, batch.target)):
             if (longest := max(lengths or [0])) > most:
                 raise DataError(

@@ -106,7 +106,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
     root = Path()
     if args.mixture:
-        mixture, root = read_mixture(args.mixture), args.mixture.parent
+        mixture = read_mixture(args.mixture)
+        root = args.mixture.parent
         source = args.mixture.name
     else:
         mixture = plain_mixture(tuple(args.files))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.store.address import FORM
 from megatron_dynapipe.tools.doctor import NEEDED_TO_PLAN, TO_TRAIN, run_checks
 
 MARKS = {"ok": "ok  ", "note": "note", "absent": "–   ", "fail": "FAIL"}
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store-url-file",
         type=Path,
         metavar="FILE",
-        help="file that holds the redis:// URL of a plan store to reach (default: DYNAPIPE_STORE_URL, else start one)",
+        help=f"file that holds the URL of a plan store to reach, {FORM} (default: DYNAPIPE_STORE_URL, else start one)",
     )
 
 
@@ -27,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}
     absent = {name for name, check in checks.items() if check.status == "absent"}
-    can_train, can_plan = not failed | absent, not failed & NEEDED_TO_PLAN
+    can_train = not failed | absent
+    can_plan = not failed & NEEDED_TO_PLAN
     if args.json:
         rows = [{"name": name, **check._asdict()} for name, check in checks.items()]
         print_json({"format": "dynapipe-doctor/1", "can_train": can_train, "can_plan": can_plan, "checks": rows})

@@ -20,7 +20,8 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily, target_positions
 
-GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+GPT = ModelFamily.GPT
+T5 = ModelFamily.T5
 
 _NOT_MODELLED = (
     *("multi-latent-attention", "mtp-num-layers", "window-size", "experimental-attention-variant", "is-hybrid-model"),
@@ -88,7 +89,9 @@ def take_model_config(args: argparse.Namespace) -> None:
                 f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
             )
-    args.pattern, args.model_file, args.run_lengths = model.pattern, model, (model.max_seq_len, model.max_target_len)
+    args.pattern = model.pattern
+    args.model_file = model
+    args.run_lengths = (model.max_seq_len, model.max_target_len)
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
 def experts_of(args: argparse.Namespace) -> Experts | None:
     """The model's experts; raises ConfigError where they cannot be shared or run as the arguments ask."""
     experts: Experts | None = given_numbers(args).get("experts")
-    shared, count = args.expert_parallel, 1 if experts is None else experts.count
+    shared = args.expert_parallel
+    count = 1 if experts is None else experts.count
     if count % shared or args.data_parallel % shared:
         raise ConfigError(
             f"expected --expert-parallel to divide {count} experts and {args.data_parallel} replicas, got {shared}",
@@ -194,7 +198,9 @@ def _length(flags: Mapping[str, Any], name: str, more: int) -> int | None:
 
 
 def _of_hugging_face(config: Mapping[str, Any]) -> ModelFile:
-    flags, shape, obstacle = megatron_flags(config), hugging_face_fields(config), obstacle_in(config)
+    flags = megatron_flags(config)
+    shape = hugging_face_fields(config)
+    obstacle = obstacle_in(config)
     hidden = shape.pop("hidden")
     return ModelFile(
         model=family_of(config),

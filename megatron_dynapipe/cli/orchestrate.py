@@ -52,7 +52,8 @@ def _print(plan: Orchestration, profile: LayerProfile, *, as_json: bool) -> None
         return
     print(_ROW.format(*_COLUMNS))
     for number, stage in enumerate(plan.stages):
-        first, last = profile.layers[stage.first_layer].name, profile.layers[stage.end_layer - 1].name
+        first = profile.layers[stage.first_layer].name
+        last = profile.layers[stage.end_layer - 1].name
         layers = f"{stage.first_layer}-{stage.end_layer - 1} {first[:12]} … {last[:12]}"
         print(
             _ROW.format(

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(folder: Path, *, as_json: bool) -> int:
     """Print what a checkout is; 1 if it cannot be patched."""
-    checkout, error = None, None
+    checkout = None
+    error = None
     try:
         checkout = survey(folder)[0]
         error = refusal(checkout) if checkout.named(*UNKNOWN) else None

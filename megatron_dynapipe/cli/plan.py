@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     planner = Planner(settings, cost_model)
     if args.layers_per_stage == "auto" and not args.json:
         say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")
-    iterations, idle = [], []
+    iterations = []
+    idle = []
     for number, batch in enumerate(with_progress(batches, unit="batches")):
         entry, plan = _planned(planner, batch, number)
         iterations.append(entry)
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[str, Any], "IterationPlan | None"]:
     """The batch's entry in the report, and its plan, if there is one."""
-    start, processor_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor_start = time.process_time()
     global_batch = batch.global_batch(iteration)
     try:
         plan, seconds = planner.plan_timed(global_batch, iteration)
@@ -86,7 +88,8 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
     encode(plan)  # is part of planning
     seconds["total"] = time.perf_counter() - start
     processor_seconds = time.process_time() - processor_start
-    totals, bounds = plan.totals, limits(planner, global_batch, plan)
+    totals = plan.totals
+    bounds = limits(planner, global_batch, plan)
     return _entry(batch, seconds) | {
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,

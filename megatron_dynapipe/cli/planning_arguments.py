@@ -70,7 +70,6 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
-    add("--schedule", metavar="NAME", help="how passes are ordered: adaptive, 1f1b, gpipe")
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
@@ -195,7 +194,9 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     encoder_layers, decoder_layers = _layers(args)
-    split, experts, chunks = args.layers_per_stage, experts_of(args), 1
+    split = args.layers_per_stage
+    experts = experts_of(args)
+    chunks = 1
     if split != AUTO and (stages := split_of_pattern(args.pattern)) is not None:
         check_stages(args.pattern, stages=args.pipeline_parallel, split=None if split == EQUAL else split)
         split = stages

@@ -60,7 +60,7 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_shared_arguments(parser, without=("layers-per-stage",))
+    add_shared_arguments(parser, without=("layers-per-stage", "schedule"))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")
@@ -325,7 +325,8 @@ def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
-    nodes, ranks = max(1, -(-args.devices // per_node)), min(args.devices, per_node)
+    nodes = max(1, -(-args.devices // per_node))
+    ranks = min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"
     flags = f"--dynapipe-config {args.write_config}" if args.write_config else shlex.join(
         word for name, value in (layout_flags(best, settings) | _tuned_flags(args)).items() if value is not False

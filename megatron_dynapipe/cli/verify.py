@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         print(f"{args.plan}: {error}")
         return 1
-    totals, replicas = plan.totals, len(plan.replicas)
+    totals = plan.totals
+    replicas = len(plan.replicas)
     print(
         f"{args.plan}: iteration {plan.iteration} can run: {totals.samples} samples in "
         f"{sum(totals.micro_batches)} micro-batches on {replicas} replica{'s' * (replicas > 1)} of "

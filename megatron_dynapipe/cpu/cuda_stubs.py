@@ -54,7 +54,8 @@ def scattering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
         if input_split_sizes is None or group.size() == 1:
             return original(rows, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
-        rows_here, ranks = sizes[group.rank()], group.size()
+        rows_here = sizes[group.rank()]
+        ranks = group.size()
         every = rows.new_empty(rows_here * ranks, *rows.shape[1:])
         torch.distributed.all_to_all_single(every, rows.contiguous(), [rows_here] * ranks, sizes, group=group)
         return every.view(ranks, rows_here, *rows.shape[1:]).sum(dim=0)
@@ -65,8 +66,13 @@ def scattering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
 class Stream:
     """A queue of work that is always empty, since every operation has finished when its call returns."""
 
-    cuda_stream, stream_id, device = 0, 0, CPU
-    query, synchronize, wait_event, wait_stream = yes, nothing, nothing, nothing
+    cuda_stream = 0
+    stream_id = 0
+    device = CPU
+    query = yes
+    synchronize = nothing
+    wait_event = nothing
+    wait_stream = nothing
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -86,7 +92,9 @@ class Stream:
 class Event:
     """A reading of the host clock where CUDA would mark a point of a stream."""
 
-    query, synchronize, wait = yes, nothing, nothing
+    query = yes
+    synchronize = nothing
+    wait = nothing
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_ns = 0

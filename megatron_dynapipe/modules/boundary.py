@@ -214,7 +214,8 @@ def crossing_of(
     transfer: SendStart | RecvStart, specialized: Sequence[Specialization], *, stage: int, stages: int
 ) -> Boundary:
     """The tensors that a transfer moves over its boundary: there, or gradients of the differentiable ones back."""
-    virtual, there = transfer.chunk * stages + stage, transfer.payload is Payload.ACTIVATION
+    virtual = transfer.chunk * stages + stage
+    there = transfer.payload is Payload.ACTIVATION
     downstream = there == isinstance(transfer, SendStart)
     boundary = specialized[transfer.micro_batch].boundaries[virtual if downstream else virtual - 1]
     return boundary if there else [meta for meta in boundary if meta.differentiable]

@@ -56,7 +56,8 @@ def load_checkpoint(
         DataError: on every rank alike: there is no such checkpoint, a file of it has changed, or it lacks a weight, or
             holds one that the model does not have.
     """
-    tensors, control = _tensors(part, optimizer, extra), part.ranks.control
+    tensors = _tensors(part, optimizer, extra)
+    control = part.ranks.control
     names = {name for text in control.gather_texts(json.dumps(list(tensors))) for name in json.loads(text)}
     control.run_on_all(lambda: check_digests(path, rank=control.rank, ranks=control.size))  # which rank 0 has written
     try:
@@ -73,7 +74,8 @@ def load_checkpoint(
             hint="build the model that was saved, or give the folder of another checkpoint",
         )
     if optimizer is not None:
-        state, saved = _optimizer_state(part, optimizer), part.saved_names()
+        state = _optimizer_state(part, optimizer)
+        saved = part.saved_names()
         read = {key: _as(value, tensors[_renamed(key, saved)]) for key, value in state.items() if _is_kept(value)}
         set_optimizer_state_dict(part, optimizer, {**state, **read}, options=_OPTIONS)
     return {key: float(tensors[_EXTRA + key]) for key in extra}

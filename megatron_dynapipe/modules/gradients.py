@@ -30,8 +30,11 @@ class Gradients:
         stages: dist.ProcessGroup | None = None,
         shared: SharedWeights | None = None,
     ) -> None:
-        self._device, self._parameters = device, list(module.parameters())
-        self._replicas, self._stages, self._shared = replicas, stages, shared
+        self._device = device
+        self._parameters = list(module.parameters())
+        self._replicas = replicas
+        self._stages = stages
+        self._shared = shared
         if replicas is not None:
             for tensor in [*self._parameters, *module.buffers()]:
                 dist.broadcast(tensor.data, group=replicas, group_src=0)
@@ -134,7 +137,8 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     for gradient in gradients:
         bucket, size = open_buckets.get(gradient.dtype, ([], 0))
         if not bucket or size + gradient.nbytes > _BUCKET_BYTES:
-            bucket, size = [], 0
+            bucket = []
+            size = 0
             buckets.append(bucket)
         bucket.append(gradient)
         open_buckets[gradient.dtype] = bucket, size + gradient.nbytes

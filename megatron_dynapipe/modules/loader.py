@@ -45,7 +45,8 @@ class Pad:
     """
 
     def __init__(self, values: Mapping[Any, float] = PAD_VALUES, *, mask: str | None = None) -> None:
-        self._values, self._mask = values, mask
+        self._values = values
+        self._mask = mask
 
     def __call__(self, samples: Sequence[Any], length: int) -> Any:
         """Rows of samples; raises DataError where one is longer."""
@@ -111,7 +112,8 @@ class ModulePlanner:
         schedule: ScheduleSettings | None = None,
         transfers: TransferRules | None = None,
     ) -> None:
-        self.stages, self.replicas = stages, replicas
+        self.stages = stages
+        self.replicas = replicas
         costs = costs if isinstance(costs, SegmentCosts) else SegmentCosts.load(Path(costs))
         settings = segment_settings(
             costs,
@@ -166,8 +168,10 @@ def _lengths(batch: Batch) -> list[int]:
 
 def _rows(batch: Batch, micro_batch: MicroBatch) -> dict[str, Any]:
     """The samples of a micro-batch, cut off at its longest one's end."""
-    rows, width = batch_rows(batch), max(_lengths(batch))
-    ids, longest = torch.tensor(micro_batch.sample_ids), max(micro_batch.input_lengths) - 1
+    rows = batch_rows(batch)
+    width = max(_lengths(batch))
+    ids = torch.tensor(micro_batch.sample_ids)
+    longest = max(micro_batch.input_lengths) - 1
 
     def cut(value: Any) -> Any:
         if not has_rows(value, rows):
@@ -219,16 +223,23 @@ class DynaPipeDataLoader:
         if refused := [name for name in _NOT_TAKEN if name in arguments]:
             raise ConfigError(f"expected no {refused[0]}: global batches and micro-batches are made by this loader")
         self._lengths = _all_lengths(dataset, lengths)
-        self._size, self._tokens = global_batch_size, tokens_per_batch
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self.epoch, self._skipped = 0, 0
+        self._size = global_batch_size
+        self._tokens = tokens_per_batch
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self.epoch = 0
+        self._skipped = 0
         self._stage, self._replica = divmod(dist.get_rank() if dist.is_initialized() else 0, planner.replicas)
-        self._dataset, self._planner, self._collate = dataset, planner, collate_fn or Pad()
+        self._dataset = dataset
+        self._planner = planner
+        self._collate = collate_fn or Pad()
         self._arguments = arguments
 
     def set_epoch(self, epoch: int) -> None:
         """Iterate over this epoch next; its order depends on the seed and its number alone."""
-        self.epoch, self._skipped = epoch, 0
+        self.epoch = epoch
+        self._skipped = 0
 
     def start_at(self, iteration: int) -> None:
         """Go on at an iteration of the run, counted from 0 over its epochs: with the rest of its epoch next.

@@ -62,8 +62,10 @@ class Variants:
     def __init__(
         self, skeleton: nn.Module, stage_of: Sequence[int], stages: Sequence[int], resolve: Callable[[str], Any]
     ) -> None:
-        self._skeleton, self._stage_of = skeleton, stage_of
-        self._stages, self._resolve = stages, resolve
+        self._skeleton = skeleton
+        self._stage_of = stage_of
+        self._stages = stages
+        self._resolve = resolve
         self._known: dict[Kind, list[_Variant]] = {}
         self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
 
@@ -140,7 +142,10 @@ class ModelPart(Part):
         names: Mapping[str, str],
     ) -> None:
         super().__init__()
-        self.ranks, self.inputs, self.division, self.stage_of = ranks, inputs, division, division.stage_of
+        self.ranks = ranks
+        self.inputs = inputs
+        self.division = division
+        self.stage_of = division.stage_of
         self.chunks = division.stages // ranks.stages
         self._holders = _holders(skeleton, division, names)
         self.train(model.training)
@@ -149,7 +154,8 @@ class ModelPart(Part):
                 self._place(name, model.get_submodule(name))
             for name in division.weights(stage):
                 self._place_weight(name, model)
-        points, reads = division.trace.points, division.trace.reads
+        points = division.trace.points
+        reads = division.trace.reads
         self._attributes = ReadAttributes(model, skeleton, reads, containers(model, points))
         self._variants = Variants(skeleton, self.stage_of, self.virtual_stages, self.get_submodule)
         self._variants.add(self._with_kinds([example], None)[0][1], division)
@@ -213,7 +219,8 @@ class ModelPart(Part):
 
     def _place_weight(self, name: str, model: nn.Module) -> None:
         *path, last = name.split(".")
-        source, holder = model.get_submodule(".".join(path)), self._holder(path)
+        source = model.get_submodule(".".join(path))
+        holder = self._holder(path)
         if last in source._parameters:
             holder._parameters[last] = source._parameters[last]
         else:

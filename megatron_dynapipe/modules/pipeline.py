@@ -36,7 +36,8 @@ from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, Trace
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
-_COMPARED_STEPS, _COMPARED_EVERY = 100, 10
+_COMPARED_STEPS = 100
+_COMPARED_EVERY = 10
 """The values of batches are compared among ranks in so many first steps, then in each step of that many."""
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,18 +117,26 @@ class Pipeline:
             raise ConfigError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision!r}")
         if micro_batches is not None and micro_batch_size is not None:
             raise ConfigError("expected a number of micro-batches or their size, got both")
-        self._planner, self._micro_batches, self._micro_batch_size = planner, micro_batches, micro_batch_size
+        self._planner = planner
+        self._micro_batches = micro_batches
+        self._micro_batch_size = micro_batch_size
         if tensor_shapes is not None:
             part.use_shapes(tensor_shapes)
         self.loss_scale = (loss_scale or GradScaler("cpu")) if precision == "fp16" else None
-        self.part, self._optimizer, self._loss_fn, self._autocast = part, optimizer, loss_fn, PRECISIONS[precision]
-        self._max_norm, self._schedule = max_norm, schedule
+        self.part = part
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._autocast = PRECISIONS[precision]
+        self._max_norm = max_norm
+        self._schedule = schedule
         self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
         self._steps = 0
         self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
         self.norm: float | None = None
         self.trace: Trace | None = None
-        ranks, backend, copies = part.ranks, part.backend, part.weight_copies()
+        ranks = part.ranks
+        backend = part.backend
+        copies = part.weight_copies()
         shared = SharedWeights(copies, ranks.pipelines, backend=backend, timeout_s=timeout_s) if copies else None
         replicas, stages = ranks.groups(backend)
         self._gradients = Gradients(part, part.device, replicas=replicas, stages=stages, shared=shared)
@@ -286,9 +295,12 @@ class Pipeline:
         What is new to a rank of a pipeline is new to all of them, and learned by all together. Else the first passes
         run while ranks still agree; the first transfer waits for it.
         """
-        part, error = self.part, None
+        part = self.part
+        error = None
         micro_batches: Sequence[Batch] = ()
-        plan, planned, new = None, None, False
+        plan = None
+        planned = None
+        new = False
         try:
             micro_batches, plan = work()
             planned = None if plan is None else planned_instructions(plan, part, len(micro_batches))
@@ -317,7 +329,8 @@ class Pipeline:
 
         `planned` are this rank's instructions in a plan, in which shapes are not looked at.
         """
-        part, instructions = self.part, planned or ()
+        part = self.part
+        instructions = planned or ()
         if planned is None and specialized:
             count = len(specialized)
             lists = lists_without_shapes(part.stages, part.chunks, count, self._schedule, forward_only=forward_only)

@@ -57,7 +57,8 @@ def profile_module(
     device = next(model.parameters()).device
     inputs, example, skeleton, traced = trace_model(model, get_batch(max(sizes), max(lengths)), split_points)
     segments = list(range(len(traced.points) + 1))
-    division, kind = DividedTrace(traced, segments), kind_of(example, model.training, None, device)
+    division = DividedTrace(traced, segments)
+    kind = kind_of(example, model.training, None, device)
     variants = Variants(skeleton, segments, segments, model.get_submodule)
     variants.add(kind, division)
     tables: list[dict[str, Table]] = [{} for _ in segments]
@@ -73,7 +74,8 @@ def profile_module(
                 for quantity, value in quantities.items():
                     table.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
     model.zero_grad(set_to_none=True)
-    weights, names = segment_parameters(skeleton, division), ("", *traced.points)
+    weights = segment_parameters(skeleton, division)
+    names = ("", *traced.points)
     costs = SegmentCosts(
         kind="segments",
         name=name,

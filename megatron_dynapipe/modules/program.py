@@ -113,7 +113,9 @@ class StageFunction:
         inputs: Sequence[fx.Node],
         resolve: Callable[[str], Any],
     ) -> None:
-        self._received, self._sent, self._inputs = received, sent, inputs
+        self._received = received
+        self._sent = sent
+        self._inputs = inputs
         last = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
         kept = {*inputs, *(sent or nodes[-1:])}
         self._steps = [
@@ -148,13 +150,15 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
         module = resolve(holder)
         weights = module._parameters if attribute in module._parameters else module._buffers
         return lambda _: weights[attribute]
-    spec, arguments = node.meta["spec"], node.args
+    spec = node.meta["spec"]
+    arguments = node.args
     if node.op == "output":
         return lambda values: tree_unflatten(_taken(arguments[0], values), spec)[0]
     target: Any = resolve(name_of(node)) if is_module(node) else node.target
     is_flat = spec in (None, tree_flatten((arguments, {}))[1])
     is_simple = not any(isinstance(argument, slice | tuple) for argument in arguments)
-    grad, is_changed = node.meta["grad"], name_of(node) in CHANGES
+    grad = node.meta["grad"]
+    is_changed = name_of(node) in CHANGES
 
     def call(values: Mapping[fx.Node, Any]) -> Any:
         if is_simple:

@@ -50,16 +50,19 @@ class Ranks:
                 "expected an initialised process group, got none",
                 hint='call torch.distributed.init_process_group("gloo") or ("nccl") first, under torchrun',
             )
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
+        rank = dist.get_rank()
         self.control = ControlGroup(timeout_s=timeout_s)
         self.require_equal(f"replicas={replicas}", "the number of replicas", across=range(world))
         if replicas < 1 or world % replicas:
             raise ConfigError(f"expected replicas that divide {world} ranks, got {replicas}")
         self.timeout_s = timeout_s
-        self.replicas, self.stages = replicas, world // replicas
+        self.replicas = replicas
+        self.stages = world // replicas
         self.stage, self.replica = divmod(rank, replicas)
         self.pipelines = [[stage * replicas + r for stage in range(self.stages)] for r in range(replicas)]
-        self.pipeline, self.alike = self.pipelines[self.replica], self.pipelines
+        self.pipeline = self.pipelines[self.replica]
+        self.alike = self.pipelines
         self.by_stage = [list(ranks) for ranks in zip(*self.pipelines, strict=True)]
 
     def require_equal(self, text: str, what: str, *, across: Sequence[int]) -> None:
@@ -107,14 +110,16 @@ def start_agreement(
 
 _TAG = 1 << 20
 """Tag of a receive that nobody sends."""
-_PATIENCE_S, _PAUSE_S = 5.0, 0.05
+_PATIENCE_S = 5.0
+_PAUSE_S = 0.05
 
 
 class Failures:
     """Tells other ranks of this one's failure, and this one of theirs."""
 
     def __init__(self, control: ControlGroup, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._rank, self._size = control.rank, control.size
+        self._rank = control.rank
+        self._size = control.size
         self._groups = [group for group in groups if dist.get_backend(group) == "gloo"]
         self._is_broken = False
         self._key = f"dynapipe/failure/{control.group.group_name}"
@@ -152,7 +157,8 @@ class Failures:
                 work.wait(datetime.timedelta(milliseconds=1))
 
     def _reason(self) -> str:
-        store, keys = get_default_store(), [f"{self._key}/{rank}" for rank in range(self._size)]
+        store = get_default_store()
+        keys = [f"{self._key}/{rank}" for rank in range(self._size)]
         end = time.monotonic() + _PATIENCE_S
         try:
             store.set(keys[self._rank], "")

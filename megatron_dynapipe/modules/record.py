@@ -141,7 +141,8 @@ class TensorMeta(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorMeta":
         """Describe a tensor."""
-        shape, dtype = tuple(map(expression_of, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(map(expression_of, tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(shape, dtype, tensor.requires_grad and tensor.is_floating_point())
 
 

@@ -40,10 +40,16 @@ class ModuleStage(StageModel):
         scale: float | None = None,
         labels: Sequence[str] | None = None,
     ) -> None:
-        self._device, self._stage, self._stages = runner.device, runner.stage, runner.stages
+        self._device = runner.device
+        self._stage = runner.stage
+        self._stages = runner.stages
         self._last = runner.stages * runner.chunks - 1
-        self._micro_batches, self._specialized = micro_batches, specialized
-        self._loss_fn, self._autocast, self._scale, self._labels = loss_fn, autocast, scale, labels
+        self._micro_batches = micro_batches
+        self._specialized = specialized
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._scale = scale
+        self._labels = labels
         self._losses: list[torch.Tensor] = []
         self._counts: list[torch.Tensor | float] = []
         self._detached: list[bool] = []
@@ -51,7 +57,8 @@ class ModuleStage(StageModel):
 
     @override
     def load(self, micro_batch: int) -> Batch:
-        batch, keys = self._micro_batches[micro_batch], self._specialized[micro_batch].keys
+        batch = self._micro_batches[micro_batch]
+        keys = self._specialized[micro_batch].keys
         if self._last not in keys:  # where the loss may read all of it
             read = {key for of_stage in keys.values() for key in of_stage}
             batch = {key: value for key, value in batch.items() if key in read}
@@ -74,13 +81,15 @@ class ModuleStage(StageModel):
 
     @override
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Batch) -> Any:
-        stage, specialized = chunk * self._stages + self._stage, self._specialized[micro_batch]
+        stage = chunk * self._stages + self._stage
+        specialized = self._specialized[micro_batch]
         with nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast):
             output = specialized.runs[stage](received, data, self._device)
             if stage == self._last:
                 return self._loss(micro_batch, output, data)
         boundary = specialized.boundaries[stage]
-        shapes, expected = [tuple(tensor.shape) for tensor in output], [meta.shape for meta in boundary]
+        shapes = [tuple(tensor.shape) for tensor in output]
+        expected = [meta.shape for meta in boundary]
         if shapes != expected:
             raise ExecutionError(
                 f"expected stage {stage} to send tensors of {expected}, got {shapes}",

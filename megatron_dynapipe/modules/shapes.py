@@ -117,7 +117,8 @@ class ShapeTracker:
         Raises:
             ConfigError: on every rank of the pipeline: a stage cannot run what it receives.
         """
-        ranks, keys = self._ranks, list(runs)
+        ranks = self._ranks
+        keys = list(runs)
         crossing: list[list[_Said]] = []
         for stage in range(ranks.stages):
             received = crossing[-1] if crossing else [None] * len(keys)

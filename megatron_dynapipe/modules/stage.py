@@ -83,7 +83,9 @@ class Stage(Part):
         self.ranks = ranks or Ranks(replicas=replicas, timeout_s=timeout_s)
         self.chunks = 1
         self._module = [module]  # in a list: parameters keep the module's own names
-        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self._modules = module._modules
+        self._parameters = module._parameters
+        self._buffers = module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._arguments = self._find_arguments(module)
         names = tuple(example_batch if isinstance(example_batch, Mapping) else self._arguments)
@@ -128,7 +130,8 @@ class Stage(Part):
 
     def _specialize(self, batch: Batch, autocast: torch.dtype | None) -> Specialization:
         received, sent = self._crossing(batch, autocast)
-        stage, boundaries = self.stage, {}
+        stage = self.stage
+        boundaries = {}
         if stage and received is not None:
             boundaries[stage - 1] = received.tensors
         if stage < self.stages - 1 and sent is not None:

@@ -34,7 +34,7 @@ from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import HostStagedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import make_groups
-from megatron_dynapipe.runtime.transfer import JoinedWork, Work
+from megatron_dynapipe.runtime.transport import JoinedWork, Work
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 """`loss_fn(output, target) → (sum, count)` of a slice."""
@@ -93,8 +93,10 @@ class _OfUnits(Pipeline):
 
     @override
     def _divided(self, batch: Any, *, forward_only: bool = False) -> StepWork:
-        units, most = self._micro_batches or 1, max(map(len, self.part.ranks.by_stage))
-        inputs, targets = len(batch["inputs"]), len(batch["targets"])
+        units = self._micro_batches or 1
+        most = max(map(len, self.part.ranks.by_stage))
+        inputs = len(batch["inputs"])
+        targets = len(batch["targets"])
         if targets != inputs or inputs // units < most:
             raise DataError(
                 f"expected as many targets as inputs, at least {units * most} for {units} units over {most} replicas, "
@@ -107,17 +109,22 @@ class _UnevenRanks(Ranks):
     """A rank's place among stages of several ranks each."""
 
     def __init__(self, stages: Sequence[Sequence[int]], timeout_s: float) -> None:
-        world, rank = range(dist.get_world_size()), dist.get_rank()
+        world = range(dist.get_world_size())
+        rank = dist.get_rank()
         if sorted(itertools.chain(*stages)) != list(world) or not all(stages):
             raise ConfigError(
                 f"expected stages that have each of {len(world)} ranks once, got {[list(ranks) for ranks in stages]}",
                 hint="a plan that leaves devices unused is run on fewer ranks",
             )
-        self.control, self.timeout_s = ControlGroup(timeout_s=timeout_s), timeout_s
-        self.by_stage, self.pipelines = [list(ranks) for ranks in stages], []
-        self.stages, self.stage = len(stages), next(at for at, ranks in enumerate(stages) if rank in ranks)
+        self.control = ControlGroup(timeout_s=timeout_s)
+        self.timeout_s = timeout_s
+        self.by_stage = [list(ranks) for ranks in stages]
+        self.pipelines = []
+        self.stages = len(stages)
+        self.stage = next(at for at, ranks in enumerate(stages) if rank in ranks)
         self.replica = self.by_stage[self.stage].index(rank)
-        self.pipeline, self.alike = [ranks[0] for ranks in stages], [list(world)]
+        self.pipeline = [ranks[0] for ranks in stages]
+        self.alike = [list(world)]
 
     def slice_of(self, rows: int) -> slice:
         """Rows of a unit that this rank runs."""
@@ -171,7 +178,8 @@ class _SlicedStage(Stage):
     def _run_without_memory(
         self, batch: Batch, autocast: torch.dtype | None, received: Structure | None
     ) -> Structure | None:
-        sent, rows = super()._run_without_memory(batch, autocast, received), len(batch["inputs"])
+        sent = super()._run_without_memory(batch, autocast, received)
+        rows = len(batch["inputs"])
         if sent is None:
             return None
         match sent.leaves:
@@ -201,7 +209,8 @@ class SlicedTransport:
     """
 
     def __init__(self, transport: Transport, ranks: _UnevenRanks) -> None:
-        self._transport, self._ranks = transport, ranks
+        self._transport = transport
+        self._ranks = ranks
         self._rows: deque[int] = deque()
 
     def expect(self, instructions: Sequence[Instruction], rows: Sequence[int]) -> None:
@@ -224,10 +233,13 @@ class SlicedTransport:
 
     def _pieces(self, stage: int) -> list[tuple[int, slice]]:
         """Ranks of another stage that share rows of the next message, and which they are of this rank's."""
-        rows, ranks = self._rows.popleft(), self._ranks.by_stage[stage]
-        here, pieces = self._ranks.slice_of(rows), []
+        rows = self._rows.popleft()
+        ranks = self._ranks.by_stage[stage]
+        here = self._ranks.slice_of(rows)
+        pieces = []
         for rank, there in zip(ranks, slices(rows, len(ranks)), strict=True):
-            first, end = max(here.start, there.start), min(here.stop, there.stop)
+            first = max(here.start, there.start)
+            end = min(here.stop, there.stop)
             if first < end:
                 pieces.append((rank, slice(first - here.start, end - here.start)))
         return pieces

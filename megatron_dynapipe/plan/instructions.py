@@ -1,7 +1,8 @@
 """The instructions a pipeline stage executes: a small closed set of frozen records (paper section 3, table 1).
 
 Each record is an array on the wire whose first element is a number given by hand: numbers are never reused, so a new
-instruction does not renumber stored plans. Each has a one-line text form (`plan.text`).
+instruction does not renumber stored plans. What each does to the stage's buffers, and how it is written and counted,
+stands once, in the table `EFFECTS`; text, verification, memory, lowering, timers and pictures read it there.
 
 A *pass* is a `Forward` or a `Backward` of one micro-batch through one *chunk* (virtual stage) of the stage; without
 interleaving the chunk is always 0. A backward pass may be divided: `BackwardInput` makes the gradients of its input,
@@ -9,6 +10,9 @@ which the previous stage waits for, and a later `BackwardWeight` those of the li
 """
 
 import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import get_args
 
 import msgspec
 
@@ -125,21 +129,128 @@ Pass = Forward | Backward | BackwardInput | BackwardWeight
 Transfer = SendStart | SendWait | RecvStart | RecvWait
 Instruction = Load | Pass | Transfer | Free
 
-INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
-    Load,
-    Forward,
-    Backward,
-    SendStart,
-    SendWait,
-    RecvStart,
-    RecvWait,
-    Free,
-    BackwardInput,
-    BackwardWeight,
-)
-
 SENT_BUFFER = {Payload.ACTIVATION: Buffer.OUTPUT, Payload.GRADIENT: Buffer.INPUT_GRAD}
 RECEIVED_BUFFER = {Payload.ACTIVATION: Buffer.INPUT, Payload.GRADIENT: Buffer.OUTPUT_GRAD}
+
+POOLS = {
+    Buffer.INPUT: Buffer.INPUT,
+    Buffer.OUTPUT_GRAD: Buffer.OUTPUT_GRAD,
+    Buffer.OUTPUT: Buffer.OUTPUT,
+    Buffer.INPUT_GRAD: Buffer.OUTPUT,
+}
+"""Which pool's buffers messages lie in (`plan.memory`): what is sent shares one, named by activations."""
+
+
+class State(enum.IntEnum):
+    """The state of a buffer, or of a *graph*: what a forward keeps for its backward."""
+
+    NONE = 0
+    """The stage never has this buffer: no INPUT at the model's start, no OUTPUT at its end, no gradients forward."""
+    ABSENT = 1
+    READY = 2
+    MOVING = 3
+    USED = 4
+    FREED = 5
+
+
+Move = tuple[State, State]
+"""The state in which an instruction finds a buffer, and the state in which it leaves it."""
+
+MADE: Move = (State.ABSENT, State.READY)
+NEEDED: Move = (State.READY, State.READY)
+USED_UP: Move = (State.READY, State.USED)
+DROPPED: Move = (State.READY, State.FREED)
+
+
+class Work(enum.StrEnum):
+    """The kind of work that an instruction's time counts to."""
+
+    LOAD = "load"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHTS = "weight gradients"
+    TRANSFER = "transfer"
+    WAIT = "wait"
+    FREE = "free"
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instruction does.
+
+    Attributes:
+        word: its text form begins with it (`plan.text`).
+        work: what its time counts to.
+        buffers: how it moves buffers of its micro-batch and chunk, where the stage has them. DATA is loaded and freed
+            for all chunks at once, and used up chunk by chunk.
+        graph: how a pass moves its graph; None where the instruction is not a pass.
+        named: how it moves the one buffer that the instruction itself names, which the stage must have.
+        carries: of a transfer, the buffer that each payload names.
+    """
+
+    word: str
+    work: Work
+    buffers: Mapping[Buffer, Move] = {}
+    graph: Move | None = None
+    named: Move | None = None
+    carries: Mapping[Payload, Buffer] = {}
+
+    @property
+    def graphs_kept(self) -> int:
+        """1 for a pass that leaves a graph behind, -1 for one that drops it, 0 for all else."""
+        return 0 if self.graph is None else (self.graph[1] in _KEPT) - (self.graph[0] in _KEPT)
+
+
+_KEPT = (State.READY, State.USED)
+
+_FORWARD = Effect(
+    word="F",
+    work=Work.FORWARD,
+    buffers={Buffer.DATA: USED_UP, Buffer.INPUT: NEEDED, Buffer.OUTPUT: MADE},
+    graph=MADE,
+)
+_BACKWARD = {Buffer.OUTPUT_GRAD: USED_UP, Buffer.INPUT: USED_UP, Buffer.INPUT_GRAD: MADE}
+
+EFFECTS: Mapping[type[Instruction], Effect] = MappingProxyType(
+    {
+        Load: Effect(word="LOAD", work=Work.LOAD, buffers={Buffer.DATA: MADE}),
+        Forward: _FORWARD,
+        Backward: Effect(word="B", work=Work.BACKWARD, buffers=_BACKWARD, graph=DROPPED),
+        BackwardInput: Effect(word="BI", work=Work.BACKWARD, buffers=_BACKWARD, graph=USED_UP),
+        BackwardWeight: Effect(word="BW", work=Work.WEIGHTS, graph=(State.USED, State.FREED)),
+        SendStart: Effect(word="SEND", work=Work.TRANSFER, named=(State.READY, State.MOVING), carries=SENT_BUFFER),
+        SendWait: Effect(word="WAIT_SEND", work=Work.WAIT, named=(State.MOVING, State.USED), carries=SENT_BUFFER),
+        RecvStart: Effect(word="RECV", work=Work.TRANSFER, named=(State.ABSENT, State.MOVING), carries=RECEIVED_BUFFER),
+        RecvWait: Effect(word="WAIT_RECV", work=Work.WAIT, named=(State.MOVING, State.READY), carries=RECEIVED_BUFFER),
+        Free: Effect(word="FREE", work=Work.FREE, named=(State.USED, State.FREED)),
+    }
+)
+"""What every instruction does in a training plan."""
+
+FORWARD_ONLY_EFFECTS: Mapping[type[Instruction], Effect] = MappingProxyType(
+    {kind: effect for kind, effect in EFFECTS.items() if effect.graph is None}
+    | {
+        Forward: msgspec.structs.replace(
+            _FORWARD,
+            buffers={**_FORWARD.buffers, Buffer.INPUT: USED_UP},
+            graph=(State.ABSENT, State.FREED),
+        )
+    }
+)
+"""What every instruction does in a forward-only plan, whose forwards keep nothing."""
+
+PASS_TYPES: tuple[type[Pass], ...] = get_args(Pass)
+
+
+def effects_of(*, forward_only: bool) -> Mapping[type[Instruction], Effect]:
+    """The table of a plan's instructions."""
+    return FORWARD_ONLY_EFFECTS if forward_only else EFFECTS
+
+
+def buffer_of(instruction: Transfer | Free) -> Buffer:
+    """The buffer that an instruction names."""
+    if isinstance(instruction, Free):
+        return instruction.buffer
+    return EFFECTS[type(instruction)].carries[instruction.payload]
 
 
 class Channel(msgspec.Struct, frozen=True, order=True):

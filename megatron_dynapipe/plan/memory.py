@@ -12,18 +12,18 @@ from math import prod
 
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import (
-    RECEIVED_BUFFER,
-    SENT_BUFFER,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
+    EFFECTS,
+    MADE,
+    POOLS,
     Buffer,
-    Forward,
     Free,
     Instruction,
     Pass,
     RecvStart,
     SendStart,
+    Work,
+    buffer_of,
+    effects_of,
 )
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StageEntry
 from megatron_dynapipe.plan.text import point_at
@@ -42,39 +42,31 @@ def message_elements(instructions: Sequence[Instruction], *, forward_only: bool)
     sizes: dict[tuple[Buffer, int, int], int] = {}
     for step in instructions:
         if isinstance(step, (RecvStart, SendStart)):
-            buffer, size = _buffer(step), sum(map(prod, step.shapes))
+            buffer = buffer_of(step)
+            size = sum(map(prod, step.shapes))
             sizes[buffer, step.micro_batch, step.chunk] = size
             largest[POOLS[buffer]] = max(largest[POOLS[buffer]], size)
-    used, most = defaultdict[Buffer, int](int), defaultdict[Buffer, int](int)
+    used = defaultdict[Buffer, int](int)
+    most = defaultdict[Buffer, int](int)
     under_way: list[int] = []
     kept = 0
     for step in instructions:
         match step:
             case RecvStart() | SendStart():
-                pool = POOLS[_buffer(step)]
+                pool = POOLS[buffer_of(step)]
                 used[pool] += 1
                 most[pool] = max(most[pool], used[pool])
-            case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                size = 0 if forward_only else sizes.get((Buffer.INPUT, step.micro_batch, step.chunk), 0)
-                kept -= size if isinstance(step, (Backward, BackwardInput)) else 0
-                under_way.append(sum(most[pool] * largest[pool] for pool in most) - kept)
-                kept += size if isinstance(step, Forward) else 0
             case Free() if step.buffer in POOLS:
                 used[POOLS[step.buffer]] -= 1
+            case _ if isinstance(step, Pass):
+                effect = EFFECTS[type(step)]
+                size = 0 if forward_only else sizes.get((Buffer.INPUT, step.micro_batch, step.chunk), 0)
+                if effect.work is Work.BACKWARD:
+                    kept -= size
+                under_way.append(sum(most[pool] * largest[pool] for pool in most) - kept)
+                if effect.graph == MADE:
+                    kept += size
     return under_way
-
-
-POOLS = {
-    Buffer.INPUT: Buffer.INPUT,
-    Buffer.OUTPUT_GRAD: Buffer.OUTPUT_GRAD,
-    Buffer.OUTPUT: Buffer.OUTPUT,
-    Buffer.INPUT_GRAD: Buffer.OUTPUT,
-}
-"""Which pool's buffers messages lie in: what is sent shares one, named by activations."""
-
-
-def _buffer(message: RecvStart | SendStart) -> Buffer:
-    return (SENT_BUFFER if isinstance(message, SendStart) else RECEIVED_BUFFER)[message.payload]
 
 
 def high_water_marks(
@@ -92,19 +84,24 @@ def high_water_marks(
         passes: steps of its passes, in order.
         messages: bytes of messages while each of them runs.
     """
-    batches, instructions, stages = replica.micro_batches, replica.stages[stage].instructions, plan.pipeline_stages
+    batches = replica.micro_batches
+    instructions = replica.stages[stage].instructions
+    stages = plan.pipeline_stages
+    effects = effects_of(forward_only=plan.forward_only)
     bytes_held = plan.model_state_bytes[stage]
     for step, under_way in zip(passes, messages, strict=True):
         instruction = instructions[step]
         assert isinstance(instruction, Pass)
-        micro_batch, v = batches[instruction.micro_batch], instruction.chunk * stages + stage
-        stored, peak = micro_batch.stored_bytes[v], micro_batch.peak_bytes[v]
-        if isinstance(instruction, Forward):
+        micro_batch = batches[instruction.micro_batch]
+        v = instruction.chunk * stages + stage
+        stored = micro_batch.stored_bytes[v]
+        peak = micro_batch.peak_bytes[v]
+        effect = effects[type(instruction)]
+        if effect.work is Work.FORWARD:
             yield bytes_held + peak + under_way
-            bytes_held += 0 if plan.forward_only else stored
         else:
             yield (bytes_held if not plan.peak_covers_backward else bytes_held - stored + peak) + under_way
-            bytes_held -= 0 if isinstance(instruction, BackwardInput) else stored
+        bytes_held += stored * effect.graphs_kept
 
 
 def activation_peak_bytes(entry: StageEntry) -> int:
@@ -114,11 +111,10 @@ def activation_peak_bytes(entry: StageEntry) -> int:
         if isinstance(instruction, Pass):
             v = instruction.chunk * entry.pipeline_stages + entry.stage_plan.stage
             micro_batch = entry.micro_batches[instruction.micro_batch]
-            if isinstance(instruction, Forward):
+            effect = EFFECTS[type(instruction)]
+            if effect.work is Work.FORWARD:
                 most = max(most, bytes_held + micro_batch.peak_bytes[v])
-                bytes_held += micro_batch.stored_bytes[v]
-            elif not isinstance(instruction, BackwardInput):
-                bytes_held -= micro_batch.stored_bytes[v]
+            bytes_held += micro_batch.stored_bytes[v] * effect.graphs_kept
     return most
 
 

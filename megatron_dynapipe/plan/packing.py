@@ -39,7 +39,8 @@ def least_shape(family: ModelFamily, micro_batch: MicroBatch) -> Shape:
 
 def holds_row(family: ModelFamily, micro_batch: MicroBatch) -> bool:
     """Whether a packed micro-batch's shape has room for its samples; rows may be longer than their samples need."""
-    least, shape = least_shape(family, micro_batch), micro_batch.shape
+    least = least_shape(family, micro_batch)
+    shape = micro_batch.shape
     lengths = zip(least[1:], shape[1:], strict=True)
     fits = all(needed <= room and room % LENGTH_MULTIPLE == 0 for needed, room in lengths)
     return fits and (shape.target_length == 0) == (least.target_length == 0)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, Forward, Instruction, Pass
+from megatron_dynapipe.plan.instructions import EFFECTS, PASS_TYPES, Instruction, Pass, Work
 from megatron_dynapipe.plan.iteration import MicroBatch, Piece
 from megatron_dynapipe.units import ModelFamily, input_positions
 
@@ -78,12 +78,12 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
     at = {step: place for place, step in enumerate(passes)}
     for sample, chain in chains(micro_batches).items():
         for chunk in sorted({step.chunk for step in passes if isinstance(step, Pass)}):
-            for kinds, numbers in (((Forward,), chain), ((Backward, BackwardInput), [*reversed(chain)])):
+            for work, numbers in ((Work.FORWARD, chain), (Work.BACKWARD, [*reversed(chain)])):
+                kinds = [kind for kind in PASS_TYPES if EFFECTS[kind].work is work]
                 runs = [kind(number, chunk) for number in numbers for kind in kinds]
                 places = [at[run] for run in runs if run in at]
                 if places != sorted(places):
-                    word = kinds[0].__name__.lower()
                     raise PlanError(
-                        f"stage {stage}: expected the {word} passes of sample {sample}'s pieces in the order of "
+                        f"stage {stage}: expected the {work} passes of sample {sample}'s pieces in the order of "
                         f"micro-batches {', '.join(map(str, numbers))}, got another"
                     )

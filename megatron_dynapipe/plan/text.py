@@ -16,43 +16,33 @@ A stage is one line, `stage 0: LOAD0 F0 …`; a replica is its stages' lines in 
 from collections.abc import Iterable, Sequence
 
 from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
+    EFFECTS,
+    SENT_BUFFER,
     Free,
     Instruction,
-    Load,
-    Pass,
     Payload,
     RecvStart,
-    RecvWait,
     SendStart,
-    SendWait,
     Transfer,
 )
 
 _LETTER = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B"}
-_PASS_WORD: dict[type[Pass], str] = {Forward: "F", Backward: "B", BackwardInput: "BI", BackwardWeight: "BW"}
-_TRANSFER: dict[type[Transfer], tuple[str, str]] = {
-    SendStart: ("SEND", ">"),
-    SendWait: ("WAIT_SEND", ">"),
-    RecvStart: ("RECV", "<"),
-    RecvWait: ("WAIT_RECV", "<"),
-}
 
 
 def format_instruction(instruction: Instruction) -> str:
     """One instruction as one word."""
-    match instruction:
-        case Load(micro_batch):
-            return f"LOAD{micro_batch}"
-        case Forward() | Backward() | BackwardInput() | BackwardWeight():
-            return f"{_PASS_WORD[type(instruction)]}{_index(instruction.micro_batch, instruction.chunk)}"
-        case Free(buffer, micro_batch, chunk):
-            return f"FREE_{buffer.name}{_index(micro_batch, chunk)}"
-        case SendStart() | SendWait() | RecvStart() | RecvWait():
-            return _format_transfer(instruction)
+    effect = EFFECTS[type(instruction)]
+    chunk = getattr(instruction, "chunk", 0)
+    index = f"{instruction.micro_batch}.{chunk}" if chunk else f"{instruction.micro_batch}"
+    if isinstance(instruction, Free):
+        return f"{effect.word}_{instruction.buffer.name}{index}"
+    if not isinstance(instruction, Transfer):
+        return f"{effect.word}{index}"
+    arrow = ">" if effect.carries is SENT_BUFFER else "<"
+    word = f"{effect.word}_{_LETTER[instruction.payload]}{index}{arrow}{instruction.peer}"
+    if isinstance(instruction, SendStart | RecvStart):
+        word += "[" + ",".join("x".join(map(str, shape)) for shape in instruction.shapes) + "]"
+    return word
 
 
 def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
@@ -62,19 +52,8 @@ def format_stages(stages: Iterable[Iterable[Instruction]]) -> str:
 
 def point_at(instructions: Sequence[Instruction], step: int, *, around: int = 4) -> str:
     """The neighbourhood of one instruction of a list, with an arrow at it, for error messages."""
-    first, last = max(step - around, 0), min(step + around + 1, len(instructions))
+    first = max(step - around, 0)
+    last = min(step + around + 1, len(instructions))
     words = [format_instruction(i) for i in instructions[first:last]]
     words[step - first] = f"--> {words[step - first]} <--"
     return " ".join(["…"] * (first > 0) + words + ["…"] * (last < len(instructions)))
-
-
-def _index(micro_batch: int, chunk: int) -> str:
-    return f"{micro_batch}.{chunk}" if chunk else f"{micro_batch}"
-
-
-def _format_transfer(transfer: Transfer) -> str:
-    name, arrow = _TRANSFER[type(transfer)]
-    word = f"{name}_{_LETTER[transfer.payload]}{_index(transfer.micro_batch, transfer.chunk)}{arrow}{transfer.peer}"
-    if isinstance(transfer, SendStart | RecvStart):
-        word += "[" + ",".join("x".join(map(str, shape)) for shape in transfer.shapes) + "]"
-    return word

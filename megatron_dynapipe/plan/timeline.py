@@ -5,21 +5,20 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Pass,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-)
+from megatron_dynapipe.plan.instructions import EFFECTS, Instruction, Pass, Work
 
-FORWARD, BACKWARD, TRANSFER, OTHER = "forward", "backward", "transfer", "other"
+FORWARD = "forward"
+BACKWARD = "backward"
+TRANSFER = "transfer"
+OTHER = "other"
 """Kinds of instructions, for where time went."""
+_KINDS = {
+    Work.FORWARD: FORWARD,
+    Work.BACKWARD: BACKWARD,
+    Work.WEIGHTS: BACKWARD,
+    Work.TRANSFER: TRANSFER,
+    Work.WAIT: TRANSFER,
+}
 MUCH_IDLE = 0.25
 """Idle share from which on commands and run summaries add a hint at what lowers it."""
 
@@ -45,15 +44,7 @@ def idle_share(timeline: Timeline, span_ns: int) -> float:
 
 def kind_of(instruction: Instruction) -> str:
     """The kind of work that an instruction's time counts to."""
-    match instruction:
-        case Forward():
-            return FORWARD
-        case Backward() | BackwardInput() | BackwardWeight():
-            return BACKWARD
-        case SendStart() | SendWait() | RecvStart() | RecvWait():
-            return TRANSFER
-        case _:
-            return OTHER
+    return _KINDS.get(EFFECTS[type(instruction)].work, OTHER)
 
 
 def time_by_kind(events: Sequence[Event]) -> Mapping[str, int]:

@@ -50,7 +50,8 @@ CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
 MANY_QUEUES_RULES = TransferRules(receive_ahead=1)
 """Of GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
 
-_QUEUES, _ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 16
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ENOUGH = 16
 """A rank has at most eight streams for channels, beside those of computing, of other groups and of copies."""
 
 

@@ -34,7 +34,8 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
         return
     samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in begun(mb)]
     if sorted(samples) != sorted(expected):
-        whole, planned = Counter(expected), Counter(samples)
+        whole = Counter(expected)
+        planned = Counter(samples)
         raise PlanError(
             f"expected the {whole.total()} samples of the global batch, got {planned.total()}: lost "
             f"{_some(whole - planned)}; too many of {_some(planned - whole)}"

@@ -38,7 +38,8 @@ def check_progress(dimensions: Dimensions, traces: Sequence[StageTrace]) -> None
     while moved:
         moved = False
         for stage, trace in enumerate(traces):
-            goals, position = targets[stage], done[stage]
+            goals = targets[stage]
+            position = done[stage]
             while position < len(goals) and reached[goals[position][0]] > goals[position][1]:
                 position += 1
                 reached[stage] = _next_wait(trace, position)

@@ -88,7 +88,6 @@ def simulate(
     model_state: _Ints,
     forward_only: bool,
     order: _Ints,
-    queue_links: bool,
     peak_covers_backward: bool = False,
     receive_ahead: int = -1,
     ordered_starts: bool = False,

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dynapipe.plan.instructions import (
+    EFFECTS,
+    MADE,
     RECEIVED_BUFFER,
     SENT_BUFFER,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
+    USED_UP,
     Buffer,
     Forward,
     Free,
@@ -33,17 +33,25 @@ from megatron_dynapipe.plan.instructions import (
     RecvWait,
     SendStart,
     SendWait,
+    effects_of,
 )
 from megatron_dynapipe.planning.boundary import BoundaryShapes
+from megatron_dynapipe.planning.native import agree
 from megatron_dynapipe.planning.problem import PassOrder
 
 Lists = tuple[tuple[Instruction, ...], ...]
 """Instructions per pipeline stage."""
 
-
-_PASSES = (Forward, Backward, BackwardInput, BackwardWeight)
-_BACKWARD = (Backward, BackwardInput)
-"""Passes that need the gradient of their output, and make that of their input."""
+_SENDS = {
+    kind: [payload for payload, buffer in SENT_BUFFER.items() if effect.buffers.get(buffer) == MADE]
+    for kind, effect in EFFECTS.items()
+}
+"""The payloads that an instruction makes."""
+_RECEIVES = {
+    kind: [payload for payload, buffer in RECEIVED_BUFFER.items() if buffer in effect.buffers]
+    for kind, effect in EFFECTS.items()
+}
+"""The payloads that an instruction needs."""
 
 _Message = tuple[Payload, int, int]
 """(payload, micro-batch, chunk) as one stage names it."""
@@ -86,7 +94,8 @@ def add_data(lists: Lists) -> Lists:
 
 
 def _with_data(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    last = {i.micro_batch: step for step, i in enumerate(instructions) if isinstance(i, Forward)}
+    needs_data = [step for step, i in enumerate(instructions) if Buffer.DATA in EFFECTS[type(i)].buffers]
+    last = {instructions[step].micro_batch: step for step in needs_data}
     loaded: set[int] = set()
     for step, instruction in enumerate(instructions):
         row = instruction.micro_batch
@@ -104,17 +113,17 @@ def add_sends(lists: Lists, topology: PipelineTopology) -> Lists:
 
 
 def _with_sends(stage: int, instructions: Sequence[Instruction], topology: PipelineTopology) -> Iterator[Instruction]:
-    downstream, upstream = (stage + 1) % topology.stages, (stage - 1) % topology.stages
     for instruction in instructions:
         yield instruction
-        if isinstance(instruction, Forward):
-            row, chunk = instruction.micro_batch, instruction.chunk
-            if (v := chunk * topology.stages + stage) < topology.last:
-                yield SendStart(Payload.ACTIVATION, row, chunk, downstream, topology.shapes[row][v])
-        elif isinstance(instruction, _BACKWARD):
-            row, chunk = instruction.micro_batch, instruction.chunk
-            if (v := chunk * topology.stages + stage) > 0:
-                yield SendStart(Payload.GRADIENT, row, chunk, upstream, topology.shapes[row][v - 1])
+        for payload in _SENDS[type(instruction)]:
+            assert isinstance(instruction, Pass)
+            row = instruction.micro_batch
+            chunk = instruction.chunk
+            onwards = 1 if payload is Payload.ACTIVATION else -1
+            v = chunk * topology.stages + stage
+            if 0 <= v + onwards <= topology.last:
+                shapes = topology.shapes[row][min(v, v + onwards)]
+                yield SendStart(payload, row, chunk, (stage + onwards) % topology.stages, shapes)
 
 
 def add_recv_waits(lists: Lists, topology: PipelineTopology) -> Lists:
@@ -143,8 +152,10 @@ def _with_recv_waits(
     queues = {payload: iter(queue) for payload, queue in received.items()}
     waited: set[_Message] = set()
     for instruction in instructions:
-        if isinstance(instruction, (Forward, *_BACKWARD)) and not _is_first(stage, instruction, topology):
-            payload = Payload.ACTIVATION if isinstance(instruction, Forward) else Payload.GRADIENT
+        for payload in _RECEIVES[type(instruction)]:
+            assert isinstance(instruction, Pass)
+            if _begins(stage, instruction.chunk, payload, topology):
+                continue
             needed = (payload, instruction.micro_batch, instruction.chunk)
             while needed not in waited:
                 start = next(queues[payload])
@@ -154,15 +165,15 @@ def _with_recv_waits(
         yield instruction
 
 
-def _is_first(stage: int, step: Pass, topology: PipelineTopology) -> bool:
-    """Whether the pass is its direction's first through the model, and so receives nothing."""
-    v = step.chunk * topology.stages + stage
-    return v == (0 if isinstance(step, Forward) else topology.last)
+def _begins(stage: int, chunk: int, payload: Payload, topology: PipelineTopology) -> bool:
+    """Whether a payload's way through the model begins at a virtual stage, which so receives none."""
+    return chunk * topology.stages + stage == (0 if payload is Payload.ACTIVATION else topology.last)
 
 
-_AHEAD = 4
+SENT_AHEAD = 4
 """Forwards that a stage of a forward-only plan runs before it waits for a send. At 4 none of the public batches is
 predicted to take longer than with no wait; at 2, up to 5%."""
+agree("Lowering", {"SENT_AHEAD": SENT_AHEAD})
 
 
 def add_send_waits(lists: Lists, topology: PipelineTopology) -> Lists:
@@ -204,7 +215,7 @@ def _paced(stage: int, completed: _Completed, sequence: Sequence[Forward]) -> _C
     paced: _Completed = defaultdict(list)
     for point, sends in completed.items():
         for send in sends:
-            later = number[send.micro_batch, send.chunk] + _AHEAD
+            later = number[send.micro_batch, send.chunk] + SENT_AHEAD
             onwards = send.peer == stage + 1 and later < len(sequence)
             paced[sequence[later] if onwards else point].append(send)
     return paced
@@ -291,7 +302,7 @@ def _start_receives_before_passes(instructions: Sequence[Instruction], ahead: in
     waited: dict[Payload, int] = {}  # place of each channel's latest wait
     for instruction in instructions:
         if not isinstance(instruction, RecvStart):
-            if isinstance(instruction, _PASSES):
+            if isinstance(instruction, Pass):
                 passes.append(len(moved))
             elif isinstance(instruction, RecvWait):
                 waited[instruction.payload] = len(moved)
@@ -327,13 +338,14 @@ def add_frees(lists: Lists, topology: PipelineTopology) -> Lists:
 
 
 def _with_frees(stage: int, instructions: Sequence[Instruction], topology: PipelineTopology) -> Iterator[Instruction]:
-    final = (Forward,) if topology.forward_only else _BACKWARD
+    effects = effects_of(forward_only=topology.forward_only)
+    used_up = {
+        kind: [payload for payload, buffer in RECEIVED_BUFFER.items() if effect.buffers.get(buffer) == USED_UP]
+        for kind, effect in effects.items()
+    }
     for instruction in instructions:
         yield instruction
-        if isinstance(instruction, final):
-            row, chunk = instruction.micro_batch, instruction.chunk
-            v = chunk * topology.stages + stage
-            if v > 0:
-                yield Free(RECEIVED_BUFFER[Payload.ACTIVATION], row, chunk)
-            if v < topology.last and not topology.forward_only:
-                yield Free(RECEIVED_BUFFER[Payload.GRADIENT], row, chunk)
+        for payload in used_up[type(instruction)]:
+            assert isinstance(instruction, Pass)
+            if not _begins(stage, instruction.chunk, payload, topology):
+                yield Free(RECEIVED_BUFFER[payload], instruction.micro_batch, instruction.chunk)

@@ -1,13 +1,12 @@
 """The planner's compiled core (`csrc/`), and the fast verification of instruction lists that it does."""
 
 from collections.abc import Sequence
-from typing import get_args
 
 import msgspec
 
 from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COORDINATE, LARGEST_COST
 from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.plan.instructions import Buffer, Instruction, Payload
+from megatron_dynapipe.plan.instructions import EFFECTS, Buffer, Instruction, Payload
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
 
 try:
@@ -42,7 +41,8 @@ for _name, _constant in (
     ("LARGEST_COORDINATE", LARGEST_COORDINATE),
     ("NEVER", NEVER),
     ("FEW_ROWS", FEW_ROWS),
-    ("Instruction", {kind.__name__: kind.__struct_config__.tag for kind in get_args(Instruction)}),
+    ("Instruction", {kind.__name__: kind.__struct_config__.tag for kind in EFFECTS}),
+    ("InstructionFields", {kind.__name__: 1 + len(kind.__struct_fields__) for kind in EFFECTS}),
     ("Buffer", dict(Buffer.__members__)),
     ("Payload", dict(Payload.__members__)),
 ):

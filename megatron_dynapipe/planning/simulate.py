@@ -30,7 +30,7 @@ class Simulation:
     """High-water mark, model state included."""
 
 
-def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+def simulate(problem: ScheduleProblem, order: PassOrder) -> Simulation:
     """Run `order` on the problem's costs, under its rules of transfers.
 
     Where they are not the default, a message is under way once its send has been started and its receive posted, and
@@ -41,16 +41,15 @@ def simulate(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = 
     Args:
         problem: costs of the micro-batches.
         order: passes per stage.
-        queue_links: a link carries one message at a time (per direction and payload), instead of all at once.
 
     Raises:
         PlanningError: the order stalls: a pass waits for one that can only run after it.
         StallError: it stalls by the problem's rules alone.
     """
-    starts, ends, peaks, makespan, stalled_at = _run(problem, order, queue_links)
+    starts, ends, peaks, makespan, stalled_at = _run(problem, order)
     if stalled_at:
         plain = replace(problem, transfers=TransferRules())
-        if not problem.transfers.are_plain and not (stalled_at := _run(plain, order, queue_links)[-1]):
+        if not problem.transfers.are_plain and not (stalled_at := _run(plain, order)[-1]):
             raise StallError(
                 "the pass order stalls where starts of transfers wait: stages wait for one another to receive",
                 hint="let stages run fewer forwards ahead, or plan without ordered_starts",
@@ -87,9 +86,7 @@ def simulate_all(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> list[
     return runs
 
 
-def _run(
-    problem: ScheduleProblem, order: PassOrder, queue_links: bool
-) -> tuple[IntArray, IntArray, list[int], int, list[int]]:
+def _run(problem: ScheduleProblem, order: PassOrder) -> tuple[IntArray, IntArray, list[int], int, list[int]]:
     """Starts and ends `[stages, passes]`, peak bytes, makespan; of an order that stalls, the passes each stage ran."""
     return core.simulate(
         problem.cost_arrays,
@@ -97,7 +94,6 @@ def _run(
         problem.model_state_bytes,
         problem.forward_only,
         to_codes(order, problem.chunks),
-        queue_links,
         problem.peak_covers_backward,
         **native_rules(problem.transfers),
     )

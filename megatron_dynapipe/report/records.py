@@ -189,7 +189,8 @@ class RecordFile:
         """Add one iteration's records, or leave them out so that the file stays within its bound; raises OSError."""
         if not records:
             return
-        iteration, data = records[0].iteration, _encoder.encode_lines(records)
+        iteration = records[0].iteration
+        data = _encoder.encode_lines(records)
         if self._is_kept(iteration, self._stride) and self._bytes + len(data) > self._most_bytes:
             self._stride *= 2
             self._thin_out()

@@ -158,7 +158,8 @@ def format_summary(summary: Summary) -> str:
 
 
 def _prediction_text(summary: Summary) -> str:
-    scale, error = summary.prediction_scale, summary.prediction_error
+    scale = summary.prediction_scale
+    error = summary.prediction_error
     scaled = "" if scale is None else f" by computed costs, scaled by {scale:.3g} from the first iterations"
     return scaled if error is None else f"{scaled} (median error {error:.1%})"
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import BackwardWeight, Forward, Pass, RecvWait, SendWait
+from megatron_dynapipe.plan.instructions import EFFECTS, Pass, Work
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.trace import Panel
 from megatron_dynapipe.units import NS_PER_MS
@@ -57,7 +57,8 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG or SVG by the path's suffix, marked as this program's; raises as `outputs.write_file`."""
-    data, kind = io.BytesIO(), path.suffix.lstrip(".")
+    data = io.BytesIO()
+    kind = path.suffix.lstrip(".")
     figure.savefig(data, format=kind, metadata={"Software" if kind == "png" else "Creator": GENERATOR})
     write_file(path, data.getvalue(), is_ours=marked(GENERATOR))
     return path
@@ -83,7 +84,7 @@ def _draw_panel(axis: Axes, panel: Panel, scale: float) -> None:
 
 def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -> None:
     inches_per_ms = (_WIDTH - 1.2) / scale
-    waits = [e for e in events if isinstance(e.instruction, RecvWait | SendWait)]
+    waits = [e for e in events if EFFECTS[type(e.instruction)].work is Work.WAIT]
     passes = [e for e in events if isinstance(e.instruction, Pass)]
     axis.add_collection(
         PolyCollection([_box(e, stage) for e in waits], facecolors=WAIT, edgecolors="white", hatch="////", zorder=1)
@@ -107,7 +108,8 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
 
 def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
     """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
-    corners, colours = [], []
+    corners = []
+    colours = []
     for event in (e for e in events if isinstance(e.instruction, Pass)):
         its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
         for place, number in enumerate(its):
@@ -122,15 +124,16 @@ def _box(event: Event, stage: int) -> list[tuple[float, float]]:
 
 
 def _corners(event: Event, top: float, bottom: float) -> list[tuple[float, float]]:
-    left, right = event.start_ns / NS_PER_MS, event.end_ns / NS_PER_MS
+    left = event.start_ns / NS_PER_MS
+    right = event.end_ns / NS_PER_MS
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def _colour(event: Event) -> tuple[float, float, float]:
     step = event.instruction
     assert isinstance(step, Pass)
-    colours = {Forward: FORWARD, BackwardWeight: WEIGHT}
-    red, green, blue = to_rgb(colours.get(type(step), BACKWARD))
+    colours = {Work.FORWARD: FORWARD, Work.WEIGHTS: WEIGHT}
+    red, green, blue = to_rgb(colours.get(EFFECTS[type(step)].work, BACKWARD))
     paler = 1 - 0.7**step.chunk
     return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
 
@@ -145,10 +148,10 @@ def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         Patch(color=BACKWARD, label="backward"),
         Patch(color=IDLE, label="idle"),
     ]
-    kinds = {type(event.instruction) for panel in panels for stage in panel.timeline for event in stage}
-    if BackwardWeight in kinds:
+    works = {EFFECTS[type(event.instruction)].work for panel in panels for stage in panel.timeline for event in stage}
+    if Work.WEIGHTS in works:
         handles.insert(2, Patch(color=WEIGHT, label="weight gradients"))
-    if kinds & {RecvWait, SendWait}:
+    if Work.WAIT in works:
         handles.append(Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting for a transfer"))
     if any(panel.chains for panel in panels):
         handles.append(Patch(color=CHAINS[0], label="pieces of one sample (a colour each)"))

@@ -11,17 +11,7 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-)
+from megatron_dynapipe.plan.instructions import EFFECTS
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline, idle_share
 
@@ -63,26 +53,10 @@ def _panel_events(process: int, panel: Panel) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X",
                 "name": format_instruction(event.instruction).partition("[")[0],
-                "cat": _category(event.instruction),
+                "cat": EFFECTS[type(event.instruction)].work.value,
                 "pid": process,
                 "tid": stage,
                 "ts": event.start_ns / _NS_PER_US,
                 "dur": (event.end_ns - event.start_ns) / _NS_PER_US,
                 "args": {"micro_batch": event.instruction.micro_batch},
             }
-
-
-def _category(instruction: Instruction) -> str:
-    match instruction:
-        case Forward():
-            return "forward"
-        case Backward() | BackwardInput():
-            return "backward"
-        case BackwardWeight():
-            return "weight gradients"
-        case RecvWait() | SendWait():
-            return "wait"
-        case RecvStart() | SendStart():
-            return "transfer"
-        case _:
-            return "buffer"

@@ -8,5 +8,7 @@ from megatron_dynapipe.runtime.passes import Entry, PassContext, StageGraph, pas
 from megatron_dynapipe.runtime.platform import CpuPlatform, CudaPlatform, DevicePlatform, platform_of
 from megatron_dynapipe.runtime.scatter_gather import ScatterGatherTransport
 from megatron_dynapipe.runtime.step import PendingTotals, Step, StepRunner, StepTotals
+from megatron_dynapipe.runtime.torch_transport import HostStagedTransport, TorchTransport
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import HostStagedTransport, TorchTransport, Transport, Work
+from megatron_dynapipe.runtime.transfers import PooledTransfers
+from megatron_dynapipe.runtime.transport import Transport, Work

@@ -61,7 +61,8 @@ class ControlGroup:
 
     def collect(self, data: bytes) -> list[bytes]:
         """On rank 0 `data` of every rank, by rank, each received in its own size; on the others nothing."""
-        size, content = torch.tensor([len(data)]), torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
         if self.rank != 0:
             dist.send(size, 0, group=self.group)
             dist.send(content, 0, group=self.group)
@@ -177,7 +178,10 @@ class StepAgreement:
         new: bool = False,
         learn: Callable[[], object] = lambda: None,
     ) -> None:
-        self._control, self._error, self._differ, self._learn = control, error, differ, learn
+        self._control = control
+        self._error = error
+        self._differ = differ
+        self._learn = learn
         self._alike = alike or [range(control.size)]
         row = [*identity[:_IDENTITY].ljust(_IDENTITY, b"\0"), error is not None, new, *checksum]
         self._rows = control.start_gather(torch.tensor(row, dtype=torch.uint8))

@@ -65,7 +65,9 @@ def _management() -> Iterator[ctypes.CDLL | None]:
 
 
 def _capability(nvml: ctypes.CDLL, index: int) -> int:
-    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    handle = ctypes.c_void_p()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
     return 0 if failed else major.value

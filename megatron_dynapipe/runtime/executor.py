@@ -1,46 +1,27 @@
 """The executor: walks one stage's instruction list, giving each instruction to its handler (paper section 3).
 
-The executor itself moves tensors and drops buffers. What it means to load, run forward and run backward is the
-caller's: a handler for `Load` and each kind of pass, registered once or given with each list.
+The executor itself drops buffers. Transfers are those of the object it is given (`runtime.transfers`). What it means to
+load, run forward and run backward is the caller's: a handler for `Load` and each kind of pass, registered once or
+given with each list (`runtime.passes`).
 
-    executor = PipelineExecutor(transport, platform, stages=4, dtype=torch.bfloat16)
+    transfers = PooledTransfers(transport, platform.device, stages=4, dtype=torch.bfloat16)
+    executor = PipelineExecutor(transfers, platform)
     executor.execute(stage_plan, {Load: load, Forward: forward, Backward: backward})
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
 from megatron_dynapipe.errors import ExecutionError
-from megatron_dynapipe.plan.instructions import (
-    INSTRUCTION_TYPES,
-    RECEIVED_BUFFER,
-    SENT_BUFFER,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Buffer,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    Payload,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-    channel_of,
-)
+from megatron_dynapipe.plan.instructions import EFFECTS, Buffer, Free, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.memory import POOLS
 from megatron_dynapipe.plan.text import format_instruction, point_at
-from megatron_dynapipe.runtime.messages import MessageBuffers, message_bytes, views
 from megatron_dynapipe.runtime.platform import DevicePlatform
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
 
 _BufferKey = tuple[Buffer, int, int]
 
@@ -102,62 +83,65 @@ class BufferTable:
             raise ExecutionError(f"expected no buffer to be held at the end of the instruction list, got {names}")
 
 
-_I = TypeVar(
-    "_I", Load, Forward, Backward, BackwardInput, BackwardWeight, SendStart, SendWait, RecvStart, RecvWait, Free
-)
-Handler = Callable[[_I, BufferTable], None]
+Handler = Callable[[Any, BufferTable], None]
 """Runs one instruction: takes what it needs from the buffers, puts what it makes into them."""
 
-Handlers = Mapping[type[Instruction], Handler[Any]]
+Handlers = Mapping[type[Instruction], Handler]
 """Handlers by the type of instruction that they run."""
 
 Dtypes = Callable[[SendStart | RecvStart], Sequence[torch.dtype]]
 """Dtypes of a transfer's tensors."""
 
-_TransferKey = tuple[Payload, int, int]
+
+class Transfers(Protocol):
+    """Runs the transfers of lists (`runtime.transfers.PooledTransfers`)."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """Of every kind of transfer."""
+        ...
+
+    def begin(self, plan: StagePlan, dtypes: Dtypes | None) -> None:
+        """A list begins, whose tensors are of these dtypes; None for those of all lists."""
+        ...
+
+    def check_finished(self) -> None:
+        """Raise ExecutionError naming the transfers that a list has left under way."""
+        ...
+
+    def end(self, *, failed: bool) -> None:
+        """A list has ended; what a failed one holds is dropped."""
+        ...
 
 
 class PipelineExecutor:
     """Runs instruction lists on one rank of a pipeline.
 
     Args:
-        transport: moves tensors between stages.
-        platform: the device that received tensors are allocated on.
-        stages: ranks of the pipeline.
-        dtype: of the tensors that cross stage boundaries.
+        transfers: runs the lists' transfers.
+        platform: the device that instructions run on.
         watch: told of every list and its trace when it begins; see `Watchdog`.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        transfers: Transfers,
         platform: DevicePlatform,
         *,
-        stages: int,
-        dtype: torch.dtype,
         watch: Callable[[StagePlan, Trace], None] | None = None,
     ) -> None:
-        self._transport = transport
+        self._transfers = transfers
         self._platform = platform
-        self._stages = stages
         self._watch = watch
-        self._default: Dtypes = lambda transfer: (dtype,) * len(transfer.shapes)
-        self._dtypes: Dtypes = self._default
-        self._handlers: dict[type[Instruction], Handler[Any]] = {}
-        self._sending: dict[_TransferKey, Work] = {}
-        self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
-        self._pools = {buffer: MessageBuffers(platform.device) for buffer in set(POOLS.values())}
-        self._stage = 0
-        self.register_handler(SendStart, self._start_send)
-        self.register_handler(SendWait, self._wait_send)
-        self.register_handler(RecvStart, self._start_recv)
-        self.register_handler(RecvWait, self._wait_recv)
-        self.register_handler(Free, lambda instruction, buffers: buffers.free(instruction))
+        self._handlers: dict[type[Instruction], Handler] = {
+            **transfers.handlers,
+            Free: lambda instruction, buffers: buffers.free(instruction),
+        }
 
-    def register_handler(self, kind: type[_I], handler: Handler[_I]) -> None:
+    def register_handler(self, kind: type[Instruction], handler: Handler) -> None:
         """Give instructions of one type to `handler`, in place of the one registered before."""
-        if kind not in INSTRUCTION_TYPES:
-            known = ", ".join(t.__name__ for t in INSTRUCTION_TYPES)
+        if kind not in EFFECTS:
+            known = ", ".join(t.__name__ for t in EFFECTS)
             raise ExecutionError(f"expected one of the instruction types {known}, got {kind!r}")
         self._handlers[kind] = handler
 
@@ -182,87 +166,30 @@ class PipelineExecutor:
         _check_handlers(plan, table)
         if _profiler_enabled():
             table = {kind: _in_range(handler) for kind, handler in table.items()}
-        self._stage, self._dtypes = plan.stage, dtypes or self._default
-        largest = _largest_messages(plan, self._dtypes)
-        for buffer, pool in self._pools.items():
-            pool.begin(largest.get(buffer, 0))
-        buffers, trace = BufferTable(), Trace(self._platform)
+        self._transfers.begin(plan, dtypes)
+        buffers = BufferTable()
+        trace = Trace(self._platform)
         if self._watch is not None:
             self._watch(plan, trace)
+        failed = True
         try:
             for instruction in plan.instructions:
                 table[type(instruction)](instruction, buffers)
                 trace.add(instruction)
-            self._check_finished(buffers)
+            self._transfers.check_finished()
+            buffers.check_empty()
+            failed = False
         except BaseException as error:
             if (step := len(trace)) < len(plan.instructions):
                 error.add_note(f"at stage {plan.stage}, step {step}: {point_at(plan.instructions, step)}")
-            self._abandon(buffers)
+            buffers.clear()  # a failed iteration's tensors must not outlive it
             raise
         finally:
-            self._dtypes = self._default  # keeps nothing of the step alive
+            self._transfers.end(failed=failed)
         return trace
 
-    def _start_send(self, instruction: SendStart, buffers: BufferTable) -> None:
-        key = SENT_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk
-        tensors = buffers.tensors(*key)
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes != instruction.shapes:
-            sent = tuple(map(tuple, shapes))
-            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {sent}")
-        expected, dtypes = list(self._dtypes(instruction)), [tensor.dtype for tensor in tensors]
-        if dtypes != expected:
-            raise ExecutionError(
-                f"expected to send tensors of {_names(expected)}, as which they are received, got {_names(dtypes)}",
-                hint="give the executor the type of the states between stages (Megatron's `pipeline_dtype`)",
-            )
-        if not tensors:
-            self._sending[_transfer_key(instruction)] = JoinedWork([])
-            return
-        message = views(self._pools[POOLS[key[0]]].take(), shapes, dtypes)
-        for part, tensor in zip(message, tensors, strict=True):
-            part.copy_(tensor)
-        buffers.replace(*key, message)
-        channel = channel_of(instruction.payload, self._stage, instruction.peer, self._stages)
-        self._sending[_transfer_key(instruction)] = self._transport.start_send(channel, instruction.peer, message)
 
-    def _wait_send(self, instruction: SendWait, buffers: BufferTable) -> None:
-        work = self._sending.pop(_transfer_key(instruction), None)
-        if work is None:
-            raise ExecutionError(f"{format_instruction(instruction)} waits for a send that was not started")
-        work.wait()
-
-    def _start_recv(self, instruction: RecvStart, buffers: BufferTable) -> None:
-        shapes, dtypes = instruction.shapes, self._dtypes(instruction)
-        tensors = views(self._pools[POOLS[RECEIVED_BUFFER[instruction.payload]]].take(), shapes, dtypes)
-        channel = channel_of(instruction.payload, instruction.peer, self._stage, self._stages)
-        work = self._transport.start_recv(channel, instruction.peer, tensors) if tensors else JoinedWork([])
-        self._receiving[_transfer_key(instruction)] = work, tensors
-
-    def _wait_recv(self, instruction: RecvWait, buffers: BufferTable) -> None:
-        started = self._receiving.pop(_transfer_key(instruction), None)
-        if started is None:
-            raise ExecutionError(f"{format_instruction(instruction)} waits for a receive that was not started")
-        work, tensors = started
-        work.wait()
-        buffers.put(RECEIVED_BUFFER[instruction.payload], instruction.micro_batch, instruction.chunk, tensors)
-
-    def _check_finished(self, buffers: BufferTable) -> None:
-        if self._sending or self._receiving:
-            left = [f"{p.name} of micro-batch {mb}" for p, mb, _ in (*self._sending, *self._receiving)]
-            raise ExecutionError(f"expected every transfer to be waited for, got {', '.join(left)} unfinished")
-        buffers.check_empty()
-
-    def _abandon(self, buffers: BufferTable) -> None:
-        """Forget a failed iteration: its tensors must not outlive it. The peers' waits end by their deadlines."""
-        self._sending.clear()
-        self._receiving.clear()
-        for pool in self._pools.values():
-            pool.begin(0)
-        buffers.clear()
-
-
-def _in_range(handler: Handler[Any]) -> Handler[Any]:
+def _in_range(handler: Handler) -> Handler:
     """A handler whose instructions are ranges, by their text, to PyTorch's profiler and to Nsight Systems."""
 
     def run(instruction: Instruction, buffers: BufferTable) -> None:
@@ -279,25 +206,6 @@ def _check_handlers(plan: StagePlan, handlers: Handlers) -> None:
             f"no handler is registered for {', '.join(sorted(missing))}",
             hint="give execute a handler for Load, Forward and Backward, or register them before",
         )
-
-
-def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Buffer, int]:
-    """Bytes of the largest message of each pool in a list."""
-    largest: dict[Buffer, int] = {}
-    for instruction in plan.instructions:
-        if isinstance(instruction, (RecvStart, SendStart)):
-            pool = POOLS[(RECEIVED_BUFFER if isinstance(instruction, RecvStart) else SENT_BUFFER)[instruction.payload]]
-            size = message_bytes(instruction.shapes, dtypes(instruction))
-            largest[pool] = max(size, largest.get(pool, 0))
-    return largest
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(dict.fromkeys(map(str, dtypes)))
-
-
-def _transfer_key(instruction: SendStart | SendWait | RecvStart | RecvWait) -> _TransferKey:
-    return instruction.payload, instruction.micro_batch, instruction.chunk
 
 
 def _buffer_name(key: _BufferKey) -> str:

@@ -20,7 +20,8 @@ def measure_links(device: torch.device) -> dict[str, Link]:
 
     Half a round trip is one message. Kinds that this group of ranks does not have are left out.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     peers = {
         INTRA_NODE: 1 if min(per_node, world) > 1 else None,
@@ -39,7 +40,8 @@ def measure_links(device: torch.device) -> dict[str, Link]:
 def _half_trip_s(rank: int, peer: int, size: int, device: torch.device) -> float:
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     other = peer if rank == 0 else 0
-    there, back = partial(dist.send, message, other), partial(dist.recv, message, other)
+    there = partial(dist.send, message, other)
+    back = partial(dist.recv, message, other)
     seconds = []
     for _ in range(REPEATS + 1):  # the first one connects
         started = time.perf_counter()

@@ -18,7 +18,8 @@ ALIGNMENT = 16
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Where tensors of these bytes begin in their message, and its bytes."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     for size in sizes:
         starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
         end = starts[-1] + size
@@ -113,7 +114,8 @@ def in_place(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     if len(tensors) == 1:
         return tensors[0]
-    storage, first = tensors[0].untyped_storage(), _start(tensors[0])
+    storage = tensors[0].untyped_storage()
+    first = _start(tensors[0])
     starts, size = layout(tensor.nbytes for tensor in tensors)
     if any(
         tensor.untyped_storage() is not storage or _start(tensor) != first + start
@@ -129,7 +131,8 @@ def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
     if len(tensors) == 1:
         buffer = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         return buffer, [buffer]
-    shapes, dtypes = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
+    shapes = [tensor.shape for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
     buffer = torch.empty(message_bytes(shapes, dtypes), dtype=torch.uint8, device=tensors[0].device)
     return buffer, views(buffer, shapes, dtypes)
 

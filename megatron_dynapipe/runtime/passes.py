@@ -205,7 +205,9 @@ def _load(context: PassContext, instruction: Load, buffers: BufferTable) -> None
 
 
 def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -> None:
-    micro_batch, chunk, model = instruction.micro_batch, instruction.chunk, context.model
+    micro_batch = instruction.micro_batch
+    chunk = instruction.chunk
+    model = context.model
     stage = context.virtual_stage(chunk)
     received = buffers.tensors(Buffer.INPUT, micro_batch, chunk) if stage else ()
     with model.around_pass(instruction), torch.set_grad_enabled(not context.forward_only):
@@ -227,7 +229,8 @@ def _forward(context: PassContext, instruction: Forward, buffers: BufferTable) -
 
 
 def _backward(context: PassContext, instruction: Backward | BackwardInput, buffers: BufferTable) -> None:
-    micro_batch, chunk = instruction.micro_batch, instruction.chunk
+    micro_batch = instruction.micro_batch
+    chunk = instruction.chunk
     gradients = () if context.is_last(chunk) else buffers.tensors(Buffer.OUTPUT_GRAD, micro_batch, chunk)
     graph = context.graphs.pop((micro_batch, chunk))
     with context.model.around_pass(instruction):

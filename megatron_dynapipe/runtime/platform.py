@@ -83,7 +83,8 @@ class CudaPlatform:
 
     def align(self) -> None:
         """Record the event from which marks are timed; waits for the device if the anchor has to be replaced."""
-        start, anchor_ns = self._event(), self._stretch.anchor_ns
+        start = self._event()
+        anchor_ns = self._stretch.anchor_ns
         if time.monotonic_ns() - anchor_ns > ANCHOR_LASTS_NS:
             self._stretch = self._anchored(start)
         else:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
 from megatron_dynapipe.runtime.messages import joined, landing
-from megatron_dynapipe.runtime.transfer import JoinedWork, Transport, Work
+from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 
 IsSharded = Callable[[int, int], bool]
 """Whether a message is sharded, from its boundary (the stage upstream of it) and its total bytes."""
@@ -40,7 +40,8 @@ class ScatterGatherTransport:
         self._group = group
         self._stage = stage
         self._is_sharded = is_sharded
-        self._rank, self._size = group.rank(), group.size()
+        self._rank = group.rank()
+        self._size = group.size()
 
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending, the whole or this rank's shard; see `Transport`."""

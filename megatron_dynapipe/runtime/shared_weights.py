@@ -49,7 +49,8 @@ class SharedWeights:
         backend: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        stages, stage = len(pipelines[0]), next(p.index(dist.get_rank()) for p in pipelines if dist.get_rank() in p)
+        stages = len(pipelines[0])
+        stage = next(p.index(dist.get_rank()) for p in pipelines if dist.get_rank() in p)
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._weights: list[_Copies] = []
         self._repeated: set[int] = set()

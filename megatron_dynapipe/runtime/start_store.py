@@ -56,7 +56,8 @@ def renew(timeout_s: float) -> None:
     global _renewed
     if "TORCHELASTIC_RUN_ID" not in os.environ or _renewed is not None:
         return
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     try:
         if os.environ.get(_AGENTS) != "True":
             store = _hosted(int(os.environ["MASTER_PORT"]), timeout_s, rank)

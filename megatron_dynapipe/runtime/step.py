@@ -22,7 +22,8 @@ from megatron_dynapipe.runtime.executor import Dtypes, PipelineExecutor
 from megatron_dynapipe.runtime.passes import PassContext, StageModel, pass_handlers
 from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfer import GatedTransport, NoTransport, Transport
+from megatron_dynapipe.runtime.transfers import PooledTransfers
+from megatron_dynapipe.runtime.transport import GatedTransport, NoTransport, Transport
 from megatron_dynapipe.runtime.watchdog import watched
 
 
@@ -97,16 +98,18 @@ class StepRunner:
         deadline_s: float,
         control: ControlGroup | None = None,
     ) -> None:
-        self.device, self.stage, self.stages, self.chunks = device, stage, stages, chunks
-        self._control, self.dtype = control, dtype
+        self.device = device
+        self.stage = stage
+        self.stages = stages
+        self.chunks = chunks
+        self.dtype = dtype
+        self._control = control
         self._transport = GatedTransport(transport)
         self.is_warm = False
         with ExitStack() as resources:
             self._executor = PipelineExecutor(
-                self._transport,
+                self._transfers(self._transport),
                 platform_of(device),
-                stages=stages,
-                dtype=dtype,
                 watch=resources.enter_context(watched(device, deadline_s=deadline_s, rank=dist.get_rank())),
             )
             self.close = weakref.finalize(self, resources.pop_all().close)
@@ -119,7 +122,7 @@ class StepRunner:
 
     def run_alone(self, step: Step) -> None:
         """Run a step's list without the other stages: it sends nothing and receives zeros."""
-        executor = PipelineExecutor(NoTransport(), platform_of(self.device), stages=self.stages, dtype=self.dtype)
+        executor = PipelineExecutor(self._transfers(NoTransport()), platform_of(self.device))
         with step.around:
             executor.execute(step.plan, pass_handlers(self._context(step)), dtypes=step.dtypes)
 
@@ -130,7 +133,8 @@ class StepRunner:
             DynaPipeError: a rank cannot run it; the same message on all of them.
             Exception: whatever a pass raised, with a note that names the instruction.
         """
-        context, agreement = self._context(step), step.agreement
+        context = self._context(step)
+        agreement = step.agreement
         totals = PendingTotals(self._control, step.model)
 
         def start_totals() -> None:
@@ -151,6 +155,9 @@ class StepRunner:
         loss, count = totals.wait()
         return StepTotals(loss=loss, count=count, trace=trace)
 
+    def _transfers(self, transport: Transport) -> PooledTransfers:
+        return PooledTransfers(transport, self.device, stages=self.stages, dtype=self.dtype)
+
     def _context(self, step: Step) -> PassContext:
         context = PassContext(
             model=step.model,
@@ -168,7 +175,8 @@ class PendingTotals:
     """The sums over all ranks of a step's losses and their number, on the way while passes run."""
 
     def __init__(self, control: ControlGroup | None, model: StageModel) -> None:
-        self._control, self._model = control, model
+        self._control = control
+        self._model = model
         self._sum: Callable[[], torch.Tensor] | None = None
 
     def start(self) -> None:

@@ -48,7 +48,10 @@ class Watchdog:
         look: Callable[[], None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._limit_s, self._late, self._look, self._begin = limit_s, late, look, begin
+        self._limit_s = limit_s
+        self._late = late
+        self._look = look
+        self._begin = begin
         self._due = math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynapipe-watchdog", daemon=True)
@@ -86,7 +89,8 @@ def silent_ranks() -> str:
     if not dist.is_initialized():
         return ""
     with suppress(Exception):  # the store may be gone with the rank that hosts it
-        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        store = dist.distributed_c10d._get_default_store()
+        ranks = range(dist.get_world_size())
         store.set(f"{_WAITS}/{dist.get_rank()}", "")
         deadline = time.monotonic() + _ANSWER_S
         while silent := [rank for rank in ranks if not store.check([f"{_WAITS}/{rank}"])]:
@@ -118,7 +122,8 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
         report: Callable[[str], None] = _to_stderr,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._name, self._report = name, report
+        self._name = name
+        self._report = report
         self._limit_s = deadline_s * DEADLINE_FRACTION
         self._watched: tuple[StagePlan, Trace] | None = None
         self._place: tuple[Trace, int] | None = None
@@ -145,7 +150,8 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
 
     def _say_where(self) -> None:
         assert self._watched is not None and self._place is not None, "armed by a look at a list"
-        plan, step = self._watched[0], self._place[1]
+        plan = self._watched[0]
+        step = self._place[1]
         self._report(
             f"[{self._name}] no progress for {self._limit_s:g} s at stage {plan.stage}, step {step}: "
             f"{point_at(plan.instructions, step)}{silent_ranks()} "

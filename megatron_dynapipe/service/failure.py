@@ -6,7 +6,7 @@ import traceback
 import msgspec
 
 from megatron_dynapipe.errors import DynaPipeError, PlannerFailedError, StoreError
-from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.store import PlanKeys, Store
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def decode_failure(data: bytes) -> PlannerFailedError:
     return PlannerFailedError(message, hint=hint)
 
 
-def publish_failure(store: PlanStore, keys: PlanKeys, error: PlannerFailedError) -> None:
+def publish_failure(store: Store, keys: PlanKeys, error: PlannerFailedError) -> None:
     """Publish a failure for all ranks, unless one was before; a store that is gone shows on every rank by itself."""
     try:
         store.put_all([(keys.error, encode_failure(error))])

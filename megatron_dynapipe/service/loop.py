@@ -20,7 +20,7 @@ from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanStore
+from megatron_dynapipe.store import Store
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY = (".idx", ".ends.npy", ".tasks.npy", ".spans.npy")
@@ -48,7 +48,8 @@ class PlannedSplits:
 
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
-        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        sampler = self._samplers[split]
+        evaluation = self._evaluations[split]
         place = iteration
         if evaluation is not None:
             place = iteration % evaluation % (sampler.batches.count or evaluation)
@@ -114,7 +115,8 @@ class SplitWindow:
     @property
     def unplanned(self) -> list[int]:
         """Iterations of this planner from the one in training on that are not published."""
-        planner, planners = self._settings.planner, self._settings.planners
+        planner = self._settings.planner
+        planners = self._settings.planners
         end = self.progress + self._settings.look_ahead + 1
         window = range(self.progress, end if self._end is None else min(end, self._end))
         return [i for i in window if i % planners == planner and i not in self.published]
@@ -135,7 +137,7 @@ class SplitWindow:
 class PlannerLoop:
     """Plans the iterations of all splits that are one planner's, until all are planned."""
 
-    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: PlanStore) -> None:
+    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: Store) -> None:
         self._settings = settings
         self._source = source
         self._store = store
@@ -199,7 +201,8 @@ class PlannerLoop:
         for split in self._splits:
             reached = progress.get(topics[split.name], 0)
             if reached > split.progress:
-                split.progress, self._moved = reached, time.monotonic()
+                split.progress = reached
+                self._moved = time.monotonic()
             self._store.delete([key for i in split.left_behind() for key in self._keys_of(split, i)])
 
     def _plan(self, split: SplitWindow, iteration: int) -> None:

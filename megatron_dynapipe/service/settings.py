@@ -12,8 +12,7 @@ from megatron_dynapipe.cost import AnalyticCostModel, DeviceRates, ModelShape, T
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.store import PlanKeys, StoreAddress
-from megatron_dynapipe.store.redis_store import RETENTION_S
+from megatron_dynapipe.store import RETENTION_S, PlanKeys, StoreAddress
 
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]

@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutErr
 from megatron_dynapipe.service.failure import decode_failure, describe_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.store import PlanKeys, PlanStore
+from megatron_dynapipe.store import PlanKeys, Store
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PlanSource:
     def __init__(
         self,
         inputs: PlanInputs,
-        store: PlanStore | None,
+        store: Store | None,
         keys: PlanKeys,
         *,
         who: str,
@@ -59,8 +59,13 @@ class PlanSource:
         may_come: Callable[[], bool] = lambda: True,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
-        self._inputs, self._store, self._keys, self._who = inputs, store, keys, who
-        self._most_s, self._may_come, self._say = deadline_s / 2, may_come, say
+        self._inputs = inputs
+        self._store = store
+        self._keys = keys
+        self._who = who
+        self._most_s = deadline_s / 2
+        self._may_come = may_come
+        self._say = say
         self._enough = 2 * planners
         self._on_time = self._enough
         self._first_waits: list[float] = []
@@ -104,7 +109,8 @@ class PlanSource:
         """The entries that planners have published; None where one is late."""
         if self._store is None or time.monotonic() < self._ask_at:
             return None
-        started, patience_s = time.monotonic(), self.patience_s
+        started = time.monotonic()
+        patience_s = self.patience_s
         entries = {}
         try:
             for replica, stage in places:
@@ -127,7 +133,7 @@ class PlanSource:
             self._first_waits.append(time.monotonic() - started)
         return entries
 
-    def _await(self, store: PlanStore, key: str, until: float) -> bytes:
+    def _await(self, store: Store, key: str, until: float) -> bytes:
         """The bytes published under a key; raises StoreTimeoutError where they are late or will not come."""
         while True:
             self._check_open()

@@ -23,7 +23,8 @@ _DATABASE = re.compile(r"(/[0-9]{0,9})?")  # a client takes any other path for d
 VARIABLE = "DYNAPIPE_STORE_URL"
 """Environment variable with a store's URL."""
 _MOST_BYTES = 10_000
-_FORM = "redis://[user:password@]host[:port][/database], rediss://… or unix:///path/of/socket"
+FORM = "redis://[user:password@]host[:port][/database], rediss://… or unix:///path/of/socket"
+"""What such a URL looks like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class StoreAddress:
             raise self._malformed()
         try:
             parts = urlsplit(self.url)
-            port, host = parts.port, parts.hostname or ""
+            port = parts.port
+            host = parts.hostname or ""
             host.encode("idna")  # as looking it up does
         except ValueError:
             raise self._malformed() from None  # the cause may quote a piece of the password
@@ -50,7 +52,7 @@ class StoreAddress:
     @staticmethod
     def _malformed() -> ConfigError:
         return ConfigError(
-            f"the plan store's URL must be {_FORM}", hint="percent-encode special characters in a password"
+            f"the plan store's URL must be {FORM}", hint="percent-encode special characters in a password"
         )
 
     @classmethod
@@ -80,7 +82,7 @@ def find_address(file: Path | None, environ: Mapping[str, str]) -> StoreAddress 
             reason = error.strerror if isinstance(error, OSError) else "text that is not UTF-8"
             raise ConfigError(
                 f"cannot read the plan store's URL from {file}: {reason}",
-                hint=f"a line such as {_FORM}",
+                hint=f"a line such as {FORM}",
             ) from None
     url = environ.get(VARIABLE)
     return StoreAddress(url) if url else None

@@ -22,10 +22,9 @@ from redis.retry import Retry
 
 from megatron_dynapipe.errors import StoreError, StoreFullError
 from megatron_dynapipe.store.address import StoreAddress
+from megatron_dynapipe.store.protocol import REPLY_TIMEOUT_S
 
 CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 30.0
-"""How long a whole reply may take where the caller does not say."""
 OLDEST_REDIS = (6, 2)
 MAX_VALUE_BYTES = 256_000_000
 """Largest value a store takes; Redis refuses strings above 512 MiB, and a plan is a thousandth of this."""
@@ -133,12 +132,14 @@ class _Bounded:
     """
 
     def __init__(self, link: Any, timeout_s: float) -> None:
-        self._link, self._timeout_s = link, timeout_s
+        self._link = link
+        self._timeout_s = timeout_s
         self._asked_s: float | None = timeout_s
         self._begin()
 
     def _begin(self) -> None:
-        self._end, self._bytes_left = time.monotonic() + self._timeout_s, _REPLY_BYTES
+        self._end = time.monotonic() + self._timeout_s
+        self._bytes_left = _REPLY_BYTES
 
     def settimeout(self, seconds: float | None) -> None:
         self._asked_s = seconds  # 0: is there anything to receive?

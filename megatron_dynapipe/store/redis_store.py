@@ -1,7 +1,4 @@
-"""The plan store on a Redis or Valkey server: bytes under keys, progress under topics, waits with deadlines.
-
-Plans are small (up to some hundred kB), written once and read by several nodes: a key is published once and then only
-read or deleted. How far training has come is a *progress* topic: a number that only grows. Both can be waited for.
+"""The plan store on a Redis or Valkey server.
 
 A key is a stream of one entry: the server itself refuses a second entry of the same id, so that the first writer wins
 and a request may be sent twice, and `XREAD BLOCK` waits for the first of several streams without taking anything away.
@@ -18,10 +15,10 @@ from redis.exceptions import ResponseError
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store.address import StoreAddress
-from megatron_dynapipe.store.connection import MAX_VALUE_BYTES, REPLY_TIMEOUT_S, Command, Connections
+from megatron_dynapipe.store.connection import MAX_VALUE_BYTES, Command, Connections
+from megatron_dynapipe.store.protocol import REPLY_TIMEOUT_S, RETENTION_S
+from megatron_dynapipe.units import BYTES_PER_MB
 
-RETENTION_S = 2 * 3600
-"""Entries that nobody deletes (their job was killed) leave a shared server after this time."""
 COMMANDS = "-@all +ping +select +xadd +xread +unlink +expire +info"
 """Rights that a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""
 _BATCH = 256
@@ -33,11 +30,8 @@ _FIELD = b"v"
 _TAKEN = "equal or smaller than the target stream top item"  # the same words in every Redis and Valkey
 
 
-class PlanStore(Connections):
-    """Bytes under keys and progress under topics. Safe to use from several threads. Also a context manager.
-
-    Every method raises `StoreError` when the server cannot be reached or refuses the request, `StoreFullError` when it
-    has no memory left.
+class RedisStore(Connections):
+    """A `Store` on one server. Also a context manager.
 
     Attributes:
         retention_s: seconds after which an entry disappears; None keeps all.
@@ -56,7 +50,7 @@ class PlanStore(Connections):
         super().__init__(address, reply_timeout_s=reply_timeout_s)
 
     def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """Publish keys, each all at once, in few requests; one that is taken keeps what it holds."""
+        """See `Store`; in few requests."""
         for start in range(0, len(items), _BATCH):
             batch = items[start : start + _BATCH]
             commands: list[Command] = []
@@ -67,35 +61,42 @@ class PlanStore(Connections):
             self._append(f"publishing {batch[0][0]} and {len(batch) - 1} more", commands)
 
     def wait_any(self, keys: Sequence[str], *, timeout_s: float, what: str) -> tuple[str, bytes]:
-        """Block until one of `keys` exists; that key (the first in order, if several do) and its value.
-
-        The value stays for other readers. `what` names what is awaited, for the error of a wait in vain.
-        """
+        """See `Store`."""
         entries = self._wait(dict.fromkeys(keys, "0-0"), timeout_s, what)
         key = next(key for key in keys if key in entries)
         return key, entries[key][1]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget these keys; those that do not exist are no error."""
+        """See `Store`."""
         if keys:
             self.request(f"deleting {len(keys)} keys", "UNLINK", *keys)
 
     def announce(self, topic: str, value: int) -> None:
-        """Raise the progress of `topic` to `value` (≥ 0) and wake its waiters; a smaller value changes nothing."""
+        """See `Store`."""
         assert value >= 0, f"progress is never negative, got {value}"
         self._append(f"announcing {topic} = {value}", self._appending(topic, f"{value}-1", b""))
 
     def read_progress(self, topics: Sequence[str]) -> dict[str, int]:
-        """Progress of those topics that have any, at this moment."""
+        """See `Store`."""
         if not topics:
             return {}
         reply = self.request("reading progress", "XREAD", "COUNT", 1, "STREAMS", *topics, *["0-0"] * len(topics))
         return {topic: progress for topic, (progress, _) in _entries(reply, "reading progress").items()}
 
     def wait_progress(self, goals: Mapping[str, int], *, timeout_s: float, what: str) -> dict[str, int]:
-        """Block until the progress of at least one topic has reached its goal; progress of all that have."""
+        """See `Store`."""
         entries = self._wait({topic: f"{goal}-0" for topic, goal in goals.items()}, timeout_s, what)
         return {topic: progress for topic, (progress, _) in entries.items()}
+
+    def describe(self) -> str:
+        """The server's kind and version, where it is, and how it is used."""
+        info = self.info()
+        version = info.get("valkey_version")
+        server = f"Redis {info.get('redis_version')}" if version is None else f"Valkey {version}"
+        memory, limit = (int(info.get(name, "0")) // BYTES_PER_MB for name in ("used_memory", "maxmemory"))
+        usage = f"{memory:,} MB used of {f'{limit:,} MB' if limit else 'no limit'}"
+        others = int(info.get("connected_clients", "1")) - 1
+        return f"{server} at {self.address}: {usage}, {others} other clients"
 
     def _append(self, doing: str, commands: Sequence[Command]) -> None:
         """Send what `_appending` has made; an entry that is there already stays."""
@@ -113,7 +114,8 @@ class PlanStore(Connections):
     def _wait(self, after: Mapping[str, str], timeout_s: float, what: str) -> dict[str, tuple[int, bytes]]:
         """(first half of its id, value) of the newest entry of each stream that has one beyond the id in `after`."""
         assert after and 0 < timeout_s < math.inf, f"a wait needs a key or topic and a deadline, got {timeout_s}"
-        doing, deadline = f"waiting for {what}", time.monotonic() + timeout_s
+        doing = f"waiting for {what}"
+        deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             milliseconds = math.ceil(min(left_s, _BLOCK_S) * 1000)
@@ -126,7 +128,7 @@ class PlanStore(Connections):
                 )
 
 
-open_store = PlanStore
+open_store = RedisStore
 """Connects to a store; a context manager."""
 
 

@@ -128,7 +128,8 @@ class StoreServer:
             time.sleep(_READY_INTERVAL_S)
 
     def _stop(self) -> None:
-        guard, self._guard = self._guard, None
+        guard = self._guard
+        self._guard = None
         if guard is not None:
             terminate(guard, _STOP_TIMEOUT_S)
         if self._log is not None:

@@ -44,10 +44,12 @@ def differences(first: CostFile, second: CostFile) -> list[dict[str, str | int |
 
     Relative differences are of points that both have; where there are none, they are NaN.
     """
-    a, b = tables_of(first), tables_of(second)
+    a = tables_of(first)
+    b = tables_of(second)
     rows: list[dict[str, str | int | float]] = []
     for place in sorted(a.keys() | b.keys()):
-        one, other = a.get(place, {}), b.get(place, {})
+        one = a.get(place, {})
+        other = b.get(place, {})
         shared = sorted(one.keys() & other.keys())
         relative = np.array([abs(other[point] / one[point] - 1) for point in shared if one[point] > 0])
         rows.append(

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from megatron_dynapipe import __version__
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
-from megatron_dynapipe.units import BYTES_PER_MB
 
 
 class Finding(NamedTuple):
@@ -156,15 +155,7 @@ def check_store(url_file: Path | None = None) -> Finding:
 
     if (address := find_address(url_file, os.environ)) is not None:
         with open_store(address) as store:
-            info = store.info()
-        server = (
-            f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info.get('redis_version')}"
-        )
-        memory, limit = (int(info.get(name, "0")) // BYTES_PER_MB for name in ("used_memory", "maxmemory"))
-        usage = f"{memory:,} MB used of {f'{limit:,} MB' if limit else 'no limit'}"
-        return Finding(
-            "ok", f"{server} at {address}: {usage}, {int(info.get('connected_clients', '1')) - 1} other clients"
-        )
+            return Finding("ok", store.describe())
     with StoreServer() as started, open_store(started.address) as store:
         store.put_all([("dynapipe:doctor", b"plan")])
         store.wait_any(["dynapipe:doctor"], timeout_s=5.0, what="the bytes just written")

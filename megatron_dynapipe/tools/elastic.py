@@ -181,7 +181,8 @@ def _take_notices() -> None:
 def note_save(args: argparse.Namespace) -> None:
     """Before Megatron saves an emergency checkpoint, record which; called on every rank after every iteration."""
     iteration = args.curr_iteration + 1
-    every, lasting = args.non_persistent_save_interval, args.save_interval
+    every = args.non_persistent_save_interval
+    lasting = args.save_interval
     if args.rank != 0 or args.non_persistent_ckpt_type != "global" or not every or iteration % every:
         return
     if not (lasting and iteration % lasting == 0):
@@ -203,7 +204,8 @@ def delete_unfinished(folder: Path) -> None:
     """
     from megatron_dynapipe.integration.entry.resume_record import checkpoint_of, last_iteration
 
-    begun, complete = last_iteration(folder, SAVING), last_iteration(folder)
+    begun = last_iteration(folder, SAVING)
+    complete = last_iteration(folder)
     path = checkpoint_of(folder, begun)
     if begun is None or complete is None or begun <= complete or path is None or path.is_symlink():
         return
@@ -241,7 +243,8 @@ def make_resumable(args: argparse.Namespace) -> None:
     args.exit_signal_handler = True
     args.dist_ckpt_optim_fully_reshardable |= args.use_distributed_optimizer
     if args.non_persistent_save_interval is None and args.non_persistent_ckpt_type is None:
-        args.non_persistent_save_interval, args.non_persistent_ckpt_type = SAVE_EVERY, "global"
+        args.non_persistent_save_interval = SAVE_EVERY
+        args.non_persistent_ckpt_type = "global"
 
 
 def _emergency_folder(args: argparse.Namespace) -> Path:
@@ -260,7 +263,8 @@ def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpa
         command_line.settle(one, family, known)
         command_line.check_by_megatron(one)
         run = command_line.configured(one, family)
-    inputs, sampler = run.inputs, split_sampler(run.data, run.inputs.splits[0])
+    inputs = run.inputs
+    sampler = split_sampler(run.data, run.inputs.splits[0])
     space = Space(
         devices=ranks,
         tensor_sizes=_tensor_sizes(one, ranks),

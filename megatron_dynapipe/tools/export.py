@@ -13,7 +13,8 @@ from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
 
-LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
+LAYOUT = "--pipeline-model-parallel-layout"
+PATTERN = "--hybrid-layer-pattern"
 
 
 def megatron_flags(
@@ -37,7 +38,8 @@ def megatron_flags(
         raise ConfigError(
             "Megatron divides no T5 over a pipeline: there is nothing to export", hint="leave out --export"
         )
-    layout, state = settings.layout, settings.tables(cost_model, settings.recompute[0]).state
+    layout = settings.layout
+    state = settings.tables(cost_model, settings.recompute[0]).state
     flags = {"--pipeline-model-parallel-size": str(settings.pipeline_parallel)}
     pattern = {PATTERN: pattern_of(layout, experts=state.expert_kind == MLP)}
     if settings.pattern:
@@ -45,7 +47,8 @@ def megatron_flags(
     whole: Split = layout.layers_per_stage
     note = ""
     if layout.cuts_layers:
-        layers, stages = settings.encoder_layers, settings.pipeline_parallel
+        layers = settings.encoder_layers
+        stages = settings.pipeline_parallel
         chunks = settings.chunks if len(whole) <= layers else 1
         even = even_split(layers, stages * chunks)
         begun = msgspec.structs.replace(settings, layers_per_stage=even, chunks=chunks)

@@ -96,7 +96,8 @@ def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = No
     Raises:
         DataError: the dataset is missing or damaged, or the split is empty.
     """
-    meta, lengths = read_meta(folder), open_split(folder, split).lengths
+    meta = read_meta(folder)
+    lengths = open_split(folder, split).lengths
     if not len(lengths):
         full = ", ".join(name for name in SPLITS if meta.split_samples[name])
         raise DataError(f"{folder}: expected samples in the split {split!r}, got 0", hint=f"it has samples in {full}")
@@ -109,7 +110,8 @@ def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = No
     def row(task: str, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
         samples = int(chosen.sum())
         share = 1.0 if task == "total" else rates.get(task, 0.0) if rates else samples / len(lengths)
-        inputs, targets = lengths.input[chosen], lengths.target[chosen]
+        inputs = lengths.input[chosen]
+        targets = lengths.target[chosen]
         return {
             "task": task,
             "samples": samples,

@@ -108,7 +108,8 @@ class MegatronPipeline:
         first_iteration: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        self._models, self._optimizer = models, optimizer
+        self._models = models
+        self._optimizer = optimizer
         self._device = next(models[0].parameters()).device
         self.planner = planner
         self._config = get_model_config(models[0])
@@ -118,7 +119,9 @@ class MegatronPipeline:
         self._configure()
         self._step_function = gpt_step if self._family is ModelFamily.GPT else t5_step
         self._control = ControlGroup(timeout_s=timeout_s)
-        self._required, self._tokens, self._loss_on = required_fields(models), tokens, loss_on
+        self._required = required_fields(models)
+        self._tokens = tokens
+        self._loss_on = loss_on
         dtype = self._config.pipeline_dtype or self._config.params_dtype
         steps = open_runner(
             self._control, planner.settings, device=self._device, dtype=dtype, timeout_s=timeout_s, adds_up=True
@@ -267,7 +270,8 @@ class MegatronPipeline:
 
     def _configure(self) -> None:
         """Set in the model's configuration what Megatron's training loop sets there."""
-        config, models = self._config, self._models
+        config = self._config
+        models = self._models
         config.finalize_model_grads_func = finalize_model_grads
         if self._optimizer is not None:
             config.grad_scale_func = self._optimizer.scale_loss
@@ -291,7 +295,8 @@ def global_batch(
     if family is ModelFamily.GPT:
         if loss_on is LossOn.TARGETS:
             labels = np.minimum(targets, np.maximum(inputs + targets - 1, 1))
-        inputs, targets = inputs + targets, np.zeros_like(targets)
+        inputs = inputs + targets
+        targets = np.zeros_like(targets)
     return GlobalBatch.of_lengths(inputs, targets, labels=labels, iteration=iteration)
 
 

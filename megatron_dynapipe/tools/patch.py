@@ -80,7 +80,8 @@ class _Stage:
     """A git repository of one file, in which patches are tried; the user's settings do not reach it."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         home = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
         self._settings = home | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
         (folder / name).parent.mkdir(parents=True)

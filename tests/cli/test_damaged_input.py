@@ -103,7 +103,7 @@ REFUSED = [
     ("plan", ["--pipeline-parallel", "3"], "cannot be split equally over 3"),
     ("plan", ["--pipeline-parallel", "9", "--layer-split", "auto"], "4 layers cannot be split over 9 stages"),
     ("plan", ["--encoder-layers", "2"], "a gpt model needs --layers"),
-    ("plan", ["--schedule", "best"], "expected a schedule among"),
+    ("plan", ["--schedule", "best"], "invalid choice: 'best' (choose from"),
     ("plan", ["--output", "/proc/plans"], "cannot write /proc/plans/b0.plan"),
     ("plan", ["--model", "t5"], "a t5 model needs --encoder-layers"),
     ("compare", ["--data", "somewhere"], "not allowed with argument"),

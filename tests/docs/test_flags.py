@@ -27,6 +27,7 @@ OF_OTHERS = {
     "docker": "--rm --gpus --ipc --shm-size --ulimit",
     "cibuildwheel": "--platform",
     "pip": "--upgrade",
+    "git": "--first-parent",
     "valkey-server and redis-cli": "--bind --requirepass --maxmemory --maxmemory-policy --scan --pattern",
     "setup.py": "--inplace --force",
     "mypy": "--strict",

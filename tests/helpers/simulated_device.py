@@ -36,7 +36,13 @@ from megatron_dynapipe.plan.instructions import (
 from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
 from megatron_dynapipe.plan.memory import ELEMENT_BYTES, message_elements
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.runtime import PipelineExecutor, ScatterGatherTransport, TorchTransport, Transport
+from megatron_dynapipe.runtime import (
+    PipelineExecutor,
+    PooledTransfers,
+    ScatterGatherTransport,
+    TorchTransport,
+    Transport,
+)
 from megatron_dynapipe.runtime.messages import together
 from megatron_dynapipe.runtime.process_groups import channels
 from megatron_dynapipe.runtime.scatter_gather import IsSharded
@@ -328,7 +334,8 @@ class Job:
                 group: Any = _Group(("gather", stage, replica), range(first, first + self.tensor), rank)
                 transport = ScatterGatherTransport(transport, group, stage=stage, is_sharded=self.is_sharded)
             platform = _Platform(device, mine)
-            executor = PipelineExecutor(transport, platform, stages=stages, dtype=torch.bfloat16)
+            transfers = PooledTransfers(transport, platform.device, stages=stages, dtype=torch.bfloat16)
+            executor = PipelineExecutor(transfers, platform)
             executor.execute(mine, self._handlers(plan, mine, device, replica))
             if self.reduces and replicas > 1 and not plan.forward_only:
                 for chunk in range(plan.chunks):

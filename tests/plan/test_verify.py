@@ -28,8 +28,8 @@ def check(first: str, second: str, **settings) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("LOAD0", "LOAD0 LOAD0", "micro-batch 0 is loaded twice"),
-        ("LOAD0 ", "", "DATA of micro-batch 0 is ABSENT, expected READY"),
+        ("LOAD0", "LOAD0 LOAD0", "DATA is READY, expected ABSENT"),
+        ("LOAD0 ", "", "DATA is ABSENT, expected READY"),
         ("LOAD0", "LOAD1", "there are 1 micro-batches"),
         ("F0 SEND", "F0 F0 SEND", "the forward pass runs twice"),
         ("F0 SEND", "F0.1 SEND", "the stage has 1 chunks"),
@@ -41,9 +41,10 @@ def check(first: str, second: str, **settings) -> None:
         ("WAIT_SEND_F0>1 ", "", "OUTPUT is MOVING, expected USED"),
         ("SEND_F0>1", "SEND_F0>0", "expected stage 1 as peer"),
         ("RECV_B0<1[8x2x4]", "RECV_B0<1[8x2x4] RECV_B0<1[8x2x4]", "has a receive already that has not been waited for"),
-        ("FREE_DATA0", "FREE_DATA0 FREE_DATA0", "DATA of micro-batch 0 is FREED with 0 forward passes left"),
+        ("FREE_DATA0", "FREE_DATA0 FREE_DATA0", "DATA is FREED, expected USED"),
         (" FREE_OUTPUT_GRAD0", "", "the list ends with OUTPUT_GRAD of micro-batch 0, chunk 0 USED, expected FREED"),
-        (" FREE_DATA0", "", "the list ends with DATA of micro-batch 0 READY, expected FREED"),
+        (" FREE_DATA0", "", "the list ends with DATA of micro-batch 0, chunk 0 USED, expected FREED"),
+        ("FREE_DATA0", "FREE_DATA0.1", "the stage has 1 chunks"),
         (" B0 FREE_OUTPUT_GRAD0", "", "the list ends without B0"),
     ],
 )

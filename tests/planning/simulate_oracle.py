@@ -8,9 +8,9 @@ from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.planning.simulate import Simulation
 
 
-def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_links: bool = False) -> Simulation:
+def simulate_in_python(problem: ScheduleProblem, order: PassOrder) -> Simulation:
     """`simulate` by the default rules of transfers, also of orders that leave passes out on a stage."""
-    run = _Run(problem, queue_links)
+    run = _Run(problem)
     position = [0] * problem.stages
     events: list[list[Event]] = [[] for _ in range(problem.stages)]
     moved = True
@@ -36,15 +36,13 @@ def simulate_in_python(problem: ScheduleProblem, order: PassOrder, *, queue_link
 class _Run:
     """State of a simulation: when each stage is free, what it holds, and when each message arrives."""
 
-    def __init__(self, problem: ScheduleProblem, queue_links: bool) -> None:
+    def __init__(self, problem: ScheduleProblem) -> None:
         self.problem = problem
-        self.queue_links = queue_links
         self.free_ns = [0] * problem.stages
         self.held_bytes: list[int] = problem.model_state_bytes.tolist()
         self.peak_bytes = list(self.held_bytes)
         self.arrival_ns: dict[tuple[bool, int, int], int] = {}
         """(forward?, micro-batch, virtual stage) → when its input is there; first stages' inputs are there at 0."""
-        self.link_free_ns: dict[tuple[bool, int], int] = {}
         self.halved: set[tuple[int, int]] = set()
         """(micro-batch, virtual stage) whose first half has run, and the second has not."""
 
@@ -98,11 +96,6 @@ class _Run:
         last = self.problem.virtual_stages - 1
         times = self.problem.forward_transfer_ns if forward else self.problem.backward_transfer_ns
         duration = int(times[row, v])
-        depart = end
-        if self.queue_links:
-            link = (forward, v % self.problem.stages)
-            depart = max(end, self.link_free_ns.get(link, 0))
-            self.link_free_ns[link] = depart + duration
-        self.arrival_ns[forward, row, v + 1 if forward else v - 1] = depart + duration
+        self.arrival_ns[forward, row, v + 1 if forward else v - 1] = end + duration
         if forward and v == last:
             self.arrival_ns[False, row, v] = end

@@ -8,6 +8,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import planner
@@ -44,6 +45,13 @@ def test_groups_of_replicas_are_free_of_each_other() -> None:
     assert counts(plan) == [first, first, second, second] and plan.in_step == 2
     together = planned(lengths, data_parallel=4, memory_limit_bytes=10**8, lockstep=True)
     assert len(set(counts(together))) == 1 and together.in_step == 4
+
+
+@pytest.mark.parametrize("method", SCHEDULES)
+def test_replicas_run_in_step_under_every_schedule(method: str) -> None:
+    lengths = [700, 600, 300, 200, 20, 10, 9]
+    plan = planned(lengths, schedule=ScheduleSettings(method=method))
+    verify(plan, expected_samples=range(len(lengths)))
 
 
 def test_samples_of_a_row_are_cut_at_the_same_positions() -> None:

@@ -90,16 +90,13 @@ problems = st.builds(
 
 @given(
     problem=problems,
-    queue_links=st.booleans(),
     schedule=st.sampled_from([gpipe, one_f_one_b]),
     seed=st.none() | st.integers(0, 99),
 )
-def test_the_core_simulates_by_the_rules(problem, queue_links, schedule, seed):
+def test_the_core_simulates_by_the_rules(problem, schedule, seed):
     order = schedule(problem)
     order = order if seed is None else divided(order, seed)
-    assert simulate(problem, order, queue_links=queue_links) == simulate_in_python(
-        problem, order, queue_links=queue_links
-    )
+    assert simulate(problem, order) == simulate_in_python(problem, order)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,6 @@ def test_the_native_boundary_refuses_what_does_not_fit(change, message):
         "model_state": problem.model_state_bytes,
         "forward_only": False,
         "order": np.array([[0, 4, 1, 5], [0, 1, 4, 5]]),
-        "queue_links": False,
     }
     core.simulate(**arguments)
     with pytest.raises(ValueError, match=message):

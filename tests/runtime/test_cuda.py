@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel, Forward, Load, Payload
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import CudaPlatform, HostStagedTransport, PipelineExecutor, ScatterGatherTransport, Work
+from megatron_dynapipe.runtime import (
+    CudaPlatform,
+    HostStagedTransport,
+    PipelineExecutor,
+    PooledTransfers,
+    ScatterGatherTransport,
+    Work,
+)
 from megatron_dynapipe.runtime.messages import MessageBuffers
 from megatron_dynapipe.runtime.watchdog import ListWatchdog
 
@@ -108,7 +115,9 @@ def test_the_watchdog_names_the_instruction_at_which_the_device_stands():
         heard.set()
 
     with ListWatchdog(deadline_s=0.5, name="rank 0", report=tell) as watchdog:
-        executor = PipelineExecutor(Mirror(), CudaPlatform(), stages=2, dtype=torch.float32, watch=watchdog)
+        platform = CudaPlatform()
+        transfers = PooledTransfers(Mirror(), platform.device, stages=2, dtype=torch.float32)
+        executor = PipelineExecutor(transfers, platform, watch=watchdog)
         executor.register_handler(Load, lambda instruction, buffers: None)
         executor.register_handler(Forward, lambda instruction, buffers: busy(3))
         executor.execute(StagePlan(stage=0, instructions=(Load(0), Forward(0)), predicted=()))

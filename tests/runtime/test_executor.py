@@ -12,7 +12,7 @@ from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load, RecvStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.runtime import BufferTable, CpuPlatform, PipelineExecutor, Work
+from megatron_dynapipe.runtime import BufferTable, CpuPlatform, PipelineExecutor, PooledTransfers, Work
 from megatron_dynapipe.runtime.trace import Trace
 from tests.helpers.lists import parse_stages
 
@@ -46,9 +46,15 @@ def plan(words: str, stage: int = 0) -> StagePlan:
     return StagePlan(stage=stage, instructions=parse_stages(lines)[stage], predicted=())
 
 
+def bare_executor(transport: Loopback | None = None) -> PipelineExecutor:
+    platform = CpuPlatform()
+    transfers = PooledTransfers(transport or Loopback(), platform.device, stages=2, dtype=torch.float32)
+    return PipelineExecutor(transfers, platform)
+
+
 def executor(ran: list[str], transport: Loopback | None = None) -> PipelineExecutor:
     """Handlers that make what they should and write down what ran."""
-    made = PipelineExecutor(transport or Loopback(), CpuPlatform(), stages=2, dtype=torch.float32)
+    made = bare_executor(transport)
 
     def load(instruction: Load, buffers: BufferTable) -> None:
         ran.append(format_instruction(instruction))
@@ -162,7 +168,7 @@ def test_a_message_has_the_type_that_the_other_stage_receives():
 
 
 def test_an_instruction_without_a_handler_is_refused_before_anything_runs_and_a_handler_without_one():
-    made = PipelineExecutor(Loopback(), CpuPlatform(), stages=2, dtype=torch.float32)
+    made = bare_executor()
     made.register_handler(Load, lambda instruction, buffers: pytest.fail("ran"))
     with pytest.raises(ExecutionError, match="no handler is registered for Backward, Forward"):
         made.execute(plan("LOAD0 F0 B0"))

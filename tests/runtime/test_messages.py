@@ -8,10 +8,10 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Buffer, Forward
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor
+from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor, PooledTransfers
 from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.messages import MessageBuffers, in_place, joined, landing, message_bytes, views
-from megatron_dynapipe.runtime.transfer import JoinedWork
+from megatron_dynapipe.runtime.transport import JoinedWork
 from tests.helpers.lists import parse_instruction
 
 SHAPES = [(3, 5), (7,), (0, 2), (2, 2, 3), ()]
@@ -60,7 +60,9 @@ def test_a_message_is_sent_from_the_pool_and_what_made_it_is_dropped():
     """Several tensors lie as one; sends that are known to be complete give their buffer to the next."""
     sent: list[list[torch.Tensor]] = []
     transport = SimpleNamespace(start_send=lambda _channel, _stage, tensors: sent.append(tensors) or JoinedWork([]))
-    executor, made = PipelineExecutor(transport, CpuPlatform(), stages=3, dtype=torch.float32), []
+    platform = CpuPlatform()
+    transfers = PooledTransfers(transport, platform.device, stages=3, dtype=torch.float32)
+    executor, made = PipelineExecutor(transfers, platform), []
 
     def forward(step: Forward, buffers: BufferTable) -> None:
         tensors = [torch.full((3,), 2.0 + step.micro_batch), torch.full((5,), 3.0)]

@@ -9,7 +9,7 @@ import torch
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
 from megatron_dynapipe.runtime import TorchTransport
 from megatron_dynapipe.runtime.executor import BufferTable
-from megatron_dynapipe.runtime.transfer import JoinedWork
+from megatron_dynapipe.runtime.transport import JoinedWork
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.helpers.simulated_device import Device, DeviceMemoryError, DeviceStallError, Job, check, run
 from tests.planning.planner_cases import batch, planner

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dynapipe.plan.instructions import Backward, Forward, Load
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime import PipelineExecutor
+from megatron_dynapipe.runtime import PipelineExecutor, PooledTransfers
 from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
 
 LIST = (Load(0), Forward(0), Backward(0))
@@ -40,7 +40,8 @@ class LaggingDevice:
 
 
 def executed(device: LaggingDevice, watchdog: ListWatchdog) -> None:
-    executor = PipelineExecutor(None, device, stages=2, dtype=torch.float32, watch=watchdog)
+    transfers = PooledTransfers(None, device.device, stages=2, dtype=torch.float32)
+    executor = PipelineExecutor(transfers, device, watch=watchdog)
     for kind in (Load, Forward, Backward):
         executor.register_handler(kind, lambda instruction, buffers: None)
     executor.execute(PLAN)

@@ -10,7 +10,7 @@ from megatron_dynapipe.cost import CPU_RATES, ModelShape
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
-from megatron_dynapipe.store import PlanStore, StoreAddress, StoreServer, new_job_name, open_store
+from megatron_dynapipe.store import Store, StoreAddress, StoreServer, new_job_name, open_store
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.samples import write_samples
 
@@ -24,7 +24,7 @@ def server() -> Iterator[StoreServer]:
 
 
 @pytest.fixture
-def store(server: StoreServer) -> Iterator[PlanStore]:
+def store(server: StoreServer) -> Iterator[Store]:
     with open_store(server.address, retention_s=None) as connected:
         yield connected
 

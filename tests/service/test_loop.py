@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.errors import InfeasibleError, StoreError, StoreFullError, StoreTimeoutError
-from megatron_dynapipe.service import ServiceSettings, loop
+from megatron_dynapipe.service import PlanSource, ServiceSettings, loop
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow
-from megatron_dynapipe.store import PlanStore, StoreAddress
+from megatron_dynapipe.store import Store, StoreAddress
+from megatron_dynapipe.store.redis_store import RedisStore
 from tests.helpers.waiting import until
+from tests.store.memory_store import MemoryStore
 
 
 class FakeSource:
@@ -46,7 +48,7 @@ def only_train(settings: ServiceSettings, **changes: object) -> ServiceSettings:
 
 
 @contextmanager
-def running(settings: ServiceSettings, source: FakeSource, store: PlanStore) -> Iterator[None]:
+def running(settings: ServiceSettings, source: FakeSource, store: Store) -> Iterator[None]:
     """A planner whose training stands still from the block's end on."""
 
     def run() -> None:
@@ -60,18 +62,18 @@ def running(settings: ServiceSettings, source: FakeSource, store: PlanStore) -> 
     assert not thread.is_alive()
 
 
-def announce(settings: ServiceSettings, store: PlanStore, split: str, iteration: int) -> None:
+def announce(settings: ServiceSettings, store: Store, split: str, iteration: int) -> None:
     store.announce(settings.keys.progress(split), iteration)
 
 
-def iterations_in(store: PlanStore, settings: ServiceSettings, split: str = "train") -> list[int]:
+def iterations_in(store: Store, settings: ServiceSettings, split: str = "train") -> list[int]:
     """Of the first ones, those whose plans are there."""
     keys = [settings.keys.plan(split=split, iteration=i, replica=0, stage=0) for i in range(12)]
     there = store.read_progress(keys)
     return [i for i, key in enumerate(keys) if key in there]
 
 
-def failure_in(store: PlanStore, settings: ServiceSettings) -> bool:
+def failure_in(store: Store, settings: ServiceSettings) -> bool:
     return bool(store.read_progress([settings.keys.error]))
 
 
@@ -107,7 +109,17 @@ def test_splits_take_turns_and_what_training_has_left_behind_is_deleted(settings
     assert iterations_in(store, job, "valid") == [3, 4, 5] and iterations_in(store, job) == [0, 1]
 
 
-class FullStore(PlanStore):
+def test_a_store_of_the_six_methods_serves_planners_and_ranks(settings, source) -> None:
+    store = MemoryStore()
+    job = only_train(settings(look_ahead=100), iterations=3)
+    PlannerLoop(job, source, store).run()
+    plans = PlanSource(job.inputs, store, job.keys, who="rank 0", deadline_s=4.0)
+    assert plans.fetch("train", 2, [(0, 0), (0, 1)]) == {(0, 0): bytes(10), (0, 1): bytes(10)}
+    plans.announce("train", 2)
+    assert store.read_progress([job.keys.progress("train")]) == {job.keys.progress("train"): 2}
+
+
+class FullStore(RedisStore):
     """Takes so many keys."""
 
     def __init__(self, address: StoreAddress, limit: int) -> None:

@@ -16,13 +16,13 @@ from megatron_dynapipe.service import PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.loop import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
-from megatron_dynapipe.store import PlanStore, StoreServer, open_store
+from megatron_dynapipe.store import Store, StoreServer, open_store
 from tests.helpers.waiting import is_running, until
 
 COMMAND = [sys.executable, "-m", "megatron_dynapipe.service"]
 
 
-def fetched(store: PlanStore, job: ServiceSettings, split: str, iteration: int) -> StageEntry:
+def fetched(store: Store, job: ServiceSettings, split: str, iteration: int) -> StageEntry:
     """The entry of the first replica's first stage."""
     key = job.keys.plan(split=split, iteration=iteration, replica=0, stage=0)
     name, data = store.wait_any([key, job.keys.error], timeout_s=30, what="it")

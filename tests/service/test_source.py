@@ -14,7 +14,7 @@ from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannedSplits, drawn_by
-from megatron_dynapipe.store import PlanKeys, PlanStore, new_job_name
+from megatron_dynapipe.store import PlanKeys, new_job_name
 from tests.helpers.samples import write_samples
 
 PLACES = [(0, 0), (1, 1)]
@@ -33,7 +33,7 @@ def make(job, store) -> Callable[..., PlanSource]:
     return of
 
 
-def publish(job, store: PlanStore, iteration: int, data: bytes) -> None:
+def publish(job, store: Store, iteration: int, data: bytes) -> None:
     keys = [job.keys.plan(split="train", iteration=iteration, replica=r, stage=s) for r, s in PLACES]
     store.put_all([(key, data) for key in keys])
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_dynapipe.errors import StoreError, StoreTimeoutError
-from megatron_dynapipe.store import PlanStore, StoreServer, open_store
+from megatron_dynapipe.store import Store, StoreServer, open_store
+from tests.store.memory_store import MemoryStore
 
 type Later = Callable[..., None]
 
@@ -19,8 +20,12 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
-@pytest.fixture
-def store(server: StoreServer) -> Iterator[PlanStore]:
+@pytest.fixture(params=["redis", "memory"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    server: StoreServer = request.getfixturevalue("server")
     with open_store(server.address) as connected:
         yield connected
 
@@ -32,7 +37,7 @@ def key(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def later(store: PlanStore) -> Iterator[Later]:
+def later(store: Store) -> Iterator[Later]:
     """Runs an action on the store after a while; the test ends when all have run."""
     timers: list[threading.Timer] = []
 
@@ -45,7 +50,7 @@ def later(store: PlanStore) -> Iterator[Later]:
         timer.join(10)
 
 
-def test_a_value_is_read_as_it_was_published(store: PlanStore, key: str) -> None:
+def test_a_value_is_read_as_it_was_published(store: Store, key: str) -> None:
     """The largest has 16 MB, a hundred times a large plan."""
     every_byte = bytes(range(256))
     for at, value in enumerate((b"", bytes(100), every_byte, every_byte * 64_000)):
@@ -53,13 +58,14 @@ def test_a_value_is_read_as_it_was_published(store: PlanStore, key: str) -> None
         assert store.wait_any([f"{key}:{at}"], timeout_s=10, what="it") == (f"{key}:{at}", value)
 
 
-def test_a_value_above_the_limit_is_refused(store: PlanStore, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_a_value_above_the_limit_is_refused(store: Store, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dynapipe.store.redis_store.MAX_VALUE_BYTES", 10)
     with pytest.raises(StoreError, match="is 11 B, above the limit of 10 B"):
         store.put_all([(key, bytes(11))])
 
 
-def test_several_keys_are_published_in_order(store: PlanStore, key: str) -> None:
+def test_several_keys_are_published_in_order(store: Store, key: str) -> None:
     items = [(f"{key}:{index}", b"%d" % index) for index in range(600)]
     store.put_all([items[3]])
     store.put_all(items)
@@ -71,7 +77,7 @@ def test_several_keys_are_published_in_order(store: PlanStore, key: str) -> None
     assert store.wait_any([f"{key}:new"], timeout_s=5, what="it")[1] == b"new"
 
 
-def test_every_waiting_reader_gets_the_value(store: PlanStore, key: str) -> None:
+def test_every_waiting_reader_gets_the_value(store: Store, key: str) -> None:
     with ThreadPoolExecutor(6) as pool:
         waits = [pool.submit(store.wait_any, [key], timeout_s=10, what="it") for _ in range(6)]
         time.sleep(0.2)
@@ -89,7 +95,7 @@ def test_of_several_keys_the_first_that_comes_or_is_asked_for_is_returned(store,
         assert store.wait_any(keys, timeout_s=5, what="both")[0] == keys[0]
 
 
-def test_a_wait_that_ends_in_vain_says_for_what_and_how_long(store: PlanStore, key: str) -> None:
+def test_a_wait_that_ends_in_vain_says_for_what_and_how_long(store: Store, key: str) -> None:
     started = time.monotonic()
     with pytest.raises(StoreTimeoutError) as caught:
         store.wait_any([f"{key}:a", f"{key}:b"], timeout_s=0.3, what="the plan of iteration 7")
@@ -99,7 +105,7 @@ def test_a_wait_that_ends_in_vain_says_for_what_and_how_long(store: PlanStore, k
     )
 
 
-def test_a_deleted_key_is_gone_and_may_be_published_anew(store: PlanStore, key: str) -> None:
+def test_a_deleted_key_is_gone_and_may_be_published_anew(store: Store, key: str) -> None:
     store.put_all([(key, b"plan")])
     store.delete([key, f"{key}:never"])
     store.delete([])
@@ -127,7 +133,7 @@ def test_progress_is_the_largest_value_announced(store, key, announced, goal, re
         assert store.wait_progress({key: goal}, timeout_s=5, what="training") == {key: reached}
 
 
-def test_progress_wakes_a_waiter_only_when_its_goal_is_reached(store: PlanStore, key: str, later: Later) -> None:
+def test_progress_wakes_a_waiter_only_when_its_goal_is_reached(store: Store, key: str, later: Later) -> None:
     later(lambda: store.announce(key, 4), 0.1)
     later(lambda: store.announce(key, 5), 0.3)
     started = time.monotonic()
@@ -135,7 +141,7 @@ def test_progress_wakes_a_waiter_only_when_its_goal_is_reached(store: PlanStore,
     assert time.monotonic() - started > 0.25
 
 
-def test_progress_of_any_of_several_topics_ends_the_wait(store: PlanStore, key: str, later: Later) -> None:
+def test_progress_of_any_of_several_topics_ends_the_wait(store: Store, key: str, later: Later) -> None:
     store.announce(f"{key}:train", 3)
     later(lambda: store.announce(f"{key}:valid", 1))
     goals = {f"{key}:train": 9, f"{key}:valid": 1}
@@ -144,7 +150,7 @@ def test_progress_of_any_of_several_topics_ends_the_wait(store: PlanStore, key: 
     assert store.wait_progress(goals, timeout_s=5, what="training") == {f"{key}:train": 10, f"{key}:valid": 1}
 
 
-def test_negative_progress_and_a_wait_without_key_or_deadline_are_bugs_of_ours(store: PlanStore, key: str) -> None:
+def test_negative_progress_and_a_wait_without_key_or_deadline_are_bugs_of_ours(store: Store, key: str) -> None:
     with pytest.raises(AssertionError, match="progress is never negative, got -1"):
         store.announce(key, -1)
     for keys, timeout_s in (([], 1.0), ([key], 0.0), ([key], float("inf"))):

@@ -40,8 +40,11 @@ class IterationRunner:
         make_batch: MakeBatch,
         seed: int,
     ) -> None:
-        self.steps, self.settings, self.make_batch = steps, settings, make_batch
-        self._required, self._seed = required, seed
+        self.steps = steps
+        self.settings = settings
+        self.make_batch = make_batch
+        self._required = required
+        self._seed = seed
         self._context: MicroBatchContext | None = None
         self.shape: Shape | None = None
 
@@ -65,7 +68,8 @@ class IterationRunner:
         context = self.context(models)
 
         def prepare(instruction: Pass) -> None:
-            index, virtual_stage = instruction.micro_batch, instruction.chunk * self.steps.stages + self.steps.stage
+            index = instruction.micro_batch
+            virtual_stage = instruction.chunk * self.steps.stages + self.steps.stage
             micro_batch = entry.micro_batches[index]
             self.shape = micro_batch.shape
             context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage])
@@ -89,7 +93,8 @@ class IterationRunner:
         self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, *, iteration: int, longest: Shape
     ) -> None:
         """Run small micro-batches under each mode of recomputation; gradients are zero afterwards."""
-        context, self.shape = self.context(models), Shape(1, LENGTH, 0)
+        context = self.context(models)
+        self.shape = Shape(1, LENGTH, 0)
         warm_up(
             models,
             self.settings,

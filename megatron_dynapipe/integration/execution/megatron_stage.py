@@ -68,15 +68,20 @@ class MegatronStage:
         divided: Collection[tuple[int, int]] = (),
     ) -> None:
         self.load = load
-        self._models, self._config = models, get_model_config(models[0])
+        self._models = models
+        self._config = get_model_config(models[0])
         self._forward_step = forward_step
         self._is_last = is_last
-        self._prepare, self._before_forward = prepare, before_forward
+        self._prepare = prepare
+        self._before_forward = before_forward
         self._before_backward = before_backward
-        self._during_weights, self._after_weights = during_weights, after_weights
-        self._divided, self._halves = divided, weight_halves(models)
+        self._during_weights = during_weights
+        self._after_weights = after_weights
+        self._divided = divided
+        self._halves = weight_halves(models)
         self._halves.clear()
-        self._gather, self._routers = row_gather(models), routers_of(models)
+        self._gather = row_gather(models)
+        self._routers = routers_of(models)
         self._told: dict[int, Sequence[Any]] = {}  # by micro-batch, for its backward passes
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
@@ -110,7 +115,8 @@ class MegatronStage:
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: DeviceBatch) -> Any:
         """Run a chunk through Megatron's step function."""
-        model, config = self._models[chunk], self._config
+        model = self._models[chunk]
+        config = self._config
         is_last = self._is_last and chunk == len(self._models) - 1
         self._told[micro_batch] = data.get("rows"), data.get("samples"), data.get("sample_count", 0)
         self._tell(*self._told[micro_batch])

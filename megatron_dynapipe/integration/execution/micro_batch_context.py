@@ -104,14 +104,16 @@ class RecomputeSwitch:
         for config in self._configs:
             config.recompute_granularity = None if mode is Recompute.NONE else mode.value
             if mode is Recompute.FULL and config.recompute_method is None:
-                config.recompute_method, config.recompute_num_layers = "uniform", 1
+                config.recompute_method = "uniform"
+                config.recompute_num_layers = 1
         modules = self._recomputed if mode is Recompute.SELECTIVE else ()
         for attention in self._attentions:
             attention.checkpoint_core_attention = "core_attn" in modules
         for layer in self._dense:
             layer.recompute_mlp = "mlp" in modules
         for layer in self._of_experts:
-            layer.moe_layer_recompute, layer.shared_experts_recompute = "moe" in modules, "shared_experts" in modules
+            layer.moe_layer_recompute = "moe" in modules
+            layer.shared_experts_recompute = "shared_experts" in modules
 
 
 def _return_copied_bias(_mlp: nn.Module, _inputs: Any, output: Any) -> Any:

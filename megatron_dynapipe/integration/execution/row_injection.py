@@ -39,7 +39,8 @@ class RowInjection:
         def step(batches: Iterator[DeviceBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
             self._prepare(model)
-            self._batch, given = batch, dict(batch)
+            self._batch = batch
+            given = dict(batch)
             if batch["rows"] is not None:
                 given["labels"] = _spread(batch, batch["labels"])
                 given["loss_mask"] = _spread(batch, batch["loss_mask"])

@@ -115,7 +115,8 @@ def gpt_batch(
     packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
     texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows, host.samples)
     tokens, labels, loss_mask, tasks, rows, samples, *moved = copy_to(device, (*texts, *packed))
-    length, row = host.shape.input_length, None
+    length = host.shape.input_length
+    row = None
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
         row = self_row(_on_device(segments, moved), row_format)
@@ -161,7 +162,8 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
         segments = host.input_segments, host.decoder_segments
         packed = [tensor for segment in segments for tensor in (segment.offsets, segment.positions)]
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
-        encoder, decoder = _on_device(segments[0], moved[:2]), _on_device(segments[1], moved[2:])
+        encoder = _on_device(segments[0], moved[:2])
+        decoder = _on_device(segments[1], moved[2:])
         cross = attention_row(decoder, encoder, row_format)
         attention: dict[str, Any] = {
             "encoder_row": self_row(encoder, row_format),

@@ -43,7 +43,8 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
     def step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         batch = next(batches)
         output, loss_function = forward_step(iter((batch,)), model)
-        tasks, mask = batch.get("tasks"), batch.get("loss_mask")
+        tasks = batch.get("tasks")
+        mask = batch.get("loss_mask")
         if tasks is None or mask is None:
             return output, loss_function
 
@@ -99,7 +100,8 @@ class TaskLosses:
     """
 
     def __init__(self, tasks: Sequence[str], *, is_last: bool) -> None:
-        self._tasks, self._is_last = tasks, is_last
+        self._tasks = tasks
+        self._is_last = is_last
         self._sums: torch.Tensor | None = None
         self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
@@ -120,7 +122,8 @@ class TaskLosses:
         both = torch.stack([self._sums.t()] * 2)
         torch.distributed.all_reduce(both[1], group=replicas)
         event = torch.cuda.Event() if both.is_cuda else None
-        self._sums, self._copied = None, (both.to("cpu", non_blocking=True), event)
+        self._sums = None
+        self._copied = (both.to("cpu", non_blocking=True), event)
         if event is not None:
             event.record()
 

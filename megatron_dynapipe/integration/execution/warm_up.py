@@ -60,7 +60,8 @@ def warm_up(
     device = next(models[0].parameters()).device
     _make_communicators(models, device)
     micro_batches = _micro_batches(settings, longest, required)
-    config, stages = get_model_config(models[0]), settings.pipeline_parallel
+    config = get_model_config(models[0])
+    stages = settings.pipeline_parallel
     runs = [(mode, False) for mode in settings.recompute] + [(settings.recompute[0], True)]
     for (mode, forward_only), host in itertools.product(runs, micro_batches):
         prepare(mode)
@@ -130,7 +131,8 @@ def _boundaries(settings: PlannerSettings, shape: Shape) -> Sequence[Sequence[Te
 
 
 def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:
-    handlers, buffers = pass_handlers(context), BufferTable()
+    handlers = pass_handlers(context)
+    buffers = BufferTable()
     handlers[Load](Load(0), buffers)
     if received:
         buffers.put(Buffer.INPUT, 0, chunk, received)
@@ -145,7 +147,9 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
-    family, layouts, micro_batches = settings.family, settings.micro_batch_layouts, []
+    family = settings.family
+    layouts = settings.micro_batch_layouts
+    micro_batches = []
     longer = [min(LENGTH, length) for length in longest[1:]]
     for lengths in (longer, [round_up(length // 2) for length in longer]):
         sizes = (1, 2) if BatchLayout.PADDED in layouts else ()

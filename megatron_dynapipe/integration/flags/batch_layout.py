@@ -1,4 +1,6 @@
-"""Which layouts a run's micro-batches may have: padded rows, packed ones, or whichever the plan finds better.
+"""What a run's plans may choose: layouts, pieces, halves of backward passes, the order of passes.
+
+Layouts of micro-batches are padded rows, packed ones, or whichever the plan finds better:
 
 --dynapipe-layout    nothing in the way    no fast kernel        a part that cannot
 auto                 padded, packed        padded, said once     padded, said once
@@ -15,10 +17,13 @@ from megatron.core.utils import is_te_min_version
 
 from megatron_dynapipe.cost import Experts
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
 from megatron_dynapipe.planning.problem import SplitBackward
+from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 
@@ -101,6 +106,10 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
                 "Megatron's local attention keeps no keys of earlier pieces",
             ),
             (
+                args.dynapipe_schedule != ADAPTIVE,
+                f"--dynapipe-schedule {args.dynapipe_schedule} does not keep the order of pieces",
+            ),
+            (
                 BatchLayout.PACKED not in layouts[0],
                 f"pieces run in packed rows: {layouts[1] or FLAG + ' padded'}",
             ),
@@ -115,7 +124,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
 
 
 def undivided_because(args: argparse.Namespace) -> str:
-    """Why the model's layers take whole backward passes alone; empty where they need not."""
+    """Why a run has whole backward passes alone; empty where it need not."""
     return first_reason(
         (
             (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
@@ -129,6 +138,7 @@ def undivided_because(args: argparse.Namespace) -> str:
                 "Transformer Engine below 2.3 computes all gradients together",
             ),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
+            (args.dynapipe_schedule != ADAPTIVE, f"--dynapipe-schedule {args.dynapipe_schedule} divides none"),
         )
     )
 
@@ -147,9 +157,29 @@ def split_backward(args: argparse.Namespace) -> SplitBackward:
     return "off" if reason else asked
 
 
+def schedule(args: argparse.Namespace) -> ScheduleSettings:
+    """How plans order passes.
+
+    Raises:
+        ConfigError: the schedule cannot order those of this run's pipeline.
+    """
+    flag = "--dynapipe-schedule"
+    method = args.dynapipe_schedule
+    stages = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if reason := unordered_because(method, stages=stages, chunks=chunks):
+        raise ConfigError(
+            f"{flag} {method} cannot order the passes of {stages} pipeline stages of {chunks} virtual stages each:"
+            f" {reason}",
+            hint=f"pass {flag} {ADAPTIVE}, or another number of stages",
+        )
+    return ScheduleSettings(method=method)
+
+
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """The parts of a model that cannot take packed rows."""
-    engine, patched = _engine_attention(args), bool(args.use_dynapipe)
+    engine = _engine_attention(args)
+    patched = bool(args.use_dynapipe)
     relative = args.position_embedding_type == "relative"
     return (
         (

@@ -7,7 +7,6 @@ data, costs or checkpoints is `preflight`'s.
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
+from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
 from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
@@ -41,8 +41,8 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
     without_effect = megatron_flags.check(args, family, known)
     for row in _size_refusals(args):
         _refuse(*row)
-    if without_effect and os.environ.get("RANK", "0") == "0":
-        print(f"without effect on a planned run: {', '.join(without_effect)}", flush=True)
+    if without_effect:
+        say(f"without effect on a planned run: {', '.join(without_effect)}")
     for row in _training_refusals(args):
         _refuse(*row)
     check_trackers(args)
@@ -312,8 +312,7 @@ def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:
     is_rope = args.position_embedding_type == "rope"
     if args.apply_rope_fusion and is_rope and rope_utils.fused_apply_rotary_pos_emb is None:
         args.apply_rope_fusion = False
-        if os.environ.get("RANK", "0") == "0":
-            print("rotary positions: unfused, as Transformer Engine is not installed", file=sys.stderr, flush=True)
+        say("rotary positions: unfused, as Transformer Engine is not installed")
     if not on_cpu and (flags := _compiled(args)) and (missing := missing_for_kernels()):
         raise ConfigError(
             f"expected what PyTorch compiles fused layers with, found no {missing}",

@@ -32,6 +32,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     positive,
 )
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
+from megatron_dynapipe.store.address import FORM
 from megatron_dynapipe.units import ModelFamily, round_up
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
         "--dynapipe-store-url-file",
         type=Path,
         metavar="FILE",
-        help="file that holds the redis:// URL of an existing plan store (default: the environment variable"
+        help=f"file that holds the URL of an existing plan store, {FORM} (default: the environment variable"
         " DYNAPIPE_STORE_URL, else start one)",
     )
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")

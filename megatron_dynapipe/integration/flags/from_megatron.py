@@ -26,6 +26,7 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     batch_layouts,
     core_attention,
     describe,
+    schedule,
     slices,
     split_backward,
     undivided_because,
@@ -39,6 +40,7 @@ from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
+from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.loop import split_sampler
@@ -72,10 +74,8 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
     if device is None:
         # Also before it is current: asking for the current one makes a context on GPU 0.
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
-    cluster, layouts = (
-        machine.cluster_of(args.dynapipe_cluster, device=device),
-        batch_layouts(args, family, on_cpu=device.type == "cpu"),
-    )
+    cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
+    layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
     model = model_config(args, family)
     costs = _costs(args, model, device)
     return RunConfig(
@@ -103,9 +103,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
-        plans_chunks=args.dynapipe_layers_per_stage == AUTO
-        and args.dynapipe_chunks is None
-        and not args.hybrid_layer_pattern,  # which says how many there are
+        plans_chunks=_plans_chunks(args),
         optimizer=optimizer_in_words(args.optimizer),
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
@@ -113,6 +111,15 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         metrics_interval=args.tensorboard_log_interval,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
+
+
+def _plans_chunks(args: argparse.Namespace) -> bool:
+    """Whether the run's virtual stages are planned with its layer split."""
+    if args.dynapipe_layers_per_stage != AUTO or args.dynapipe_chunks is not None:
+        return False
+    if args.hybrid_layer_pattern:  # which says how many there are
+        return False
+    return not unordered_because(args.dynapipe_schedule, stages=args.pipeline_model_parallel_size, chunks=2)
 
 
 def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
@@ -134,7 +141,8 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
     shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
         costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
-        fields, tensor_parallel = msgspec.structs.asdict(shape), args.tensor_model_parallel_size
+        fields = msgspec.structs.asdict(shape)
+        tensor_parallel = args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
         return costs
     rates = CPU_RATES if on_cpu else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
@@ -149,7 +157,8 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
 
 def _labels_reach_experts(args: argparse.Namespace) -> bool:
     """Whether there are experts, and their routers do nothing that asks for positions without a label."""
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = args.moe_router_load_balancing_type
+    coefficients = args.moe_aux_loss_coeff
     balances = kinds not in ("none", ["none"]) and (
         any(coefficients) if isinstance(coefficients, list) else coefficients
     )
@@ -164,7 +173,8 @@ def _planner(
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
-    limit_mb, on_cpu = args.dynapipe_device_memory_limit, device.type == "cpu"
+    limit_mb = args.dynapipe_device_memory_limit
+    on_cpu = device.type == "cpu"
     in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
@@ -184,6 +194,7 @@ def _planner(
         scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
         micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
+        schedule=schedule(args),
         expert_layers=model.experts.layers if model.experts else (),
         pattern=kinds_of_pattern(model.pattern) if model.pattern else (),
         expert_parallel=in_step,

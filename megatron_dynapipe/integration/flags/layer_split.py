@@ -1,7 +1,6 @@
 """How many layers the flags put on each virtual stage: ours, Megatron's, or a split that is planned."""
 
 import argparse
-import os
 
 import msgspec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -20,6 +19,7 @@ from megatron_dynapipe.cost.pattern import (
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.outputs import say
 from megatron_dynapipe.planning.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.sampling import LastBatch
 from megatron_dynapipe.service.loop import split_sampler
@@ -60,7 +60,8 @@ def _t5_layers(args: argparse.Namespace) -> tuple[int, int]:
 def t5_layout(args: argparse.Namespace) -> PipelineLayout:
     """A T5's layers over the pipeline of Megatron's checked arguments; raises ConfigError where they do not fit it."""
     encoder, decoder = _t5_layers(args)
-    split, chunks = layers_per_stage(args, ModelFamily.T5), args.virtual_pipeline_model_parallel_size or 1
+    split = layers_per_stage(args, ModelFamily.T5)
+    chunks = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * chunks
     if split is None:
         return PipelineLayout.equal(ModelFamily.T5, encoder, decoder, stages, chunks)
@@ -103,11 +104,11 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
     """
     if args.hybrid_layer_pattern is not None:
         _settle_pattern(args)
-    asked, other = args.dynapipe_layers_per_stage, other_split(args)
+    asked = args.dynapipe_layers_per_stage
+    other = other_split(args)
     args.dynapipe_chunks = args.num_virtual_stages_per_pipeline_rank
     if asked == AUTO and other is not None:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"layers per stage: not planned (auto), since there is {other}", flush=True)
+        say(f"layers per stage: not planned (auto), since there is {other}")
         asked = args.dynapipe_layers_per_stage = EQUAL
     split: Split | None = None if isinstance(asked, str) else asked
     stages = args.pipeline_model_parallel_size
@@ -143,7 +144,8 @@ def _divides_layers(args: argparse.Namespace) -> bool:
 
 def _settle_pattern(args: argparse.Namespace) -> None:
     """Hold a pattern's stages against the other flags, and leave them out of it where those say the same."""
-    pattern, asked = args.hybrid_layer_pattern, args.dynapipe_layers_per_stage
+    pattern = args.hybrid_layer_pattern
+    asked = args.dynapipe_layers_per_stage
     args.num_layers = len(kinds_of_pattern(pattern))
     if split_of_pattern(pattern) is None:
         return
@@ -153,12 +155,14 @@ def _settle_pattern(args: argparse.Namespace) -> None:
 
 
 def _check(split: Split, args: argparse.Namespace) -> None:
-    asked, other = ",".join(map(str, split)), other_split(args)
+    asked = ",".join(map(str, split))
+    other = other_split(args)
     if other is not None:
         raise ConfigError(
             f"expected --dynapipe-layers-per-stage {asked} or {other}, got both", hint="remove one of them"
         )
-    stages, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    stages = args.pipeline_model_parallel_size
+    chunks = args.num_virtual_stages_per_pipeline_rank
     per_rank, rest = divmod(len(split), stages)
     if rest or per_rank != (chunks or (per_rank if stages > 1 else 1)):
         raise ConfigError(
@@ -200,7 +204,8 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
     config = megatron_config(args)
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
 
     def layers(stage: int, chunk: int | None) -> int:

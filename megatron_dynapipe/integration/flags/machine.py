@@ -16,7 +16,8 @@ from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.errors import ConfigError
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 MEMORY_SHARE = 0.9
 """Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
 fragments, communication buffers and kernels' workspaces."""

@@ -18,7 +18,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """A tracker's word for a checkpoint that no run saved, and its folder's name."""
 FILE = Path(__file__).with_suffix(".txt")
-WITHOUT_EFFECT, REFUSED = "without effect", "refused"
+WITHOUT_EFFECT = "without effect"
+REFUSED = "refused"
 """How the lines of the file begin that say what is done with the flags below them; others are taken."""
 
 

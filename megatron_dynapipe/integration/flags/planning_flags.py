@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dynapipe.cost import parse_split
@@ -11,8 +11,11 @@ from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
 TRAINING = "--dynapipe-"
 """How training's flags begin."""
-AUTO, EQUAL = "auto", "equal"
+AUTO = "auto"
+EQUAL = "equal"
 """Splits of layers that are not numbers. `auto` gives way to flags that say more."""
+ADAPTIVE = "adaptive"
+"""The schedule that is searched."""
 MOST = 10**6
 """The most layers, ranks, widths and lengths: no model has as many, and sums of their costs stay inside 64 bits."""
 MOST_REAL = 1e9
@@ -69,6 +72,18 @@ def layers_per_stage(text: str) -> str | tuple[float, ...]:
     return split
 
 
+class _Schedules:
+    """Names of schedules, which come with the native core: asked for when a value or the help text needs them."""
+
+    def __iter__(self) -> Iterator[str]:
+        from megatron_dynapipe.planning.schedules import SCHEDULES
+
+        return iter(SCHEDULES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in [*self]
+
+
 _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "device-memory-limit": (
         "device-memory-mb",
@@ -114,6 +129,16 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "default": AUTO,
             "help": "run backward passes in two halves, the gradients of weights where a stage would wait: where plans"
             " are faster by it (default), wherever it can be done, or never",
+        },
+    ),
+    "schedule": (
+        "",
+        {
+            "choices": _Schedules(),
+            "default": ADAPTIVE,
+            "metavar": "NAME",
+            "help": "how plans order passes, one of %(choices)s: searched together with micro-batches (adaptive, the"
+            " default), or fixed",
         },
     ),
     "layers-per-stage": (

@@ -163,7 +163,8 @@ class RunConfig:
 
 def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:
     """Floating-point operations, forward and backward, that a position without a label leaves out."""
-    layout, weights = planner.layout, shape.rows(1)
+    layout = planner.layout
+    weights = shape.rows(1)
     expert_kind = None if shape.experts is None else EXPERT_MLP if shape.kinds > 1 else MLP
     if len(layout.over_labels(expert_kind, experts=planner.label_experts)) > 1:
         last = shape if layout.modules[-2] == expert_kind else shape.dense

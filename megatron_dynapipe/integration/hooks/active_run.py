@@ -71,7 +71,8 @@ def activate(run: PlannedRun) -> None:
     global _run, _logged_loss
     if _run is not None:
         raise ConfigError("expected no planned run to be active yet, got a second one")
-    _run, _logged_loss = run, False
+    _run = run
+    _logged_loss = False
 
 
 def deactivate() -> None:

@@ -11,7 +11,6 @@ import dis
 import functools
 import importlib.util
 import inspect
-import os
 import types
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,6 +21,7 @@ from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, mega
 from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.outputs import say
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -89,11 +89,10 @@ def check() -> None:
         raise UnsupportedMegatronError(
             f"Megatron {version} at {_place()} lacks what planned runs rely on: {'; '.join(missing)}", hint=INSTALL_HINT
         )
-    if (unknown := _unknown_files()) and os.environ.get("RANK", "0") == "0":
-        print(
+    if unknown := _unknown_files():
+        say(
             f"notice: Megatron {version} at {_place()} is of no known release ({unknown}); what planned runs rely on"
-            " was checked and is there",
-            flush=True,
+            " was checked and is there"
         )
 
 

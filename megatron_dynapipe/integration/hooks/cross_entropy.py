@@ -15,14 +15,16 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
-CPU_ELEMENTS, CUDA_ELEMENTS = 2**18, 2**26
+CPU_ELEMENTS = 2**18
+CUDA_ELEMENTS = 2**26
 """Logits of a chunk: 1 MB in fp32, which fits a core's cache; on a GPU 268 MB, so that launches are few."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-        rows, size = logits.reshape(-1, logits.size(-1)), logits.size(-1)
+        rows = logits.reshape(-1, logits.size(-1))
+        size = logits.size(-1)
         first, end = VocabUtility.vocab_range_from_per_partition_vocab_size(size, group.rank(), group.size())
         flat = labels.reshape(-1)
         here = (flat >= first) & (flat < end)
@@ -33,7 +35,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         for chunk in chunks:
             if known is None:
-                maximum, total, predicted = None, None, None
+                maximum = None
+                total = None
+                predicted = None
             else:
                 maximum, total, predicted = (reduced[chunk] for reduced in known)
                 losses[chunk] = total.log() - predicted
@@ -57,7 +61,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        scale, rows = outer[0].reshape(-1, 1), gradient.view(-1, gradient.size(-1))
+        scale = outer[0].reshape(-1, 1)
+        rows = gradient.view(-1, gradient.size(-1))
         if rows.dtype == torch.float32 or rows.is_cuda:
             rows.mul_(scale)
         else:  # a CPU multiplies half precision by fp32 in place a number at a time

@@ -21,13 +21,13 @@ from torch import Tensor
 from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
 from megatron_dynapipe.integration.hooks.originals import Originals, holders
 
-LINEAR, EXTENSION, AVAILABLE = (
-    "megatron.core.tensor_parallel.layers",
-    "fused_weight_gradient_mlp_cuda",
-    "_grad_accum_fusion_available",
-)
-PARALLEL, ENTROPY = "megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"
-OPTIMIZER, FACTORY = "megatron.core.optimizer", "get_megatron_optimizer"
+LINEAR = "megatron.core.tensor_parallel.layers"
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+AVAILABLE = "_grad_accum_fusion_available"
+PARALLEL = "megatron.core.tensor_parallel"
+ENTROPY = "vocab_parallel_cross_entropy"
+OPTIMIZER = "megatron.core.optimizer"
+FACTORY = "get_megatron_optimizer"
 
 PACKAGES = {"transformer_engine": "Transformer Engine", "apex": "apex"}
 """Whose fused Adam Megatron takes, the first of them; without either it is PyTorch's."""
@@ -57,7 +57,8 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a product of half-precision numbers can be added to an fp32 buffer in one kernel: not on a CPU."""
     if device.type == "cpu":
         return False
-    half, buffer = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    half = torch.zeros(16, 16, dtype=dtype, device=device)
+    buffer = torch.zeros(16, 16, device=device)
     try:
         torch.addmm(buffer, half, half, out_dtype=buffer.dtype, out=buffer)
     except (RuntimeError, TypeError) as error:

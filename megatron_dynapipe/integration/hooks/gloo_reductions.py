@@ -14,14 +14,16 @@ from torch.distributed.distributed_c10d import _CoalescingManager
 
 from megatron_dynapipe.integration.hooks.originals import Originals
 
-MODULE, NAME = "megatron.core.distributed.param_and_grad_buffer", "_coalescing_manager"
+MODULE = "megatron.core.distributed.param_and_grad_buffer"
+NAME = "_coalescing_manager"
 
 
 @contextlib.contextmanager
 def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
     """PyTorch's manager, but with one operation for each that the block asks for."""
     state = dist.distributed_c10d._world.pg_coalesce_state
-    works, asked = _CoalescingManager(), state.setdefault(group, [])
+    works = _CoalescingManager()
+    asked = state.setdefault(group, [])
     try:
         yield works
     finally:

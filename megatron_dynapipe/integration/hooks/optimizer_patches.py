@@ -122,7 +122,8 @@ def _is_pytorchs_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam)
 
 
-MODULE, CLASS = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"
+MODULE = "megatron.core.optimizer.distrib_optimizer"
+CLASS = "DistributedOptimizer"
 PATCHES: tuple[Replacement, ...] = (
     Replacement(
         owner=f"{MODULE}.{CLASS}",

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_dynapipe.plan.instructions import Forward, Pass
+from megatron_dynapipe.plan.instructions import EFFECTS, Pass, Work
 
 GROUP = "microbatch"
 """Megatron's group of spans; its flags say which groups are on."""
@@ -15,7 +15,7 @@ def pass_span(instruction: Pass) -> AbstractContextManager[object]:
     """A span around one pass; nothing where there is no OpenTelemetry."""
     if (managed_span := _managed_span()) is None:
         return nullcontext()
-    name = "forward" if isinstance(instruction, Forward) else "backward"
+    name = "forward" if EFFECTS[type(instruction)].work is Work.FORWARD else "backward"
     return managed_span(
         GROUP, f"megatron.microbatch.{name}", micro_batch=instruction.micro_batch, chunk=instruction.chunk
     )

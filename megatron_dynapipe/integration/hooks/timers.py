@@ -12,40 +12,24 @@ from typing import Any
 
 from megatron.core.timers import Timer, Timers
 
-from megatron_dynapipe.plan.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Load,
-    Payload,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-)
+from megatron_dynapipe.plan.instructions import EFFECTS, SENT_BUFFER, Instruction, Payload, Transfer, Work
 from megatron_dynapipe.runtime import Trace
 
 LOG_LEVEL = 2
 """From which `--timing-log-level` on Megatron logs these timers."""
-BATCH, FORWARD, BACKWARD = "batch-generator", "forward-compute", "backward-compute"
+BATCH = "batch-generator"
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
+_NAMES = {Work.LOAD: BATCH, Work.FORWARD: FORWARD, Work.BACKWARD: BACKWARD, Work.WEIGHTS: BACKWARD}
 
 
 def timer_name(instruction: Instruction) -> str | None:
     """The timer of Megatron's that an instruction belongs to: `forward-recv` is a stage's wait for activations."""
-    match instruction:
-        case Load():
-            return BATCH
-        case Forward():
-            return FORWARD
-        case Backward() | BackwardInput() | BackwardWeight():
-            return BACKWARD
-        case RecvStart(payload=payload) | RecvWait(payload=payload):
-            return "forward-recv" if payload is Payload.ACTIVATION else "backward-recv"
-        case SendStart(payload=payload) | SendWait(payload=payload):
-            return "forward-send" if payload is Payload.ACTIVATION else "backward-send"
-    return None
+    effect = EFFECTS[type(instruction)]
+    if isinstance(instruction, Transfer):
+        way = "forward" if instruction.payload is Payload.ACTIVATION else "backward"
+        return f"{way}-send" if effect.carries is SENT_BUFFER else f"{way}-recv"
+    return _NAMES.get(effect.work)
 
 
 def add_times(timers: Timers | None, trace: Trace, waited_seconds: float) -> None:
@@ -71,7 +55,8 @@ def add_times(timers: Timers | None, trace: Trace, waited_seconds: float) -> Non
 @contextlib.contextmanager
 def without_timers(config: Any) -> Iterator[None]:
     """Megatron's functions for single passes find no timers in the model's configuration, as while it evaluates."""
-    timers, config.timers = config.timers, None
+    timers = config.timers
+    config.timers = None
     try:
         yield
     finally:

@@ -68,7 +68,8 @@ def profile(
         links = measure_links(setup.device)
         sustain(setup.device, positions=most_positions, hidden=setup.model.hidden)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
-        halves, prefixes = division.padded_halves(scope), division.prefixes(scope) if setup.packs else {}
+        halves = division.padded_halves(scope)
+        prefixes = division.prefixes(scope) if setup.packs else {}
         rows = measure_rows(scope, left * SHARE_OF_PACKED) if setup.packs else {}
         halves_of_rows = division.packed_halves(scope, rows, halves)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
@@ -102,7 +103,8 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
     """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
-    started, shown = time.monotonic(), 0.0
+    started = time.monotonic()
+    shown = 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
     pause_s, delay_s = (0.2, 0.0) if sys.stderr.isatty() else (LOG_S, LOG_S)
     bar = tqdm(

@@ -83,7 +83,8 @@ def prefixes(scope: Scope) -> dict[Recompute, Prefix]:
 
     Empty where samples cannot be cut, are short, or do not fit.
     """
-    part, longest = scope.parts["encoder"], scope.within.input_length
+    part = scope.parts["encoder"]
+    longest = scope.within.input_length
     prepare = part.prepare_piece
     if prepare is None or longest < LONG_FOR_PIECES:
         return {}
@@ -104,7 +105,9 @@ def prefixes(scope: Scope) -> dict[Recompute, Prefix]:
 
 
 def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
-    part, points, by_mode = scope.parts[kind], _points(scope, kind), dict[tuple[LayerKind, Recompute], Halves]()
+    part = scope.parts[kind]
+    points = _points(scope, kind)
+    by_mode = dict[tuple[LayerKind, Recompute], Halves]()
     small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
     terms = _terms([_row(kind, point) for point in (*points, small)])
     layers = [partial(_values, scope, part, Recompute.NONE, None, point) for point in points]
@@ -127,7 +130,8 @@ def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
 
 
 def _points(scope: Scope, kind: LayerKind) -> list[Point]:
-    inputs, targets = scope.within.input_length, scope.within.target_length
+    inputs = scope.within.input_length
+    targets = scope.within.target_length
     lengths: list[Point] = [(inputs,), (round_up(inputs // SHARE),)]
     if kind == "decoder":
         lengths = [(inputs, targets), (inputs, round_up(targets // SHARE)), (round_up(inputs // SHARE), targets)]
@@ -190,7 +194,8 @@ def _divided(
         parameters: of attention and of the MLP.
         packed: a packed row's peak is linear in its positions, as in its tables.
     """
-    mlps, timed = terms @ mlp.T, attention[:, 0] > 0
+    mlps = terms @ mlp.T
+    timed = attention[:, 0] > 0
     forward, backward = (_rates(terms[timed], attention[timed, at], mlps[timed, at]) for at in (0, 1))
     stored = (
         _rates(terms, attention[:, 2], np.maximum(layer - attention[:, 2], 0)),

@@ -155,7 +155,8 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
     def accumulate(parameter: Any) -> None:
         if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
             parameter.main_grad.add_(parameter.grad)
-        parameter.grad, parameter.grad_added_to_main_grad = None, False
+        parameter.grad = None
+        parameter.grad_added_to_main_grad = False
 
     parameter: Any  # Megatron hangs a main_grad on it
     for parameter in module.parameters():
@@ -172,7 +173,9 @@ def _t5_parts(
     inner = PipelineLayout.equal(ModelFamily.T5, 3 * chained, 3 * chained, 6)
     whole = PipelineLayout.equal(ModelFamily.T5, 1, 1, 1)
     build = partial(T5Stage, config, model=model, pg_collection=groups)
-    encoder, decoder, ends = build(layout=inner, stage=1), build(layout=inner, stage=4), build(layout=whole, stage=0)
+    encoder = build(layout=inner, stage=1)
+    decoder = build(layout=inner, stage=4)
+    ends = build(layout=whole, stage=0)
 
     def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
         state = make.state(length, size)
@@ -184,7 +187,8 @@ def _t5_parts(
         return forward
 
     def decode(batch: T5StageInputs, encoded_length: int, length: int, size: int) -> Forward:
-        state, encoded = make.state(length, size), make.state(encoded_length, size)
+        state = make.state(length, size)
+        encoded = make.state(encoded_length, size)
 
         def forward() -> Tensor:
             decoder.set_input_tensor([encoded, state])
@@ -197,7 +201,8 @@ def _t5_parts(
         return encode(T5StageInputs(encoder_row=self_row(row, make.row_format)), row.positions.size(1), 1)
 
     def decode_row(inputs: Lengths, targets: Lengths) -> Forward:
-        keys, queries = make.row(inputs), make.row(targets)
+        keys = make.row(inputs)
+        queries = make.row(targets)
         row = self_row(queries, make.row_format, attention_row(queries, keys, make.row_format))
         return decode(T5StageInputs(decoder_row=row), keys.positions.size(1), queries.positions.size(1), 1)
 
@@ -257,7 +262,8 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         return forward
 
     def run_segments(segments: DeviceSegments) -> Forward:
-        state, row = make.state(segments.positions.size(1), 1), self_row(segments, make.row_format)
+        state = make.state(segments.positions.size(1), 1)
+        row = self_row(segments, make.row_format)
 
         def forward() -> Tensor:
             layer.set_input_tensor(state)
@@ -283,11 +289,13 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
 
 
 def _head(model: Any, make: "_Inputs") -> Callable[[Point], Forward]:
-    tied, norm = model.share_embeddings_and_output_weights, model.decoder.final_layernorm
+    tied = model.share_embeddings_and_output_weights
+    norm = model.decoder.final_layernorm
 
     def run(point: Point) -> Forward:
         b, s = point
-        state, labels = make.state(s, b), make.tokens(b, s)
+        state = make.state(s, b)
+        labels = make.tokens(b, s)
 
         def forward() -> Tensor:
             normed = state if norm is None else norm(state)

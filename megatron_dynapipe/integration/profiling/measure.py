@@ -44,7 +44,9 @@ SHARED_REPEATS = 5
 BEYOND_CACHES_BYTES = 100_000_000
 """Memory that passes in flight hold together on a CPU, if so few of them do."""
 MOST_IN_FLIGHT = 12
-SUSTAINED_S, WARM_S, SHARED_WARM = 3.0, 0.05, 3
+SUSTAINED_S = 3.0
+WARM_S = 0.05
+SHARED_WARM = 3
 """Work of a GPU before anything is timed, before each point, and there in passes where ranks share the layer."""
 SUSTAINING_ROWS = 8192
 """Positions of the products that a GPU works on, at most."""
@@ -205,7 +207,8 @@ def sustain(device: torch.device, *, positions: int, hidden: int, seconds: float
 
 def _warm_up(forward: Forward, platform: DevicePlatform, *, passes: int | None) -> None:
     """So many passes, or as many as take `WARM_S`."""
-    end, done = time.perf_counter() + WARM_S, 0
+    end = time.perf_counter() + WARM_S
+    done = 0
     while done < passes if passes is not None else time.perf_counter() < end:
         _backward(forward())
         platform.synchronize()

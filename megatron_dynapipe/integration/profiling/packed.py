@@ -21,7 +21,8 @@ from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, Mea
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
 from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, round_up
 
-LONGEST_ROW, SHARES = 4096, (16, 4, 1)
+LONGEST_ROW = 4096
+SHARES = (16, 4, 1)
 """Positions of the longest rows that are measured, and into how many of the others these could be cut."""
 FEW = 64
 """The part of the longest rows' positions that are the head's fewest."""
@@ -79,7 +80,9 @@ def _most_telling_first(rows: Sequence[Row]) -> list[Row]:
     costs = np.array([_POSITIONS_OF_A_ROW + _positions(row) for row in rows], float)
     terms = np.array([row_terms(*row) for row in rows]) / costs[:, None]
     terms /= terms.max(axis=0)
-    known, left, order = np.eye(terms.shape[1]) * _RIDGE, list(range(len(rows))), []
+    known = np.eye(terms.shape[1]) * _RIDGE
+    left = list(range(len(rows)))
+    order = []
     while left:
         gains = np.einsum("ij,jk,ik->i", terms[left], np.linalg.inv(known), terms[left])
         best = left[int(np.argmax(np.log1p(gains) / costs[left]))]

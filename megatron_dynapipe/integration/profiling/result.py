@@ -38,7 +38,8 @@ from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Mo
 _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""
 
-POOR, VERY_POOR = 0.08, 0.25
+POOR = 0.08
+VERY_POOR = 0.25
 """Errors of times, median and ninth decile, above which a profile is called poor."""
 
 QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
@@ -141,7 +142,8 @@ def verdict(file: CostFile, path: Path) -> str:
 
 def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
-    model, cuda = setup.model, setup.device.type == "cuda"
+    model = setup.model
+    cuda = setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else processor()
     attention = setup.args.attention_backend.name if model.engine_attention else model.attention.value
     return {

@@ -46,7 +46,8 @@ class AgreedIterator:
     """One split's iterations on this rank. Before one is returned, all ranks have it, or all raise the same error."""
 
     def __init__(self, planned: PlannedIterator, control: ControlGroup, *, first_iteration: int) -> None:
-        self._planned, self._control = planned, control
+        self._planned = planned
+        self._control = control
         self._next_iteration = first_iteration
         self._agreement: StepAgreement | None = None
 
@@ -62,7 +63,8 @@ class AgreedIterator:
         """
         self.prepare()
         assert self._agreement is not None
-        agreement, self._agreement = self._agreement, None
+        agreement = self._agreement
+        self._agreement = None
         agreement.settle()
         self._next_iteration += 1
         return next(self._planned)

@@ -40,7 +40,8 @@ class NodeGroup:
         for ranks in map(range, begins, [*begins[1:], len(firsts)]):
             group = dist.new_group(list(ranks), timeout, backend="gloo")  # all ranks of the job make each
             if rank in ranks:
-                self.ranks, self._group = ranks, group
+                self.ranks = ranks
+                self._group = group
         self.is_first = rank == self.ranks[0]
         self._ended: list[tuple[object, torch.Tensor]] = []
 

@@ -8,7 +8,6 @@ every rank         prefetches its share of every split's iterations
 
 import functools
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.integration.supply.node import NodeGroup
+from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -33,9 +33,15 @@ from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
-from megatron_dynapipe.store import PlanKeys, StoreAddress, StoreServer, new_job_name, open_store
-from megatron_dynapipe.store.connection import REPLY_TIMEOUT_S
-from megatron_dynapipe.store.redis_store import RETENTION_S
+from megatron_dynapipe.store import (
+    REPLY_TIMEOUT_S,
+    RETENTION_S,
+    PlanKeys,
+    StoreAddress,
+    StoreServer,
+    new_job_name,
+    open_store,
+)
 
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
@@ -59,8 +65,11 @@ class PlanSupply:
         replica: int,
         stage: int,
     ) -> None:
-        self._device, self._place = device, (replica, stage)
-        self._settings, self._control, self._inputs = settings, control, inputs
+        self._device = device
+        self._place = (replica, stage)
+        self._settings = settings
+        self._control = control
+        self._inputs = inputs
         self._ahead = max(settings.ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None
@@ -92,10 +101,12 @@ class PlanSupply:
         return self._control.run_on_all(functools.partial(self._iterator, split, required))
 
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
-        folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
-        meta, family = read_meta(folder), split.sampler.family
-        reader = open_split(folder, split.name, family) if required.text else None
-        by_task, tasks = required.labels and len(meta.tasks) > 1, None
+        folder = Path(self._settings.data)
+        tag = self._inputs.splits.index(split)
+        reader = open_split(folder, split.name, split.sampler.family) if required.text else None
+        meta = read_meta(folder)
+        by_task = required.labels and len(meta.tasks) > 1
+        tasks = None
         if by_task or (required.text and split.sampler.needs_tasks):
             tasks = read_task_ids(folder, split.name, meta.split_samples[split.name])
         planned = PlannedIterator(
@@ -192,5 +203,5 @@ class PlanSupply:
             deadline_s=run.timeout_s,
             planners=run.planners,
             may_come=lambda: not processes or any(process.status is None for process in processes),
-            say=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+            say=warn,
         )

@@ -1,7 +1,6 @@
 """Records of each iteration on this rank, and how rank 0 gathers it for the report at the run's end."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import Between, EvaluationLosses, HostLosses, stage_record
+from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
@@ -72,13 +72,15 @@ class Recorder:
         of_limits: Callable[[IterationRecord], str] = lambda _: "",
     ) -> None:
         self._folder = folder
-        self._rank, self._tensor_rank = rank, tensor_rank
+        self._rank = rank
+        self._tensor_rank = tensor_rank
         self._run = run
         self._collect = collect
         self._write_metrics = write_metrics
         self._predictions = PredictionWatch()
         self._memory = memory
-        self._reserves_all, self._of_limits = reserves_all, of_limits
+        self._reserves_all = reserves_all
+        self._of_limits = of_limits
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -131,7 +133,8 @@ class Recorder:
         content = b""
         with self._never_failing("read this rank's records"):
             content = self._file.read()
-        summary, collected = None, [content]
+        summary = None
+        collected = [content]
         with self._never_failing("gather the records of all ranks"):
             collected = [*self._collect(content)]
         if self._rank != 0:
@@ -148,11 +151,7 @@ class Recorder:
             yield
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
             if not self._has_warned:
-                print(
-                    f"warning: rank {self._rank} cannot {doing}, and goes on without: {type(error).__name__}: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"rank {self._rank} cannot {doing}, and goes on without: {type(error).__name__}: {error}")
             self._has_warned = True
 
     def flush(self, *, last: bool = True) -> None:
@@ -160,7 +159,8 @@ class Recorder:
         self._flush_iteration(last=last)
         with self._never_failing("record an evaluation"):
             done = 0 if self._last_iteration is None else self._last_iteration + 1
-            read, self._task_losses = self._task_losses, None
+            read = self._task_losses
+            self._task_losses = None
             if read is not None and (losses := read()):
                 self._file.add_evaluation(EvaluationRecord(iteration=done, split="train", losses=dict(losses)))
             for record in self._evaluations.take(done):
@@ -260,7 +260,7 @@ class Recorder:
         if self._rank == 0 and not self._run.computed_costs and events and predicted:
             predicted_ns, measured_ns = (times[-1].end_ns - times[0].start_ns for times in (predicted, events))
             if (said := self._predictions.add(predicted_ns, measured_ns, item.entry.family)) is not None:
-                print(said, file=sys.stderr, flush=True)
+                warn(said)
 
     def _say_retries(self, memory: MemoryCounts | None) -> None:
         """Warn where the allocator has been out of memory since the last iteration and found some after all."""
@@ -268,12 +268,10 @@ class Recorder:
             return
         self._retries = memory.retries
         reserved, used = in_mb(memory.reserved_bytes, memory.allocated_bytes)
-        print(
-            f"warning: rank {self._rank}'s allocator has given its cache back {memory.retries} times to find"
+        warn(
+            f"rank {self._rank}'s allocator has given its cache back {memory.retries} times to find"
             f" memory, holding {reserved} for tensors of {used}; each time waits for the device: lower"
-            " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory",
-            file=sys.stderr,
-            flush=True,
+            " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory"
         )
 
     def _records(self, rank: int, data: bytes) -> list[Record]:

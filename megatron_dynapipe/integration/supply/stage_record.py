@@ -40,8 +40,11 @@ def stage_record(
     `losses` are (sum over tokens, tokens) by name, on the last stage. `previous` is when the previous iteration's list
     and what followed it ended; None before the first.
     """
-    spent, waited = time_by_kind(events), round(item.waited_seconds * 1e9)
-    between = reduction = optimizer = 0
+    spent = time_by_kind(events)
+    waited = round(item.waited_seconds * 1e9)
+    between = 0
+    reduction = 0
+    optimizer = 0
     if events and previous is not None:
         between = max(events[0].start_ns - previous.list_ns - waited, 0)
         reduction = min(max(previous.reduced_ns - previous.list_ns, 0), between)
@@ -86,7 +89,8 @@ class EvaluationLosses:
 
     def take(self, iteration: int) -> list[EvaluationRecord]:
         """Hand out a record for each split, after so many training iterations."""
-        taken, self._sums = self._sums, {}
+        taken = self._sums
+        self._sums = {}
         records = []
         for split, sums in taken.items():
             if sums:  # of the last stage

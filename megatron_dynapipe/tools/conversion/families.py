@@ -56,7 +56,8 @@ def flags(config: Any, rows: int | None = None) -> Flags:
     Raises:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
     """
-    kind, described = config.model_type, megatron_flags(config.to_dict())
+    kind = config.model_type
+    described = megatron_flags(config.to_dict())
     if obstacle := obstacle_in(config.to_dict()):
         raise ConfigError(f"{kind}: expected a model without sliding windows, got {obstacle}")
     numbers = _gpt2(config) if kind == "gpt2" else _t5(config) if kind in T5_LIKE else _llama(config)

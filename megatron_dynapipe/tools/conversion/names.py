@@ -16,7 +16,8 @@ from megatron_dynapipe.tools.conversion.tensors import (
     unstacked,
 )
 
-WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+WORDS = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 BOTH = ("weight", "bias")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -44,11 +45,13 @@ def _gpt2(flags: Flags, heads: Heads) -> Iterator[TensorEntry]:
     yield TensorEntry(WORDS, ("transformer.wte.weight",))
     yield TensorEntry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for layer in range(flags["num-layers"]):
-        ours, theirs = f"decoder.layers.{layer}.", f"transformer.h.{layer}."
+        ours = f"decoder.layers.{layer}."
+        theirs = f"transformer.h.{layer}."
         for kind in BOTH:
             yield TensorEntry(f"{ours}input_layernorm.{kind}", (f"{theirs}ln_1.{kind}",))
             yield TensorEntry(f"{ours}pre_mlp_layernorm.{kind}", (f"{theirs}ln_2.{kind}",))
-        qkv, attention = f"{ours}self_attention.linear_qkv.", f"{theirs}attn.c_attn."
+        qkv = f"{ours}self_attention.linear_qkv."
+        attention = f"{theirs}attn.c_attn."
         yield TensorEntry(f"{qkv}weight", (f"{attention}weight",), heads.join_transposed, heads.split_transposed)
         yield TensorEntry(f"{qkv}bias", (f"{attention}bias",), heads.join_in_turn, heads.split_in_turn)
         for to, of in (
@@ -72,7 +75,8 @@ def _head(flags: Flags) -> Iterator[TensorEntry]:
 def _llama(flags: Flags, heads: Heads, block: str) -> Iterator[TensorEntry]:
     yield TensorEntry(WORDS, ("model.embed_tokens.weight",))
     for layer in range(flags["num-layers"]):
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        ours = f"decoder.layers.{layer}."
+        theirs = f"model.layers.{layer}."
         yield TensorEntry(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",))
         yield TensorEntry(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",))
         for kind in BOTH if "add-qkv-bias" in flags else BOTH[:1]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dynapipe.plan.instructions import BackwardWeight
+from megatron_dynapipe.plan.instructions import EFFECTS, Work
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import Timeline, kind_of
 from megatron_dynapipe.report.records import RunRecord
@@ -150,7 +150,8 @@ def _efficiency(run: Run) -> Chart:
 def _prediction(run: Run) -> Chart:
     measured = [record.measured_ns / NS_PER_MS for record in run.iterations]
     predicted = [record.predicted_ns / NS_PER_MS for record in run.iterations]
-    layout, note = _by_iteration("ms"), "Of an iteration's list, on the slowest replica."
+    layout = _by_iteration("ms")
+    note = "Of an iteration's list, on the slowest replica."
     first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
     others = [max(pair) for record, *pair in zip(run.iterations, measured, predicted, strict=True)
               if record.iteration not in first]  # fmt: skip
@@ -285,7 +286,8 @@ def _boxes(timeline: Timeline) -> dict[str, Any]:
         shown = sorted(shown, key=lambda box: box[0].start_ns - box[0].end_ns)[:MOST_DRAWN]
     kinds: dict[str, dict[str, list[Any]]] = {}
     for event, stage in shown:
-        name = "weights" if isinstance(event.instruction, BackwardWeight) else kind_of(event.instruction)
+        is_weights = EFFECTS[type(event.instruction)].work is Work.WEIGHTS
+        name = "weights" if is_weights else kind_of(event.instruction)
         kind = kinds.setdefault(name, {"stage": [], "start": [], "length": [], "text": []})
         kind["stage"].append(stage)
         kind["start"].append(round(event.start_ns / NS_PER_MS, 4))

@@ -79,13 +79,15 @@ def _first_groups(
         length = lengths[sample]
         busiest = max((group.work for group in groups), default=0.0)
         free = ranks - sum(group.ranks for group in groups)
-        best, best_work = None, float("inf")
+        best = None
+        best_work = float("inf")
         for size in _sizes(_least_ranks(length, positions), ranks):
             new = [Group(size, [])] if free >= size else []
             for group in [*(other for other in groups if other.ranks == size), *new]:
                 work = max(busiest, group.work + length**2 / size)
                 if work < best_work and group.positions + length / size <= positions:
-                    best, best_work = group, work
+                    best = group
+                    best_work = work
             if not groups:
                 break  # the longest has no more ranks than it needs
         if best is None:
@@ -181,9 +183,11 @@ def _divided(
     of, parts = np.array(list(shares), np.int64).T
     if (samples.target_positions[of[parts > 1]] > 0).any():
         raise PlanningError("default_dynamic_cp divides samples of decoder-only models alone")
-    whole, targets = samples.input_positions[of], samples.target_positions[of]
+    whole = samples.input_positions[of]
+    targets = samples.target_positions[of]
     part = -(-whole // parts)
-    problem, is_share = planner.problem(samples), parts > 1
+    problem = planner.problem(samples)
+    is_share = parts > 1
     costs = [
         piece_costs(
             tables,
@@ -215,7 +219,8 @@ def fastest_mode(problem: BatchProblem, rows: list[list[IntArray]]) -> RowsRun |
 
 def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> RowsRun | None:
     """Every rank's rows under 1F1B and one recompute mode; None where one does not fit."""
-    schedules, shapes = [], []
+    schedules = []
+    shapes = []
     for replica_rows in rows:
         layouts = [BatchLayout.PACKED] * len(replica_rows)
         costs, covered = problem.costs_of(replica_rows, layouts, np.full(len(replica_rows), mode, np.int64))

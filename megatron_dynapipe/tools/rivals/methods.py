@@ -48,7 +48,8 @@ from megatron_dynapipe.units import (
     target_positions,
 )
 
-BRIDGE, BRIDGE_ROW = "bridge", 8192
+BRIDGE = "bridge"
+BRIDGE_ROW = 8192
 PACKED_METHODS = ("packed_rows", *RIVALS, BRIDGE)
 DYNAMIC_CP = "default_dynamic_cp"
 TRAINERS = (*PACKED_METHODS, *PADDED, DYNAMIC_CP)

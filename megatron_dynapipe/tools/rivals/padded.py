@@ -10,7 +10,8 @@ from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 
 def partitions(problem: BatchProblem, order: IntArray, offered: Iterable[IntArray]) -> tuple[Partition, ...]:
     """Every partition offered that fits with one micro-batch in flight, by recompute mode."""
-    inputs, targets = problem.inputs[order], problem.targets[order]
+    inputs = problem.inputs[order]
+    targets = problem.targets[order]
     memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
     fitting = []
     for sizes in offered:
@@ -56,7 +57,8 @@ def _within(inputs: IntArray, targets: IntArray, tokens: int) -> IntArray:
         longest = max(longest_input, input_length), max(longest_target, target_length)
         if size and (size + 1) * sum(longest) > tokens:
             sizes.append(size)
-            size, longest = 0, (input_length, target_length)
+            size = 0
+            longest = (input_length, target_length)
         size += 1
         longest_input, longest_target = longest
     return np.array([*sizes, size], np.int64)

@@ -21,8 +21,10 @@ from megatron_dynapipe.tools.rivals.rules import PADDED, Room
 
 def fastest_padded(rival: str, planner: Planner, samples: Samples, row_sizes: Iterable[int]) -> RowsRun:
     """The fastest of one of `PADDED` over sizes of rows and recompute modes; raises InfeasibleError where none fits."""
-    lengths, runs = (samples.input_positions + samples.target_positions).tolist(), []
-    s, group = planner.settings, planner.layout.stages if planner.layout.chunks > 1 else 1
+    lengths = (samples.input_positions + samples.target_positions).tolist()
+    runs = []
+    s = planner.settings
+    group = planner.layout.stages if planner.layout.chunks > 1 else 1
     last = None
     for positions in row_sizes:
         rows = PADDED[rival](lengths, Room(positions, s.data_parallel, group, s.hidden_size))

@@ -85,7 +85,8 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
 
     Micro-batches are divided by FLOPs over the replicas, as many to each (`balance_data`).
     """
-    hidden, count = room.hidden_size, -(-sum(lengths) // room.positions)
+    hidden = room.hidden_size
+    count = -(-sum(lengths) // room.positions)
     work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
     rows = differencing(work, count) if count < len(lengths) else [[sample] for sample in range(len(lengths))]
     multiple = room.replicas * room.group
@@ -111,13 +112,15 @@ def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
     Samples of over half a row have one each, then of over a third are put to them, then pairs of over a sixth, the rest
     where it fits, and what is left into the emptiest of further rows.
     """
-    most, descending = room.positions, sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    most = room.positions
+    descending = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
     large = [sample for sample in descending if lengths[sample] > most / 2]
     medium = [sample for sample in descending if most / 3 < lengths[sample] <= most / 2]
     others = sorted(set(descending) - {*large, *medium}, key=lambda sample: (lengths[sample], sample))
     small = [sample for sample in others if lengths[sample] > most / 6]
     tiny = others[: len(others) - len(small)]
-    rows, free = [[sample] for sample in large], [most - lengths[sample] for sample in large]
+    rows = [[sample] for sample in large]
+    free = [most - lengths[sample] for sample in large]
 
     def put(row: int, sample: int, of: list[int]) -> None:
         of.remove(sample)
@@ -179,7 +182,8 @@ def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]
         longest: positions of the longest sample.
         parts: the first size is such a part of it.
     """
-    size, step = -(-longest // parts), -(-longest // max(parts, 8))
+    size = -(-longest // parts)
+    step = -(-longest // max(parts, 8))
     yield size
     while size < sum(lengths):
         size += max(step, size // 16)
@@ -205,7 +209,8 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
         heap.append(_entry(sums + [(0, 0, [])] * (parts - len(sums))))
     heapq.heapify(heap)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
+        one = heapq.heappop(heap)[-1]
+        other = heapq.heappop(heap)[-1]
         joined = [
             (a + b, n + m, ours + theirs) for (a, n, ours), (b, m, theirs) in zip(one, reversed(other), strict=True)
         ]

@@ -96,7 +96,8 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             PlanningError: a rival's rule does not serve these replicas.
         """
         if self.layout is BatchLayout.PADDED:
-            inputs, targets = problem.inputs[order], problem.targets[order]
+            inputs = problem.inputs[order]
+            targets = problem.targets[order]
             if self.algorithm is PartitionAlgorithm.TOKEN_BASED:
                 sizes = padded.sizes_within(inputs, targets, self.micro_batch_tokens)
             else:

@@ -63,7 +63,8 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     if packs and any(of_mode.packed is None for of_mode in tables):
         # A row's cost is then a mean of its samples' costs at the row's positions, weighted by their own positions over
         # the row's; rounding the row up takes these weights below 1 together.
-        shortest, axes = int((lengths[0] + lengths[1]).min(initial=1)), 2 if lengths[1].any() else 1
+        shortest = int((lengths[0] + lengths[1]).min(initial=1))
+        axes = 2 if lengths[1].any() else 1
         floor = [least * shortest / (shortest + axes * (LENGTH_MULTIPLE - 1)) for least in floor]
     return LeastWork(
         kinds=tables[0].kinds,
@@ -82,7 +83,8 @@ def _known(costs: Sequence[Floats]) -> Floats:
 
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
-    layout, links = settings.layout, settings.links
+    layout = settings.layout
+    links = settings.links
     latency = links.latency_ns.min(axis=0)
     modules = _counts(layout, work).sum(axis=0)
     through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(
@@ -97,7 +99,8 @@ def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = Fa
 
 def _counts(layout: PipelineLayout, work: LeastWork) -> npt.NDArray[np.int64]:
     """Modules that run all positions: `[virtual stages, kinds]`."""
-    counts, last = layout.counts(work.kinds).copy(), len(layout.modules) - 1
+    counts = layout.counts(work.kinds).copy()
+    last = len(layout.modules) - 1
     for module in (last - 1, last) if work.counted < 1 else ():
         counts[np.searchsorted(layout.cuts, module, side="right"), work.kinds.index(layout.modules[module])] -= 1
     return counts

@@ -71,7 +71,8 @@ class Evaluator:
     """Plans batches under settings; a planner is made once for each settings."""
 
     def __init__(self, cost_model: CostModel, batches: Sequence[GlobalBatch]) -> None:
-        self._cost_model, self._batches = cost_model, list(batches)
+        self._cost_model = cost_model
+        self._batches = list(batches)
         self._planners: dict[PlannerSettings, Planner] = {}
 
     def __call__(self, settings: PlannerSettings, batch: int) -> Outcome:
@@ -246,8 +247,10 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True):
 
 def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> tuple[int, int]:
     """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
-    layout, shared = settings.layout, settings.expert_parallel
-    everything, experts = layout.parameter_bytes(state), layout.expert_bytes(state)
+    layout = settings.layout
+    shared = settings.expert_parallel
+    everything = layout.parameter_bytes(state)
+    experts = layout.expert_bytes(state)
     reduction = stepped = 0.0
     for state_bytes, replicas, apart in (
         (everything - experts, settings.data_parallel, 1),
@@ -271,7 +274,8 @@ def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1
     The head, and the last MLP where it does so, run `counted` of the tokens.
     """
     layout = settings.layout
-    weights, bytes_of = int(layout.parameter_bytes(state).sum()), {**state.modules, HEAD: state.embedding_bytes}
+    weights = int(layout.parameter_bytes(state).sum())
+    bytes_of = {**state.modules, HEAD: state.embedding_bytes}
     over_labels = layout.over_labels(state.expert_kind, experts=settings.label_experts)
     left_out = (1 - counted) * sum(bytes_of[layout.modules[module]] for module in over_labels)
     return 6.0 * settings.tensor_parallel * (weights - left_out) / _STORED_BYTES

@@ -155,8 +155,10 @@ class OrchestrationProblem:
                 "expected a global batch of a multiple of the micro-batch's samples, got"
                 f" {global_batch_size} and {micro_batch_size}"
             )
-        self.profile, self.topology = profile, topology
-        self._micro_batch_size, self._global_batch_size = micro_batch_size, global_batch_size
+        self.profile = profile
+        self.topology = topology
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
         self._parameters = profile.before([layer.parameter_bytes for layer in profile.layers])
         self._state = profile.state_bytes
         self._limit = NEVER if topology.memory_bytes is None else topology.memory_bytes
@@ -177,7 +179,8 @@ class OrchestrationProblem:
     ) -> tuple[list[tuple[int, Assignment]], int]:
         """Plans of a unit size that may take less than the incumbent, with their bounds; the least bound dropped."""
         forward, backward, stored = self._slices(micro_batches)
-        placements, samples = self.topology.placements, micro_batches * self._micro_batch_size
+        placements = self.topology.placements
+        samples = micro_batches * self._micro_batch_size
         flat = np.array([pair for choices in placements.choices for pair in choices], np.int64).reshape(-1, 2)
         plans, dropped = core.orchestrate(
             units=self._units(micro_batches),
@@ -247,7 +250,8 @@ class OrchestrationProblem:
     def _slices(self, micro_batches: int) -> tuple[IntArray, IntArray, IntArray]:
         """Forward and backward time and stored bytes of a slice, by number of replicas, summed over layers."""
         if micro_batches not in self._costs:
-            most, layers = self.topology.devices, self.profile.layers
+            most = self.topology.devices
+            layers = self.profile.layers
             forward, backward, stored = (np.zeros((most + 1, len(layers) + 1), np.int64) for _ in range(3))
             kept = self.profile.before([layer.stored_bytes for layer in layers])
             for replicas in range(1, most + 1):
@@ -264,9 +268,11 @@ class OrchestrationProblem:
 
     def _simulate(self, choice: Assignment) -> tuple[int, list[int]]:
         """Time of an iteration, and every stage's peak memory."""
-        begins, ends = np.array([0, *choice.ends[:-1]]), np.array(choice.ends)
+        begins = np.array([0, *choice.ends[:-1]])
+        ends = np.array(choice.ends)
         replicas = np.array([sum(counts) for counts in choice.placements])
-        units, stages = self._units(choice.micro_batches), len(choice.ends)
+        units = self._units(choice.micro_batches)
+        stages = len(choice.ends)
         forward, backward, stored = (
             rows[replicas, ends] - rows[replicas, begins] for rows in self._slices(choice.micro_batches)
         )

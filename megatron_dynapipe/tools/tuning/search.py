@@ -47,7 +47,9 @@ class _Evaluation:
     """A candidate and what is known of it so far."""
 
     def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
-        self.candidate, self.settings, self.error = candidate, candidate.settings, candidate.error
+        self.candidate = candidate
+        self.settings = candidate.settings
+        self.error = candidate.error
         self.outcomes: list[Outcome] = []
         self.bounds = bounds
         self.reduction: Reduction | None = None
@@ -193,11 +195,13 @@ def _divided(
     """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
     whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
     candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)
-    one, counts = _Evaluation(candidate, [0] * len(batches)), None
+    one = _Evaluation(candidate, [0] * len(batches))
+    counts = None
     try:
         stage_of = divide_segments(costs, costs.points, stages, whole.memory_limit_bytes)
         counts = tuple(stage_of.count(stage) for stage in range(stages))
-        one.settings, cost_model = settings_of(stage_of, stages=stages, replicas=replicas), costs.of_stages(stage_of)
+        one.settings = settings_of(stage_of, stages=stages, replicas=replicas)
+        cost_model = costs.of_stages(stage_of)
         state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
         one.reduction = Reduction.of(one.settings, state, StepRates())
         _, one.optimizer_ns = step_ns(one.settings, state, StepRates())
@@ -222,8 +226,11 @@ class _Search:
         progress: Progress | None,
     ) -> None:
         self.plans = 0
-        self._evaluations, self._cost_model, self._batches = evaluations, cost_model, batches
-        self._top, self._progress = top, progress
+        self._evaluations = evaluations
+        self._cost_model = cost_model
+        self._batches = batches
+        self._top = top
+        self._progress = progress
         self._open = [(one.bound_ns, at) for at, one in enumerate(evaluations) if one.error is None]
         heapq.heapify(self._open)
         self._known: list[int] = []
@@ -248,7 +255,8 @@ class _Search:
             except DynaPipeError as error:
                 one.error = error.message
                 return
-            one.settings, one.unsplit = msgspec.structs.replace(one.settings, layers_per_stage=split), False
+            one.settings = msgspec.structs.replace(one.settings, layers_per_stage=split)
+            one.unsplit = False
         workers.start(at, one.settings, len(one.outcomes))
 
     def _take(self, at: int, batch: int, outcome: Outcome) -> None:
@@ -336,12 +344,15 @@ def _rank(one: _Evaluation) -> tuple[int, int]:
 
 
 def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
-    settings, planned = one.settings, len(one.outcomes)
-    allowed, known = settings.micro_batch_layouts, dict[str, Any]()
+    settings = one.settings
+    planned = len(one.outcomes)
+    allowed = settings.micro_batch_layouts
+    known = dict[str, Any]()
     if one.error is None and one.reduction is not None:
         whole = one.reduction.reduction_ns + one.reduction.gathering_ns
         exposed = one.exposed_ns / planned if planned else one.reduction.least_ns
-        known["reduction_ms"], known["hidden_ms"] = exposed / NS_PER_MS, (whole - exposed) / NS_PER_MS
+        known["reduction_ms"] = exposed / NS_PER_MS
+        known["hidden_ms"] = (whole - exposed) / NS_PER_MS
         known["optimizer_ms"] = one.optimizer_ns / NS_PER_MS
         known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS
     if one.error is None and planned:

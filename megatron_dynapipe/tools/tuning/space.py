@@ -189,9 +189,13 @@ def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tu
 
 
 def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: Split) -> Candidate:
-    data, tensor, experts = layout.data_parallel, layout.tensor_parallel, layout.expert_parallel
-    distributed, per_node = space.distributed_optimizer, base.network.devices_per_node
-    settings, error = base, None
+    data = layout.data_parallel
+    tensor = layout.tensor_parallel
+    experts = layout.expert_parallel
+    distributed = space.distributed_optimizer
+    per_node = base.network.devices_per_node
+    settings = base
+    error = None
     try:
         if tensor > 1 and per_node % tensor:
             raise ConfigError(f"tensor parallelism of {tensor} does not divide a node's {per_node} devices")
@@ -203,7 +207,8 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             raise ConfigError(f"{data} replicas cannot share experts by {experts}")
         if ATTENTION not in cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).kinds:
             raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
-        layers, stages = base.encoder_layers + base.decoder_layers, layout.pipeline_parallel * layout.chunks
+        layers = base.encoder_layers + base.decoder_layers
+        stages = layout.pipeline_parallel * layout.chunks
         settings = msgspec.structs.replace(
             base,
             **layout.sizes,

@@ -69,19 +69,22 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def transfer(self, source: Counts, target: Counts) -> tuple[float, float]:
         """Latency in ns, and ns per byte of a unit, from one stage to the next (and of gradients back)."""
-        a, b = np.array(source, np.float64), np.array(target, np.float64)
+        a = np.array(source, np.float64)
+        b = np.array(target, np.float64)
         shared = _shared(a / a.sum(), b / b.sum())
         # Between nodes each way, what leaves and what enters; inside a node over its devices' own links.
         outside = max(float((a / a.sum() - shared).max()), float((b / b.sum() - shared).max()))
         inside = float((shared / np.maximum(1, np.minimum(a, b))).max())
         network = self.network
         latency_us = network.inter_node_latency_us if outside > _NOTHING else network.intra_node_latency_us
-        outside_ns, inside_ns = outside * _BITS / network.inter_node_gbps, inside * _BITS / network.intra_node_gbps
+        outside_ns = outside * _BITS / network.inter_node_gbps
+        inside_ns = inside * _BITS / network.intra_node_gbps
         return latency_us * 1e3, max(outside_ns if outside > _NOTHING else 0.0, inside_ns)
 
     def reduction(self, stage: Counts) -> tuple[float, float]:
         """Latency in ns, and ns per byte of parameters, of an all-reduce: a ring in every node, one between nodes."""
-        inside, nodes = max(stage), sum(count > 0 for count in stage)
+        inside = max(stage)
+        nodes = sum(count > 0 for count in stage)
         network = self.network
         latency_us = 2 * (inside - 1) * network.intra_node_latency_us + 2 * (nodes - 1) * network.inter_node_latency_us
         rate = 2 * (inside - 1) / inside * _BITS / network.intra_node_gbps
@@ -127,9 +130,11 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def reach(cls, nodes: Counts, choices_of: _Placing) -> "Placements | None":
         """All that can be reached from the whole cluster; None where that is too much."""
-        states, placements = {nodes: 0}, dict[Counts, int]()
+        states = {nodes: 0}
+        placements = dict[Counts, int]()
         most = MOST_DEVICES**2 if choices_of is _next_choices else _MOST_PLACEMENTS
-        reached, choices = [nodes], []
+        reached = [nodes]
+        choices = []
         for free in reached:
             options = []
             for counts in choices_of(nodes, free):
@@ -196,5 +201,6 @@ def _scatter(free: Counts, need: int) -> Counts:
 
 def _shared(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The share of a unit that both stages hold on each node."""
-    a_end, b_end = np.cumsum(a), np.cumsum(b)
+    a_end = np.cumsum(a)
+    b_end = np.cumsum(b)
     return np.asarray(np.maximum(0.0, np.minimum(a_end, b_end) - np.maximum(a_end - a, b_end - b)))

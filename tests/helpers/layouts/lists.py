@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_dynapipe.plan.instructions import SENT_BUFFER, Backward, Buffer, Forward, Load, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
-from megatron_dynapipe.runtime import BufferTable, PipelineExecutor, TorchTransport, platform_of
+from megatron_dynapipe.runtime import BufferTable, PipelineExecutor, PooledTransfers, TorchTransport, platform_of
 from megatron_dynapipe.runtime.executor import Handlers
 from megatron_dynapipe.runtime.messages import message_bytes
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups, warm_up
@@ -38,12 +38,8 @@ def run(layout: Layout, *, steps: int, device: str, backend: str) -> dict[str, f
     plan = stages[rank // tensor]
     if large:
         plan = _widened(plan, 1 << 26)
-    executor = PipelineExecutor(
-        TorchTransport(groups.channels, groups.ranks, deadline_s=120),
-        platform_of(on),
-        stages=layout.stages,
-        dtype=DTYPE,
-    )
+    transport = TorchTransport(groups.channels, groups.ranks, deadline_s=120)
+    executor = PipelineExecutor(PooledTransfers(transport, on, stages=layout.stages, dtype=DTYPE), platform_of(on))
     began = time.monotonic()
     for _ in range(steps):
         executor.execute(plan, _passes(plan, on, layers))

@@ -23,6 +23,7 @@ def args(**changes: object) -> Namespace:
     given = {
         "dynapipe_layout": "auto",
         "dynapipe_attention": "sdpa",
+        "dynapipe_schedule": "adaptive",
         "use_dynapipe": False,
         "transformer_impl": "local",
         "position_embedding_type": "rope",
@@ -131,6 +132,7 @@ def test_the_core_attention_is_transformer_engines_where_it_is_installed(
         ({"gradient_accumulation_fusion": False}, "2.20", ""),
         ({"recompute_modules": ["mlp"]}, "", "--recompute-modules mlp"),
         ({"use_dynapipe": True}, "", "a patched checkout"),
+        ({"dynapipe_schedule": "1f1b"}, "", "--dynapipe-schedule 1f1b divides none"),
     ],
     ids=str,
 )

@@ -25,7 +25,8 @@ OURS = """
 --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planners --dynapipe-report-dir
---dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-store-bind --dynapipe-store-url-file
+--dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-schedule
+--dynapipe-store-bind --dynapipe-store-url-file
 --dynapipe-slices --dynapipe-softmax-scale --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
 --dynapipe-unset --use-dynapipe
 """
@@ -142,6 +143,8 @@ REFUSED = {
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
     f"{EXPERTS} --expert-model-parallel-size 2": "expert × expert tensor × pipeline parallel sizes divide (2)",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --dynapipe-slices 64": "seq_aux_loss is of whole samples",
+    "--dynapipe-schedule 1f1b --dynapipe-slices 64": "--dynapipe-schedule 1f1b does not keep the order of pieces",
+    "--dynapipe-schedule 1f1b --dynapipe-split-backward on": "--dynapipe-schedule 1f1b divides none",
     f"{EXPERTS} --moe-layer-freq 2 --dynapipe-slices 64": "known where all layers have experts, or none",
     f"{EXPERTS} --moe-grouped-gemm": "and these are Transformer Engine's kernels",
     f"{EXPERTS} --moe-permute-fusion": "and these are Transformer Engine's kernels",
@@ -229,6 +232,9 @@ VALUES = [
     ("--train-iters 2 --dynapipe-layers-per-stage auto", "planner.layers_per_stage", "(4,)"),
     ("--train-iters 2 --dynapipe-report-dir r", "report_folder", "r"),
     ("--train-iters 2 --dynapipe-cluster configs/clusters/a100_40gb.yaml", "planner.memory_limit_bytes", "36000000000"),
+    ("--train-iters 2", "planner.schedule.method", "adaptive"),
+    ("--train-iters 2 --dynapipe-schedule gpipe", "planner.schedule.method", "gpipe"),
+    ("--train-iters 2 --dynapipe-schedule gpipe", "planner.slices", "off"),
     ("--train-iters 2 --finetune", "checkpoints.allows_other_data", "True"),
     ("--train-iters 2 --dynapipe-attention megatron", "model.takes_mask", "True"),
     (

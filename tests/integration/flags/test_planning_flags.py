@@ -5,6 +5,8 @@ import argparse
 import pytest
 
 from megatron_dynapipe.integration.flags.planning_flags import TRAINING, add_planning_flags
+from megatron_dynapipe.planning import schedules
+from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.units import Recompute
 
 TAKEN = [
@@ -15,6 +17,7 @@ TAKEN = [
     ("slices", "slices", "64", "slices", 64),
     ("slices", "slices", "off", "slices", "off"),
     ("split-backward", "split-backward", "on", "split_backward", "on"),
+    *(("schedule", "schedule", name, "schedule", name) for name in SCHEDULES),
     ("layers-per-stage", "layer-split", "3", "layers_per_stage", (3,)),
     ("layers-per-stage", "layer-split", "2.5,1.5", "layers_per_stage", (2.5, 1.5)),
     ("layers-per-stage", "layer-split", "auto", "layers_per_stage", "auto"),
@@ -27,7 +30,7 @@ REFUSED = [
     *(("limit-rc-type", text) for text in ("", "some", "none,none", "full;none")),
     *(("device-memory-limit", text) for text in ("0", "-1", "nan", "inf", "x")),
     *(("expert-imbalance", text) for text in ("0", "nan")),
-    *((name, "maybe") for name in ("layout", "split-backward", "scatter-gather")),
+    *((name, "maybe") for name in ("layout", "split-backward", "scatter-gather", "schedule")),
 ]
 
 
@@ -49,6 +52,13 @@ def test_training_and_commands_read_a_flag_alike(name, spelling, text, attribute
 def test_a_value_that_is_none_is_refused_by_its_flag(name, text, prefix):
     with pytest.raises(argparse.ArgumentError, match=rf"^argument {prefix}{name}[^:]*: (expected|invalid choice)"):
         parsed(prefix, f"{prefix}{name}={text}")
+
+
+def test_help_names_the_schedules_that_there_are(monkeypatch):
+    monkeypatch.setattr(schedules, "SCHEDULES", {**SCHEDULES, "two-in-flight": None})
+    parser = argparse.ArgumentParser()
+    add_planning_flags(parser, TRAINING)
+    assert "one of adaptive, 1f1b, gpipe, two-in-flight:" in " ".join(parser.format_help().split())
 
 
 def test_commands_have_the_published_default_of_transfers():

@@ -17,6 +17,7 @@ from megatron_dynapipe.runtime import (
     CpuPlatform,
     HostStagedTransport,
     PipelineExecutor,
+    PooledTransfers,
     ScatterGatherTransport,
     TorchTransport,
     Transport,
@@ -69,7 +70,8 @@ def make_executor(rank: int, *, shards_from: float, dtype: torch.dtype, staged: 
         stage=stage,
         is_sharded=lambda boundary, size: boundary == 0 and size >= shards_from,
     )
-    executor = PipelineExecutor(transport, CpuPlatform(), stages=2, dtype=dtype)
+    platform = CpuPlatform()
+    executor = PipelineExecutor(PooledTransfers(transport, platform.device, stages=2, dtype=dtype), platform)
     executor.register_handler(Load, lambda i, buffers: buffers.put(Buffer.DATA, i.micro_batch, 0, None))
     return executor, stage, counting
 

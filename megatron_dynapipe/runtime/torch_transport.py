@@ -1,4 +1,4 @@
-"""Tensors between neighbouring stages: shapes are known on both sides, so no handshake is needed.
+"""Transports over torch.distributed: between devices, or through host memory.
 
 A message is one transfer, whatever tensors it holds (`runtime.messages`).
 
@@ -7,34 +7,14 @@ match in the order in which both ends start them. Every wait has the transport's
 """
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Channel
 from megatron_dynapipe.runtime.messages import joined, landing
-
-
-class Work(Protocol):
-    """A transfer that has been started."""
-
-    def wait(self) -> None:
-        """Return when the tensors may be read (received) or dropped (sent); raises when the deadline has passed."""
-        ...
-
-
-class Transport(Protocol):
-    """Starts transfers to and from the other stages of this rank's pipeline."""
-
-    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Start sending to `stage`; the tensors must live until the work is done."""
-        ...
-
-    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Start receiving from `stage` into `tensors`."""
-        ...
+from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 
 
 class TorchTransport:
@@ -77,35 +57,14 @@ class _TorchWork:
 
     def __init__(self, work: dist.Work | None, deadline: datetime.timedelta | None) -> None:
         assert work is not None, "this rank is in the group of the channel"
-        self._work, self._deadline = work, deadline
+        self._work = work
+        self._deadline = deadline
 
     def wait(self) -> None:
         if self._deadline is None:
             self._work.wait()
         else:
             self._work.wait(self._deadline)
-
-
-class JoinedWork:
-    """Transfers as one, which holds what must live until they are done.
-
-    Args:
-        works: waited for in turn.
-        keep: tensors that are being sent or received.
-        then: called once all are done.
-    """
-
-    def __init__(
-        self, works: Sequence[Work], *, keep: Sequence[torch.Tensor] = (), then: Callable[[], None] | None = None
-    ) -> None:
-        self._works, self._keep, self._then = works, keep, then
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-        if self._then is not None:
-            self._then()
 
 
 class HostStagedTransport:
@@ -145,44 +104,3 @@ class HostStagedTransport:
 
 def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-
-
-class NoTransport:
-    """Sends nothing, and receives zeros."""
-
-    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Nothing is sent; see `Transport`."""
-        return JoinedWork([])
-
-    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Zeros have arrived; see `Transport`."""
-        for tensor in tensors:
-            tensor.zero_()
-        return JoinedWork([])
-
-
-class GatedTransport:
-    """A transport whose first transfer of a step waits for the ranks' agreement on it.
-
-    Attributes:
-        gate: called before the next transfer, once; raises where the step cannot run.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.gate: Callable[[], None] | None = None
-
-    def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Start sending; see `Transport`."""
-        self._pass()
-        return self._transport.start_send(channel, stage, tensors)
-
-    def start_recv(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
-        """Start receiving; see `Transport`."""
-        self._pass()
-        return self._transport.start_recv(channel, stage, tensors)
-
-    def _pass(self) -> None:
-        if self.gate is not None:
-            gate, self.gate = self.gate, None
-            gate()
