@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind, division_by_flops
 from megatron_dynapipe.cost.modules import Part
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import LARGEST_COST, Quantity
 from megatron_dynapipe.errors import CostModelError
@@ -25,9 +26,6 @@ from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recomp
 FORMAT = "dynapipe-cost-model/1"
 PACKED_FORMAT = "dynapipe-cost-model/2"
 """The format of files with costs of packed rows; without them a file is of the first format."""
-
-INTRA_NODE, INTER_NODE = "intra-node", "inter-node"
-"""Kinds of links between ranks, as files name them."""
 
 UNITS = {
     "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
@@ -140,7 +138,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: dict[str, msgspec.Raw]
     keys: Annotated[dict[str, CostEntry], msgspec.Meta(min_length=1)]
     provenance: dict[str, str | int | float | bool] = {}
-    links: dict[str, "Link"] = {}
+    links: dict[str, Link] = {}
     peak_covers_backward: bool = False
 
     @property
@@ -179,13 +177,6 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return msgspec.json.decode(self.model.get(name, b"0"), type=int)
         except msgspec.DecodeError as error:
             raise CostModelError(f"{self.name}: expected a whole number under model.{name}: {error}") from error
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""
-
-    latency_us: _NonNegative
-    gbps: Annotated[float, msgspec.Meta(gt=0)]
 
 
 def key_of(tensor_parallel: int, recompute: Recompute) -> str:

@@ -15,8 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_dynapipe.cost.division import Division, Rates
-from megatron_dynapipe.cost.tables import ABSENT, PREFIX_QUANTITIES, PREFIX_UNIT, CostTables, IntArray, Quantity
-from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.cost.tables import ABSENT, PREFIX_QUANTITIES, PREFIX_UNIT, CostTables, Floats, IntArray, Quantity
 from megatron_dynapipe.units import Recompute
 
 SUMMED_IN_FP32 = 4

@@ -15,7 +15,9 @@ from itertools import accumulate, chain, islice, pairwise, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, Quantity, Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.layout import Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.tables import ABSENT, Quantity
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.balance import evenest
@@ -24,7 +26,7 @@ from megatron_dynapipe.planning.problem import BoolArray
 from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import BatchLayout
 
 _logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_costs
-from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, Quantity
+from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, CostTables, Quantity
 from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.planning.samples import Samples, round_up_all

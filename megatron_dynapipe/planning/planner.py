@@ -11,7 +11,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, CostTables
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.tables import CostTables
 from megatron_dynapipe.errors import CostModelError, InfeasibleError, PlanningError, StallError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -28,7 +29,7 @@ from megatron_dynapipe.planning.scheduling import ScheduledBatch, schedule_batch
 from megatron_dynapipe.planning.search import begin, notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, in_mb
 
 

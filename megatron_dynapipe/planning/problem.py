@@ -14,8 +14,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import CostTables, Links, PipelineLayout, Quantity
-from megatron_dynapipe.cost.tables import HEAD
+from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.cost.network import Links
+from megatron_dynapipe.cost.tables import HEAD, CostTables, Quantity
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules

@@ -9,7 +9,10 @@ from itertools import product
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, PipelineLayout, Quantity, Split, packed_costs
+from megatron_dynapipe.cost.layout import PipelineLayout, Split
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.packed import packed_costs
+from megatron_dynapipe.cost.tables import ABSENT, CostTables, Quantity
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.native import NEVER, core
 from megatron_dynapipe.planning.problem import IntArray

@@ -6,11 +6,11 @@ from typing import Self
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, LARGEST_COST
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import (
     LENGTH_MULTIPLE,
     ModelFamily,

@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, CostTables, Kind, Links, Network, PipelineLayout, ScatterGather, Split
 from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.layout import PipelineLayout, Split
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.network import Links, Network, ScatterGather
 from megatron_dynapipe.cost.pattern import each_alone
-from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables, Kind
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
 from megatron_dynapipe.planning.partitioner import Partitioner

@@ -10,7 +10,7 @@ from megatron_dynapipe.errors import PlannerFailedError, StoreError
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.loop import PlannedSplits
+from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.store import PlanStore
 
 PLACES = [(0, 0), (1, 1)]

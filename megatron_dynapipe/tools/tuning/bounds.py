@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
-from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.cost.tables import Floats
 from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples

@@ -1,0 +1,46 @@
+"""Plans of a dataset on disk, as the planner process makes them, and any node where it is late."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dynapipe.plan.codec import encode_entries
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedSplits:
+    """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for."""
+
+    def __init__(self, inputs: PlanInputs) -> None:
+        """Read lengths and costs.
+
+        Raises:
+            DataError: the dataset is missing or damaged, or holds samples that are too long.
+            CostModelError: the cost model is damaged or does not fit the settings.
+            InfeasibleError: the model alone does not fit.
+        """
+        self._planner = Planner(inputs.planner, inputs.costs.load())
+        self._evaluations = {split.name: split.evaluation for split in inputs.splits}
+        self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
+        for name, sampler in self._samplers.items():
+            logger.info("%s: %s", name, sampler.report)
+
+    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+        """(replica, stage, bytes) for every rank's share of one iteration."""
+        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        place = iteration
+        if evaluation is not None:
+            place = iteration % evaluation % (sampler.batches.count or evaluation)
+        return encode_entries(self._planner.plan(sampler.batch(place), iteration, forward_only=evaluation is not None))
+
+
+def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
+    """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
+    lengths = LengthTable.read(folder, split.name)
+    tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.task_rates else None
+    spans = SpanTable.read(folder / split.name) if split.sampler.labels else None
+    return Sampler(lengths, split.sampler, tasks, spans)
