@@ -57,25 +57,25 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
     int64_t warmup = 0, drain = 0;
     left_ = 0;
     divided_ = divided;
-    const PassCosts* const last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
+    const PassCosts& last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
         int64_t work = 0, weights = 0, peak = 0, above = 0;
         Messages& its = messages_[s];
         its = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
-        for (const PassCosts* cost : costs) {
+        for (const PassCosts& cost : costs) {
             for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
-                work += cost->forward[v] + (shape_.forward_only ? 0 : cost->backward[v]);
+                work += cost(kForwardNs, v) + (shape_.forward_only ? 0 : cost(kBackwardNs, v));
                 left_ += shape_.forward_only ? 1 : 2;
-                if (divided && cost->weight[v] > 0) {
-                    weights += cost->weight[v];
+                if (divided && cost(kWeightNs, v) > 0) {
+                    weights += cost(kWeightNs, v);
                     ++left_;
                 }
-                peak = std::max(peak, cost->peak[v]);
-                above = std::max(above, above_stored(*cost, v));
-                its.input = std::max(its.input, input_message(*cost, v));
-                its.gradient = std::max(its.gradient, gradient_message(shape_, *cost, v));
-                its.sent = std::max(its.sent, sent_message(shape_, *cost, v));
+                peak = std::max(peak, cost(kPeakBytes, v));
+                above = std::max(above, above_stored(cost, v));
+                its.input = std::max(its.input, input_message(cost, v));
+                its.gradient = std::max(its.gradient, gradient_message(shape_, cost, v));
+                its.sent = std::max(its.sent, sent_message(shape_, cost, v));
             }
         }
         if (shape_.forward_only) peak += std::min(1 + ahead_, its.inputs) * its.input + most_sent(s, costs.size()) * its.sent;
@@ -85,9 +85,9 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
         above_[s] = above;
         most_idle_[s] = bound - work;
         drain_[s] = drain - weights;
-        warmup += costs.front()->forward[s] + costs.front()->forward_transfer[s];
+        warmup += costs.front()(kForwardNs, s) + costs.front()(kForwardTransferNs, s);
         if (!shape_.forward_only && s + 1 < shape_.stages)
-            drain += last->backward[s] - (divided ? last->weight[s] : 0) + last->backward_transfer[s + 1];
+            drain += last(kBackwardNs, s) - (divided ? last(kWeightNs, s) : 0) + last(kBackwardTransferNs, s + 1);
     }
     return true;
 }
@@ -221,7 +221,7 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         Fed fed{s, 0, false};
         if (stage.next == kWeightPass) {
             const Item item = this->item<kChunked>(false, stage.released);
-            const int64_t above = above_stored(*costs[item.row], item.chunk * stages + s);
+            const int64_t above = above_stored(costs[item.row], item.chunk * stages + s);
             if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
             step_weight<kChunked>(s, costs);
         } else {
@@ -248,10 +248,10 @@ template <bool kChunked>
 void ListScheduler::step_weight(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
     const Item item = this->item<kChunked>(false, stage.released++);
-    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row]->weight[v];
+    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row](kWeightNs, v);
     stage.free += time;
     stage.halves += time;
-    stage.held -= costs[item.row]->stored[v];
+    stage.held -= costs[item.row](kStoredBytes, v);
     release<kChunked>(s, costs);
 }
 
@@ -261,7 +261,7 @@ void ListScheduler::release(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
     for (; stage.released < stage.backwards; ++stage.released) {
         const Item item = this->item<kChunked>(false, stage.released);
-        if (divided_ && costs[item.row]->weight[item.chunk * shape_.stages + s] > 0) break;
+        if (divided_ && costs[item.row](kWeightNs, item.chunk * shape_.stages + s) > 0) break;
     }
 }
 
@@ -285,10 +285,10 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const bool forward = stage.next == kForwardPass;
     const int64_t i = forward ? stage.forwards++ : stage.backwards++;
     const Item item = this->item<kChunked>(forward, i);
-    const PassCosts& cost = *costs[item.row];
+    const PassCosts& cost = costs[item.row];
     const int64_t v = item.chunk * shape_.stages + s;
     const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
-    if (!forward && divided_ && cost.weight[v] > 0) stage.next = kInputPass;
+    if (!forward && divided_ && cost(kWeightNs, v) > 0) stage.next = kInputPass;
     if (forward) {
         if (v > 0) {
             stage.done[0] = arrival.answered;
@@ -308,8 +308,8 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const int64_t time = cost.time(stage.next, v);
     stage.idle += starts_[s] - stage.free;
     stage.free = starts_[s] + time;
-    if (forward && !shape_.forward_only) stage.held += cost.stored[v];
-    if (stage.next == kBackwardPass) stage.held -= cost.stored[v];
+    if (forward && !shape_.forward_only) stage.held += cost(kStoredBytes, v);
+    if (stage.next == kBackwardPass) stage.held -= cost(kStoredBytes, v);
     if (!forward) release<kChunked>(s, costs);
     const Fed fed = feeds<kChunked>(s, forward, i);
     if (fed.stage < 0) return {s, 0, false};
@@ -317,7 +317,7 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
         gradients_[s * items_ + fed.place].ready = stage.free;
         return {s, 0, false};
     }
-    const int64_t arrives = stage.free + (forward ? cost.forward_transfer : cost.backward_transfer)[v];
+    const int64_t arrives = stage.free + cost(forward ? kForwardTransferNs : kBackwardTransferNs, v);
     (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives, forward ? stage.gradients : stage.inputs};
     send(stage, forward);
     return fed;
@@ -332,16 +332,16 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     bool admitted = i < items_, urgent = false;  // a second half that makes room for the forward
     if (admitted && !shape_.forward_only) {
         const Item item = this->item<kChunked>(true, i);
-        const PassCosts& cost = *costs[item.row];
+        const PassCosts& cost = costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
         const Arrival& input = inputs_[s * items_ + i];
         // Beside others in flight it must leave room for every backward, and for what it sends.
         const int64_t done = input.ready < kUnreachable && v > 0 ? input.answered : stage.done[0];
         const int64_t sent = stage.sent[0] + stage.sent[1] + 1 - done - stage.done[1];
-        const int64_t after = cost.stored[v] + above_[s] - input_message(cost, v) +
+        const int64_t after = cost(kStoredBytes, v) + above_[s] - input_message(cost, v) +
                               std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
         const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
-                               (i == stage.released ? cost.peak[v] : std::max(cost.peak[v], after));
+                               (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
         // A chain's backward passes begin with its last forward, however deep that is.
         const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
         const bool wanted = i - j < depth || awaited;
@@ -359,7 +359,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     starts_[s] = std::min(forward, backward);
     if (stage.released == j || starts_[s] < stage.free || (starts_[s] == stage.free && !urgent)) return;
     const Item oldest = this->item<kChunked>(false, stage.released);
-    const int64_t time = costs[oldest.row]->weight[oldest.chunk * shape_.stages + s];
+    const int64_t time = costs[oldest.row](kWeightNs, oldest.chunk * shape_.stages + s);
     const int64_t gap = std::min(starts_[s] - stage.free, time);
     if (urgent ? starts_[s] == stage.free && policy.rule == Rule::kBackwardFirst : 4 * gap < policy.least_gap * time)
         return;

@@ -27,9 +27,7 @@ struct Policy {
     // least this many quarters of the half's time.
     int64_t least_gap = kUndivided;
 
-    bool operator==(const Policy& other) const {
-        return depth == other.depth && rule == other.rule && least_gap == other.least_gap;
-    }
+    bool operator==(const Policy& other) const = default;
 };
 
 // Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
@@ -69,7 +67,7 @@ class ListScheduler {
     };
 
 public:
-    using Costs = std::vector<const PassCosts*>;
+    using Costs = std::vector<PassCosts>;
 
     // A run, for others that begin as it does: until the first stage comes to a micro-batch that differs, all stages take
     // the same passes.
@@ -152,7 +150,7 @@ private:
 
     // What a backward pass, or either of its halves, holds above what its forward stored.
     int64_t above_stored(const PassCosts& cost, int64_t v) const {
-        return shape_.peak_covers_backward ? cost.peak[v] - cost.stored[v] : 0;
+        return shape_.peak_covers_backward ? cost(kPeakBytes, v) - cost(kStoredBytes, v) : 0;
     }
     // Bytes of messages that a stage holds beside what passes keep, with so many buffers for inputs.
     int64_t message_bytes(int64_t s, int64_t inputs) const {

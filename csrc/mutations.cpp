@@ -259,7 +259,7 @@ size_t Mutations::busiest_stage(const ReplicaState& replica) {
     std::vector<int64_t> work(problem_.stages(), 0);
     for (const MicroBatch* batch : replica.micro_batches)
         for (size_t v = 0; v < batch->modes.size(); ++v)
-            work[v % work.size()] += batch->costs->forward[v] + batch->costs->backward[v];
+            work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
     const size_t chunk = random_.below(problem_.chunks());
     return chunk * work.size() + (std::max_element(work.begin(), work.end()) - work.begin());
 }

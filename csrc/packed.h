@@ -5,7 +5,7 @@
 // sample, counting inputs and targets together. Between two sizes of the grid the padded cost is linear in b, so the
 // share is A / positions + B; where the next size was not measured or did not fit, it stays what it is at the last.
 // Tables that were measured on packed rows give a part that is linear in the row's positions, and attention per sample.
-// cost/packed.py states the same rules.
+// tests/helpers/packed_costs.py states the same rules.
 #pragma once
 
 #include <cstdint>

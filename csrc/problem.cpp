@@ -98,7 +98,7 @@ void Problem::choose_rows() {
         const auto needs = [&](const StageModules& stage) {
             return quantity >= kEntryStored ? stage.begins_with(kind) : stage.holds(kind);
         };
-        if (std::none_of(modules.begin(), modules.end(), needs)) continue;
+        if (!every_quantity && std::none_of(modules.begin(), modules.end(), needs)) continue;
         if (quantity == kWeight && division == Division::kOff) continue;
         // Whether a shape is covered at all is read from times.
         bool is_read = quantity == kForward || (is_cut() && row < kPieceRows);

@@ -34,6 +34,7 @@ struct Problem {
     std::vector<Grid> modes;                                 // modules' costs under each recompute mode
     std::vector<PackedGrid> packed;                          // [modes] those of packed rows, where measured
     std::vector<StageModules> modules;                       // [virtual stages]
+    bool every_quantity;  // whether costs of modules with which no stage begins are read, too, for other divisions
     bool even_two;  // whether stages have to be even in two kinds of layers, as in an encoder and in a decoder
     PipelineShape pipeline;
     Links links;

@@ -13,12 +13,12 @@
 #include "lighten.h"
 #include "mutations.h"
 #include "packed_starts.h"
+#include "policies.h"
 #include "tight_starts.h"
 
 namespace dynapipe {
 namespace {
 
-constexpr int64_t kGap = 2;  // of policies to begin with
 constexpr int64_t kLeastGain = 64;  // dividing passes for less than a 64th may lose to a search that does not
 constexpr int64_t kStartMargin = 32, kStartMarginOfFew = 3;  // starts longer than the best so far by more than such a part are dropped
 constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
@@ -29,9 +29,8 @@ constexpr int64_t kAccepted = 2000, kMostIdle = 1000;  // worse by a 2000th is a
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline; of many starts each is tried with those alone that win most.
-constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kFewExtras{1, 8}, kManyExtras{0, 1, 2, 3, 4, 5, 8};
-constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict},
-    kFewRules{Rule::kBackwardFirst, Rule::kForwardFirst};
+constexpr std::initializer_list<int64_t> kExtras{0, 1, 3, 8}, kManyExtras{0, 1, 2, 3, 4, 5, 8};
+constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict};
 
 class Search {
 public:
@@ -62,6 +61,7 @@ private:
     void compete(std::vector<Solution>& solutions);
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
+    void copy_touched(const Solution& from, Solution& to) const;
     int64_t jittered_total(ReplicaState& replica);
     int64_t undivided(const Solution& solution);
     void robustify_policy(ReplicaState& replica);
@@ -82,14 +82,8 @@ private:
     std::vector<size_t> touched_;
 };
 
-// The depths that fill the pipeline, and `extra` beyond them on all stages but the last; shallow where memory is short.
 Policy Search::policy(int64_t extra, Rule rule) const {
-    const int64_t stages = problem_.pipeline.stages, each = problem_.pipeline.chunks > 1 ? 2 : 1;
-    Policy policy{{}, rule, division_ == Division::kOff ? kUndivided : kGap};
-    for (int64_t s = 0; s + 1 < stages; ++s)
-        policy.depth.push_back(std::min(each * (stages - 1 - s) + 1 + extra, most_depth_));
-    policy.depth.push_back(1);
-    return policy;
+    return filling_policy(problem_.pipeline, extra, rule, division_ != Division::kOff, most_depth_);
 }
 
 void Search::try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
@@ -237,7 +231,7 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::ve
 
 Found Search::improved(std::vector<Solution> solutions) {
     Found found;
-    found.begun = solutions[0].slowest();
+    found.started = solutions[0].slowest();
     // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
     const int64_t part = problem_.may_pack ? kJitterPartPacked : kJitterPartPadded;
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
@@ -294,22 +288,32 @@ bool Search::change(Solution& candidate, int64_t limit) {
     return candidate.objective() <= limit;
 }
 
-// Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing.
+// The replicas that the last change touched.
+void Search::copy_touched(const Solution& from, Solution& to) const {
+    for (size_t r : touched_) to.replicas[r] = from.replicas[r];
+}
+
+// Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing. An
+// evaluation schedules the changed replicas from the first micro-batch that differs: O(micro-batches · stages) each.
 void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
-    int64_t current_objective = current.objective(), best_objective = current_objective;
+    Solution candidate = best;  // equal to `current` at the start of every change
+    int64_t current_objective = current.objective();
+    int64_t best_objective = current_objective;
     const int64_t margin = best_objective / kAccepted;
     evaluator_.keep(current);
     for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
-        Solution candidate = current;
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
         const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
-        if (!taken) continue;
+        if (!taken) {
+            copy_touched(current, candidate);
+            continue;
+        }
         evaluator_.take(touched_);
-        current = std::move(candidate);
+        copy_touched(candidate, current);
         current_objective = current.objective();
         if (current_objective < best_objective) {
             best = current;
@@ -354,43 +358,52 @@ void Search::robustify(Solution& best, int64_t evaluations) {
     const int64_t limit = best.objective();
     evaluator_.keep(best);
     left_ = evaluations;
+    Solution candidate = best;  // equal to `best` at the start of every change
+    const auto sum = [](const std::vector<int64_t>& values) {
+        return std::accumulate(values.begin(), values.end(), int64_t{0});
+    };
     for (int64_t idle = 0; left_ > 0 && idle < kMostIdle; ++idle) {
-        Solution candidate = best;
         const int64_t before = left_;
         const bool fits = change(candidate, limit);
         if (left_ < before) idle = 0;
-        if (!fits) continue;
         std::vector<int64_t> changed = totals;
-        for (size_t r : touched_) changed[r] = jittered_total(candidate.replicas[r]);
-        if (std::accumulate(changed.begin(), changed.end(), int64_t{0}) >=
-            std::accumulate(totals.begin(), totals.end(), int64_t{0}))
+        if (fits)
+            for (size_t r : touched_) changed[r] = jittered_total(candidate.replicas[r]);
+        if (!fits || sum(changed) >= sum(totals)) {
+            copy_touched(best, candidate);
             continue;
+        }
         evaluator_.take(touched_);
-        best = std::move(candidate);
+        copy_touched(candidate, best);
         totals = std::move(changed);
     }
 }
 
-}  // namespace
-
-std::pair<int64_t, int64_t> begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
-              int64_t most) {
-    if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
-    Search search(problem, costs, begun.maker, problem.division, 0, 0);
-    const std::vector<Solution> solutions = search.starts(partitions, begun.packed, most, kFewRows);
-    return solutions.empty() ? std::pair(kUnreachable, int64_t{0}) : std::pair(solutions[0].slowest(), solutions[0].rows());
+void make_packed_rows(const Problem& problem, CostCache& costs, StartingRows& rows) {
+    if (problem.may_pack && rows.packed.empty()) rows.packed = packed_starts(problem, costs, rows.maker);
 }
 
-Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
-             int64_t evaluations, uint64_t seed) {
-    if (problem.may_pack && begun.packed.empty()) begun.packed = packed_starts(problem, costs, begun.maker);
+}  // namespace
+
+std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRows& rows,
+                           const std::vector<std::vector<Run>>& partitions, int64_t most) {
+    make_packed_rows(problem, costs, rows);
+    Search search(problem, costs, rows.maker, problem.division, 0, 0);
+    const std::vector<Solution> solutions = search.starts(partitions, rows.packed, most, kFewRows);
+    if (solutions.empty()) return std::nullopt;
+    return Start{solutions[0].slowest(), solutions[0].rows()};
+}
+
+Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
+             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
+    make_packed_rows(problem, costs, rows);
     const auto run = [&](Division as, int64_t most) {
-        return Search(problem, costs, begun.maker, as, evaluations, seed).run(partitions, begun.packed, most);
+        return Search(problem, costs, rows.maker, as, evaluations, seed).run(partitions, rows.packed, most);
     };
     Found found = run(problem.division, kUnreachable);
     if (problem.division != Division::kAuto) return found;
     if (evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
-        Found whole = run(Division::kOff, found.begun + found.begun / kLeastGain);
+        Found whole = run(Division::kOff, found.started + found.started / kLeastGain);
         if (whole.makespan <= found.makespan) return whole;
     }
     join_halves(problem, found);

@@ -60,7 +60,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             if (kind == kInputPass) weight_ready[at] = end;
             if (!backward && v == last) gradient_ready[at] = end;
             if (kind != kWeightPass && (backward ? v > 0 : v < last)) {
-                const int64_t duration = (backward ? cost.backward_transfer : cost.forward_transfer)[v];
+                const int64_t duration = cost(backward ? kBackwardTransferNs : kForwardTransferNs, v);
                 int64_t depart = end;
                 if (queue_links) {
                     int64_t& link = link_free[2 * stage + backward];

@@ -151,4 +151,16 @@ void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes,
     }
 }
 
+std::vector<StageModules> divided_at(std::span<const int64_t> modules, std::span<const int64_t> cuts, size_t kinds) {
+    std::vector<StageModules> stages;
+    int64_t first = 0;
+    for (size_t i = 0; i <= cuts.size(); ++i) {
+        const int64_t end = i < cuts.size() ? cuts[i] : static_cast<int64_t>(modules.size());
+        require(first <= end && end <= static_cast<int64_t>(modules.size()), "cuts in order between modules");
+        stages.emplace_back(modules.subspan(first, end - first), kinds);
+        first = end;
+    }
+    return stages;
+}
+
 }  // namespace dynapipe

@@ -122,4 +122,7 @@ private:
     std::vector<Last> last_;    // of each kind: earlier ones have less before them
 };
 
+// A model's modules, divided between stages at the cuts.
+std::vector<StageModules> divided_at(std::span<const int64_t> modules, std::span<const int64_t> cuts, size_t kinds);
+
 }  // namespace dynapipe

@@ -18,7 +18,7 @@ from benchmarks.throughput.rows import joined, rows_of_2023
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LengthTable, Sampler
 from megatron_dynapipe.units import BYTES_PER_MB
@@ -61,7 +61,7 @@ class Job:
         from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         models, optimizer = build(self._setup)
-        planner, seed = Planner(settings, costs.load()), self._setup.args.seed
+        planner, seed = planner_of(settings, costs.load()), self._setup.args.seed
         self._pipeline = MegatronPipeline(models, optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
 
     def hear(self, driver: Any) -> dict[str, Any] | None:

@@ -17,10 +17,6 @@ from megatron_dynapipe.cost.network import Network
 from megatron_dynapipe.cost.tables import ABSENT, CostTables, IntArray, Quantity
 from megatron_dynapipe.units import Recompute
 
-IMBALANCE = 1.25
-"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
-single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
-
 
 class ExpertParallel(NamedTuple):
     """How experts are shared: by how many ranks, of whose tensor-parallel groups; and the imbalance between them."""
@@ -65,13 +61,17 @@ def with_expert_parallel(
     )
 
 
-class _More(NamedTuple):
-    experts: int
-    """The kind of modules with experts."""
-    parallel: ExpertParallel
-    network: Network
-    exchange_bytes: int
-    recompute: Recompute
+class _More:
+    """What sharing adds to modules with experts, which are of the kind numbered `experts`."""
+
+    def __init__(
+        self, experts: int, parallel: ExpertParallel, network: Network, exchange_bytes: int, recompute: Recompute
+    ) -> None:
+        self.experts = experts
+        self.parallel = parallel
+        self.network = network
+        self.exchange_bytes = exchange_bytes
+        self.recompute = recompute
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
         """A grid's values with those of modules with experts raised at so many positions."""

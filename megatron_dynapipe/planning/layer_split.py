@@ -21,11 +21,13 @@ from megatron_dynapipe.cost.tables import ABSENT, Quantity
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.balance import evenest
+from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BoolArray
 from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways import ways_of
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import BatchLayout
 
@@ -134,18 +136,20 @@ class _Trials:
         self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
         # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
         self.modules_of_layer = 4 if settings.pattern else 2
-        self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
+        self._settings = settings
+        self._tables = tables_of(settings, cost_model)
+        self._costs_digest = cost_model.digest
+        self._batches = list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
-        self._rescheduler = Rescheduler(settings, cost_model, _share_that_counts(batches))
+        self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
         self._scheduled: dict[Split, int] = {}
 
     @property
     def know_modules(self) -> bool:
         """Whether costs of attention and of MLPs are known apart."""
-        settings = self._settings
-        return all(settings.tables(self._cost_model, mode).division for mode in settings.recompute)
+        return all(tables.division for tables in self._tables)
 
     @property
     def required(self) -> bool:
@@ -211,7 +215,9 @@ class _Trials:
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
                 self._plans, self._scheduled = plans, {}
-                self._known = [self._rescheduler.module_costs(plan, best) for plan in plans]
+                planner = self._planner(best)
+                assert planner is not None, "it made these plans"
+                self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
             nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
             promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
             here = self.predicted_ns(best)
@@ -259,7 +265,7 @@ class _Trials:
         """Every sample as a micro-batch of its own, where there are no plans."""
         batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
-        tables = self._settings.tables(self._cost_model, self._settings.recompute[0])
+        tables = self._tables[0]
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
         known = (costs != ABSENT).all(axis=(1, 2))
         return self._rescheduler.of_kinds(costs[known], np.stack([inputs[known], targets[known]]))
@@ -285,17 +291,17 @@ class _Trials:
 
     def _planner(self, split: Split) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
-        packs = BatchLayout.PACKED in self._settings.micro_batch_layouts
+        schedule = self._settings.schedule
+        if BatchLayout.PACKED not in self._settings.micro_batch_layouts:
+            schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
             layers_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
-            schedule=self._settings.schedule
-            if packs
-            else replace(self._settings.schedule, search_evaluations=EVALUATIONS),
+            schedule=schedule,
         )
         try:
-            return Planner(settings, self._cost_model)
+            return Planner(settings, self._tables, ways_of(settings), costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
 

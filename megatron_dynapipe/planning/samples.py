@@ -27,7 +27,7 @@ class Samples:
 
     Attributes:
         labels: positions of each that count; None where all do.
-        starts: where samples are cut: the first position of each entry, which may be a piece (`planning.pieces`).
+        starts: where samples are cut: the first position of each entry, which may be a piece (`planning.ways.pieces`).
     """
 
     ids: IntArray
@@ -110,6 +110,18 @@ def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
     """Positions rounded up as lengths of micro-batches are."""
     return np.asarray(-(-positions // multiple) * multiple)
+
+
+def problem_of(problem: BatchProblem, samples: Samples) -> BatchProblem:
+    """The problem of planning these samples in place of its own."""
+    return replace(
+        problem,
+        inputs=samples.inputs,
+        targets=samples.targets,
+        input_positions=samples.input_positions,
+        target_positions=samples.target_positions,
+        labels=samples.labels,
+    )
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 
@@ -23,7 +23,7 @@ class PlannedSplits:
             CostModelError: the cost model is damaged or does not fit the settings.
             InfeasibleError: the model alone does not fit.
         """
-        self._planner = Planner(inputs.planner, inputs.costs.load())
+        self._planner = planner_of(inputs.planner, inputs.costs.load())
         self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
         for name, sampler in self._samplers.items():

@@ -14,7 +14,6 @@ from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.cost import A100_RATES, TableCostModel, even_split
 from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
-from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.cost.tables import PREFIX_UNIT, Quantity
 from megatron_dynapipe.errors import ConfigError, InfeasibleError
@@ -23,14 +22,15 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.pieces import cut, cut_batch
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways.pieces import cut, cut_batch
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.packed_costs import packed_costs
 from tests.planning.planner_cases import cost_model, of_lengths
 
 GPT = ModelFamily.GPT
@@ -57,7 +57,7 @@ def batch(lengths: list[int]) -> GlobalBatch:
 
 
 def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes: object) -> IterationPlan:
-    return Planner(settings(**changes), COSTS).plan(batch(lengths), 0, forward_only=forward_only)
+    return planner_of(settings(**changes), COSTS).plan(batch(lengths), 0, forward_only=forward_only)
 
 
 def cut_samples(planned: IterationPlan) -> int:
@@ -109,7 +109,7 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
     )
     keys = {name: msgspec.structs.replace(key, division={"encoder": division}) for name, key in COSTS.file.keys.items()}
     measured = TableCostModel(msgspec.structs.replace(COSTS.file, keys=keys), digest="")
-    planner = Planner(settings(pipeline_parallel=2, layers_per_stage=(15.5, 16.5)), measured)
+    planner = planner_of(settings(pipeline_parallel=2, layers_per_stage=(15.5, 16.5)), measured)
     samples = planner.samples(batch(LENGTHS))
     found = cut_batch(samples, planner.problem(samples), 1000, 16, recompute=tuple(Recompute), element_bytes=2)
     assert found is not None
@@ -235,7 +235,7 @@ def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
         input_lengths=twice.input_lengths,
         target_lengths=twice.target_lengths,
     )
-    assert cut_samples(Planner(settings(slices=1000), COSTS).plan(twice, 0)) == 0
+    assert cut_samples(planner_of(settings(slices=1000), COSTS).plan(twice, 0)) == 0
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -337,7 +337,7 @@ class Session:
         """How near an iteration of training came to what no plan can beat; of computed costs, how near its plan did."""
         costs, split = self._inputs.costs.load(), self._inputs.splits[0]
         planner, batch = (
-            Planner(self._inputs.planner, costs),
+            planner_of(self._inputs.planner, costs),
             split_sampler(self._run.data, split).batch(record.iteration),
         )
         bounds = limits(planner, batch, planner.plan(batch, record.iteration))

@@ -179,7 +179,7 @@ def _planner(
         expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
-        lockstep=in_step > 1 and in_step,
+        replicas_in_step=in_step,
         split_backward=split_backward(args),
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
