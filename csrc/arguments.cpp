@@ -104,7 +104,8 @@ nb::dict constants() {
     };
     add("Quantity", {{"FORWARD", kForward}, {"BACKWARD", kBackward}, {"STORED", kStored}, {"PEAK", kPeak},
                      {"WEIGHT", kWeight}, {"ENTRY_STORED", kEntryStored}, {"ENTRY_PEAK", kEntryPeak}});
-    add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)}, {"auto", static_cast<int64_t>(Division::kAuto)},
+    add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)},
+                          {"auto", static_cast<int64_t>(Division::kAuto)},
                           {"on", static_cast<int64_t>(Division::kOn)}});
     add("Rule", {{"BACKWARD_FIRST", static_cast<int64_t>(Rule::kBackwardFirst)},
                  {"FORWARD_FIRST", static_cast<int64_t>(Rule::kForwardFirst)},

@@ -73,7 +73,8 @@ void CostCache::add_labelled(const BySize& by_size, size_t type, const Axis::Cel
     if (!problem_.counts_labels() || type != type_of_.back()) return;
     const std::vector<int64_t>& row = labelled_row(by_size.mode_, shape.labels);
     const size_t sizes = by_size.sizes_->points.size();
-    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1), labels = std::min(shape.labels, positions);
+    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1);
+    const int64_t labels = std::min(shape.labels, positions);
     const auto value = [&](size_t quantity) -> int64_t {
         if (!row.empty()) return row[quantity];
         const int64_t* values = by_size.labelled_costs_.data() + quantity * sizes;
@@ -100,8 +101,8 @@ int64_t CostCache::usual_labels(int64_t positions) const {
     return static_cast<__int128>(positions) * label_sum_ / std::max<int64_t>(input_sum_, 1);
 }
 
-// Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps: two
-// inputs and gradients at a time, and what it has sent; about as many as it holds.
+// Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps:
+// two inputs and gradients at a time, and what it has sent; about as many as it holds.
 int64_t CostCache::message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const {
     const Links& links = problem_.links;
     const auto bytes = [&](const std::vector<uint8_t>& decoder, size_t boundary) {
@@ -144,7 +145,8 @@ Summary CostCache::summarize(const BySize& by_size, int64_t size) {
             int64_t messages = 0;
             for (size_t v = stage; v < type_of_.size(); v += stages)
                 messages = std::max(messages, message_bytes(v, held, size * by_size.input_, size * by_size.target_));
-            if (total.stored * held + total.above + messages > problem_.memory(stage)) fitting &= ~(uint32_t{1} << option);
+            if (total.stored * held + total.above + messages > problem_.memory(stage))
+                fitting &= ~(uint32_t{1} << option);
         }
     }
     return {slowest, sum - slowest, fitting, true};
@@ -243,8 +245,8 @@ void CostCache::stage_costs() {
     }
 }
 
-void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of, const Links& links,
-               int64_t inputs, int64_t targets, bool divided) {
+void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of,
+               const Links& links, int64_t inputs, int64_t targets, bool divided) {
     const size_t virtual_stages = type_of.size();
     row.values.assign(kCosts * virtual_stages, 0);
     const auto cost = [&](Cost cost, size_t v) -> int64_t& { return row.values[cost * virtual_stages + v]; };
@@ -266,8 +268,8 @@ void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vec
     }
 }
 
-// A row from the costs in `by_type_`: [types][kStageQuantities], none where the cost model does not cover the micro-batch,
-// and messages of so many positions.
+// A row from the costs in `by_type_`: [types][kStageQuantities], none where the cost model does not cover the
+// micro-batch, and messages of so many positions.
 void CostCache::fill(int64_t inputs, int64_t targets, CostRow& row) const {
     row.covered = row.fits = !by_type_.empty();
     if (!row.covered) {

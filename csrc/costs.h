@@ -40,10 +40,10 @@ struct CostRow {
     PassCosts costs() const { return {values.data(), values.size() / kCosts}; }
 };
 
-// Sets a row's costs from those of every virtual stage: stage v's are the kStageQuantities of `by_type` from type_of[v] on,
-// and its messages are of so many positions. Passes that are not `divided` have no second halves.
-void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of, const Links& links,
-               int64_t inputs, int64_t targets, bool divided);
+// Sets a row's costs from those of every virtual stage: stage v's are the kStageQuantities of `by_type` from type_of[v]
+// on, and its messages are of so many positions. Passes that are not `divided` have no second halves.
+void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of,
+               const Links& links, int64_t inputs, int64_t targets, bool divided);
 
 // Appends a stage's kStageQuantities, given those of modules at one size, [rows]; false where one is above the limit.
 bool append_stage(const StageModules& stage, const std::vector<int64_t>& module_costs, size_t ends,
@@ -63,7 +63,8 @@ public:
         const Axis* sizes_;
         int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
-        std::vector<int64_t> labelled_costs_;  // of the last type, what it does with positions with labels alone, if all have one
+        // Of the last type: what it does with positions with labels alone, if all have one.
+        std::vector<int64_t> labelled_costs_;
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;  // by size and labels
     };

@@ -48,7 +48,8 @@ int64_t JitteredReplay::makespan(const std::vector<PassCosts>& costs, const std:
                     const int64_t k = stage.forwards;
                     if (s > 0 && k >= stages_[s - 1].forwards) break;
                     run(k, input_ready_[s * count + k]);
-                    if (s + 1 < stages) input_ready_[(s + 1) * count + k] = stage.free + costs[k](kForwardTransferNs, s);
+                    if (s + 1 < stages)
+                        input_ready_[(s + 1) * count + k] = stage.free + costs[k](kForwardTransferNs, s);
                     ++stage.forwards;
                 } else if (kind == kWeightPass) {
                     while (costs[at(stage.weights)](kWeightNs, s) == 0) ++stage.weights;

@@ -61,8 +61,8 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
         int64_t work = 0, weights = 0, peak = 0, above = 0;
-        Messages& its = messages_[s];
-        its = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
+        Messages& messages = messages_[s];
+        messages = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
         for (const PassCosts& cost : costs) {
             for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
                 work += cost(kForwardNs, v) + (shape_.forward_only ? 0 : cost(kBackwardNs, v));
@@ -73,14 +73,16 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
                 }
                 peak = std::max(peak, cost(kPeakBytes, v));
                 above = std::max(above, above_stored(cost, v));
-                its.input = std::max(its.input, input_message(cost, v));
-                its.gradient = std::max(its.gradient, gradient_message(shape_, cost, v));
-                its.sent = std::max(its.sent, sent_message(shape_, cost, v));
+                messages.input = std::max(messages.input, input_message(cost, v));
+                messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
+                messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
             }
         }
-        if (shape_.forward_only) peak += std::min(1 + ahead_, its.inputs) * its.input + most_sent(s, costs.size()) * its.sent;
+        if (shape_.forward_only)
+            peak += std::min(1 + ahead_, messages.inputs) * messages.input + most_sent(s, costs.size()) * messages.sent;
         if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
-        stages_[s] = {.held = shape_.model_state[s], .next = kForwardPass};
+        stages_[s] = Stage();
+        stages_[s].held = shape_.model_state[s];
         starts_[s] = kUnreachable;
         above_[s] = above;
         most_idle_[s] = bound - work;
@@ -92,56 +94,14 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
     return true;
 }
 
-void ListScheduler::Trace::replace(Trace& before) {
-    std::swap_ranges(points_.begin(), points_.begin() + shared_, before.points_.begin());
-    std::swap(*this, before);
-}
-
-int64_t ListScheduler::Trace::common(const Costs& costs, const Policy& policy, const std::vector<int32_t>& turned) const {
-    if (costs_.empty() || !(policy == policy_) || turned.empty() != turned_.empty()) return 0;
-    const auto alike = [](const auto& a, const auto& b) {
-        return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
-    };
-    int64_t common = alike(costs, costs_);
-    if (turned.empty()) return common;
-    const size_t same = alike(turned, turned_);
-    common = std::min<int64_t>(common, same);
-    for (const auto* each : {&turned, &turned_})  // whose backwards are elsewhere
-        for (size_t place = same; place < each->size(); ++place) common = std::min<int64_t>(common, (*each)[place]);
-    return common;
-}
-
-void ListScheduler::Trace::begin(size_t shared) {
-    costs_.clear();
-    used_ = shared_ = shared;
-    if (points_.size() < used_) points_.resize(used_);
-}
-
-void ListScheduler::mark(Trace& trace) const {
-    if (trace.used_ == trace.points_.size()) trace.points_.emplace_back();
-    Point& point = trace.points_[trace.used_++];
-    point.stages = stages_;
-    point.starts = starts_;
-    point.makespan = makespan_;
-}
-
-void ListScheduler::keep(Trace& trace, const Costs& costs, const Policy& policy) {
-    trace.costs_ = costs;
-    trace.policy_ = policy;
-    trace.turned_ = turned_;
-    trace.above_ = above_;
-    trace.messages_ = messages_;
-    trace.inputs_.swap(inputs_);
-    trace.gradients_.swap(gradients_);
-}
-
 // Places of the forward sequence that a run has in common with an earlier one. With several chunks the sequence goes
 // group by group, chunk by chunk, and groups depend on how many micro-batches there are.
 int64_t ListScheduler::shared_places(const Trace& before, const Costs& costs, const Policy& policy) const {
     const int64_t common = before.common(costs, policy, turned_), count = costs.size();
     if (shape_.chunks == 1) return common;
     if (static_cast<int64_t>(before.costs_.size()) != count) return 0;
-    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) - forward_.begin();
+    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) -
+           forward_.begin();
 }
 
 // Goes to the last point of an earlier run at which only so many places mattered.
@@ -164,12 +124,14 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
                     const Fed fed = feeds<kChunked>(s, forward, i);
                     if (fed.stage < 0) continue;
                     const int64_t place = fed.stage * items_ + fed.place;
-                    (fed.forward ? inputs_ : gradients_)[place] = (fed.forward ? before.inputs_ : before.gradients_)[place];
+                    (fed.forward ? inputs_ : gradients_)[place] =
+                        (fed.forward ? before.inputs_ : before.gradients_)[place];
                 }
         return at;
     }
     for (int64_t s = 0; s <= last; ++s) {
-        if (s > 0) std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
+        if (s > 0)
+            std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
         const auto gradients = before.gradients_.begin() + s * width;
         if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradients_.begin() + s * items_);
     }
@@ -302,7 +264,8 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
             ++stage.gradients;
         }
         stage.kept -= input_message(cost, v);
-        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit) return {-1, 0, false};
+        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit)
+            return {-1, 0, false};
         stage.freed += v > 0;
     }
     const int64_t time = cost.time(stage.next, v);
@@ -318,7 +281,8 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
         return {s, 0, false};
     }
     const int64_t arrives = stage.free + cost(forward ? kForwardTransferNs : kBackwardTransferNs, v);
-    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives, forward ? stage.gradients : stage.inputs};
+    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives,
+                                                                        forward ? stage.gradients : stage.inputs};
     send(stage, forward);
     return fed;
 }

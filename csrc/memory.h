@@ -1,8 +1,8 @@
 // What stages hold while they run passes in a given order, messages included (plan/memory.py states the rules).
 //
-// Messages lie in pools of equal buffers: received activations, received gradients, and what is sent. A pool has as many
-// buffers as have been in use at once so far, each as large as its largest message. An input that a forward keeps is
-// counted with what the forward stores, so its buffer is not counted again.
+// Messages lie in pools of equal buffers: received activations, received gradients, and what is sent. A pool has as
+// many buffers as have been in use at once so far, each as large as its largest message. An input that a forward keeps
+// is counted with what the forward stores, so its buffer is not counted again.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,9 @@ namespace dynapipe {
 constexpr int64_t kSentAhead = 4;
 
 // The message that a virtual stage receives for a forward pass, and for a backward pass.
-inline int64_t input_message(const PassCosts& costs, int64_t v) { return v > 0 ? costs(kForwardMessageBytes, v - 1) : 0; }
+inline int64_t input_message(const PassCosts& costs, int64_t v) {
+    return v > 0 ? costs(kForwardMessageBytes, v - 1) : 0;
+}
 inline int64_t gradient_message(const PipelineShape& shape, const PassCosts& costs, int64_t v) {
     return shape.forward_only || v + 1 == shape.virtual_stages() ? 0 : costs(kBackwardMessageBytes, v + 1);
 }

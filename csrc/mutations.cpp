@@ -51,8 +51,8 @@ bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>&
         const Move move = draw(kLinkMoves, replicas.size());
         if (move != Move::kSingle) return apply(move, replicas, touched);
     }
-    return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()), replicas,
-                 touched);
+    return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()),
+                 replicas, touched);
 }
 
 template <size_t kCount>
@@ -272,7 +272,8 @@ bool Mutations::exchange_modes(ReplicaState& replica) {
     const size_t to = random_.below(2) ? from + 1 : stages;
     Modes mine = batches[one]->modes, theirs = batches[other]->modes;
     std::swap_ranges(mine.begin() + from, mine.begin() + to, theirs.begin() + from);
-    return mine != batches[one]->modes && put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
+    return mine != batches[one]->modes &&
+           put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
            put(batches[other], batches[other]->samples, std::move(theirs), batches[other]->packed);
 }
 

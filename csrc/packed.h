@@ -29,7 +29,8 @@ public:
     // Modules' costs under a mode: [rows]. False where the cost model does not cover the row.
     bool module_costs(size_t mode, const PackedRow& row, std::vector<int64_t>& out);
 
-    // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as long.
+    // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as
+    // long.
     bool labelled_costs(size_t mode, int64_t labels, std::vector<int64_t>& out) const;
 
     // The part of one sample in a row of so many positions, filled with samples like it: [rows].

@@ -77,7 +77,8 @@ void Problem::check_chains() const {
     require(may_pack, "packed rows, where samples are cut");
     require(chains.size() == samples(), "a chain or -1 for every sample");
     require(extras.size() == modes.size() * samples() * kPieceRows, "what pieces cost besides, under every mode");
-    for (int64_t extra : extras) require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
+    for (int64_t extra : extras)
+        require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
     int32_t next = 0;
     for (size_t i = 0; i < samples(); ++i) {
         if (chains[i] < 0) continue;

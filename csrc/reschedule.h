@@ -19,8 +19,8 @@ struct KnownMicroBatches {
     size_t count() const { return inputs.size(); }
 };
 
-// The least makespan over the policies that are tried first, longer by the share of memory that lacks: where nothing fits
-// the memory, `shares` of it are tried in turn. kUnreachable where nothing fits the last one.
+// The least makespan over the policies that are tried first, longer by the share of memory that lacks: where nothing
+// fits the memory, `shares` of it are tried in turn. kUnreachable where nothing fits the last one.
 //
 // O(micro-batches · modules²/stages) to price, O(micro-batches · stages) for each policy and share.
 int64_t reschedule(const PipelineShape& shape, const Links& links, const std::vector<StageModules>& stages,

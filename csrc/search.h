@@ -49,6 +49,7 @@ std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRow
                            const std::vector<std::vector<Run>>& partitions, int64_t most);
 
 // The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
+// O(evaluations · micro-batches · stages), and as much again for every start.
 Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
              const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed);
 

@@ -132,7 +132,9 @@ void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes,
     out.resize(base + (kStageQuantities + ends) * sizes, modules_.empty() ? 0 : kAbsent);
     if (modules_.empty()) return;
     for (size_t k = 0; k < sizes; ++k) {
-        const auto at = [&](size_t kind, Quantity quantity) { return costs[(kind * kQuantities + quantity) * sizes + k]; };
+        const auto at = [&](size_t kind, Quantity quantity) {
+            return costs[(kind * kQuantities + quantity) * sizes + k];
+        };
         if (at(held_[0], kForward) == kAbsent) continue;
         const int64_t entry = at(modules_[0], kEntryStored);
         std::vector<int64_t> stage(kStageQuantities + ends, 0);

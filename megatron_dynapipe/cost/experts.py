@@ -37,7 +37,8 @@ def with_expert_parallel(
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
     """
-    state, ranks = tables.state, parallel.ranks
+    state = tables.state
+    ranks = parallel.ranks
     kind = state.expert_kind
     if kind is None or ranks == 1 or state.expert_parallel > 1:
         return tables
@@ -99,7 +100,8 @@ class _More:
 
     def _exchange_ns(self, positions: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         """One all-to-all, from so many positions of every rank."""
-        n, ranks = self.network, self.parallel.ranks
+        n = self.network
+        ranks = self.parallel.ranks
         inside = min(ranks, max(n.devices_per_node // self.parallel.tensor_parallel, 1))
         bits = positions * self.exchange_bytes * 8 * self.parallel.imbalance / ranks  # for one of the ranks
         near = n.intra_node_latency_us * 1e3 + (inside - 1) * bits / n.intra_node_gbps

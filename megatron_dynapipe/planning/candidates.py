@@ -137,7 +137,8 @@ def _ahead(candidates: Sequence[Candidate]) -> tuple[Candidate | None, bool]:
         begun = candidate.start(least)
         if begun is None or (least is not None and begun.makespan_ns >= least):
             continue
-        ahead, least = candidate, begun.makespan_ns
+        ahead = candidate
+        least = begun.makespan_ns
         if candidate.is_default:
             few = begun.rows <= FEW_ROWS
             least = int(least * (1 + MARGIN_OF_FEW if few else 1 - LEAST_GAIN))

@@ -88,7 +88,8 @@ def choose_layer_split(
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     trials = _Trials(settings, cost_model, batches, to_fit)
-    start, layer = settings.layout.layers_per_stage, trials.modules_of_layer
+    start = settings.layout.layers_per_stage
+    layer = trials.modules_of_layer
     trials.require(start)
     evened = trials.by_work(len(start), (layer,))
     for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
@@ -112,7 +113,8 @@ def choose_layer_split(
 
 def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
     """Splits with so many modules moved from one stage to another."""
-    neighbours, modules = [], in_modules(split)
+    neighbours = []
+    modules = in_modules(split)
     for step in steps:
         for source, destination in permutations(range(len(split)), 2):
             if modules[source] > step:
@@ -214,7 +216,8 @@ class _Trials:
             return splits[0]
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
-                self._plans, self._scheduled = plans, {}
+                self._plans = plans
+                self._scheduled = {}
                 planner = self._planner(best)
                 assert planner is not None, "it made these plans"
                 self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
@@ -281,7 +284,8 @@ class _Trials:
         """The batches without samples that need not fit, and how many those were."""
         lengths = zip(self._lengths.input_lengths.tolist(), self._lengths.target_lengths.tolist(), strict=True)
         fitting = dict(zip(lengths, self._required.tolist(), strict=True))
-        batches, left_out = [], 0
+        batches = []
+        left_out = 0
         for batch in self._batches:
             pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
             rows = np.array([fitting[pair] for pair in pairs], np.bool_)

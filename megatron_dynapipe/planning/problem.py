@@ -155,7 +155,8 @@ class BatchProblem:
         Raises:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
-        layout, kinds = self.layout, self.modes[0].kinds if self.modes else ()
+        layout = self.layout
+        kinds = self.modes[0].kinds if self.modes else ()
         modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
         labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
         if self.labels is not None:

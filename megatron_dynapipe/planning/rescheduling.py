@@ -50,7 +50,8 @@ class Rescheduler:
             tables: modules' costs under every recompute mode of the settings.
             counting: share of positions that count, over which alone the last MLP and the head run.
         """
-        self.settings, self._counting = settings, counting
+        self.settings = settings
+        self._counting = counting
         self._tables: dict[Recompute, CostTables] = dict(zip(settings.recompute, tables, strict=True))
         self._state = tables[0].state
         self._modules = [tables[0].kinds.index(kind) for kind in settings.layout.modules]
@@ -102,11 +103,13 @@ class Rescheduler:
 
     def makespan_ns(self, micro_batches: ModuleCosts, split: Split) -> int:
         """Predicted time under a split, longer by the share of memory that lacks; 2^61 where too much does."""
-        s, layout = self.settings, self._layout(split)
+        s = self.settings
+        layout = self._layout(split)
         state = np.array(s.model_state_bytes or (), np.int64)
         if s.model_state_bytes is None:
-            replicas, sharded = s.data_parallel, s.distributed_optimizer
-            state = layout.model_state_bytes(self._state, data_parallel=replicas, distributed_optimizer=sharded)
+            state = layout.model_state_bytes(
+                self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
+            )
         return core.reschedule(
             values=np.ascontiguousarray(micro_batches.values),
             cuts=layout.cuts,

@@ -44,7 +44,8 @@ class Samples:
         """The positions of each of some entries, if one of them is a piece; else none."""
         if self.starts is None:
             return ()
-        starts, ends = self.starts[members], (self.starts + self.input_positions)[members]
+        starts = self.starts[members]
+        ends = starts + self.input_positions[members]
         whole = np.maximum(self.input_tokens[members] - 1, 1)
         if ((ends - starts) == whole).all():
             return ()

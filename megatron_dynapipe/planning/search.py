@@ -119,7 +119,7 @@ def search(
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
-    layout, order = problem.layout, partitioned.order
+    layout = problem.layout
     enough = _enough(problem, partitioned)
     if evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
@@ -129,7 +129,9 @@ def search(
             notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
     partitions = [(partition.sizes, partition.modes) for partition in enough]
     try:
-        replicas = problem.native.search(order=order, partitions=partitions, evaluations=evaluations, seed=seed)
+        replicas = problem.native.search(
+            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed
+        )
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [

@@ -100,7 +100,8 @@ class Lockstep:
 
     def _cut(self, samples: Samples, longest: Pieces) -> tuple[Pieces, "Lockstep"]:
         """Every sample's part of the pieces of its row's longest one, and these parts in rows."""
-        sample, start = self.rows[longest.sample], np.repeat(longest.start[:, None], self.rows.shape[1], axis=1)
+        sample = self.rows[longest.sample]
+        start = np.repeat(longest.start[:, None], self.rows.shape[1], axis=1)
         length = samples.input_positions[sample]
         there = self.present[longest.sample] & (start < length)
         end = np.minimum(longest.end[:, None], length)
@@ -117,10 +118,12 @@ class Lockstep:
             for replica in range(group)
             for members in planned.members
         ]
-        layouts, modes = planned.layouts * group, np.tile(planned.modes, (group, 1))
+        layouts = planned.layouts * group
+        modes = np.tile(planned.modes, (group, 1))
         costs, _ = problem.costs_of(every, layouts, modes)
         copies = np.arange(count * group).reshape(group, count)
-        replicas, schedules = [], []
+        replicas = []
+        schedules = []
         for order, passes in zip(planned.replicas, planned.schedules, strict=True):
             positions = copies[:, order]
             replicas += list(positions)

@@ -198,7 +198,8 @@ def cut_batch(
     pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
     if not pieces.is_piece.any():
         return None
-    kept, whole = once[pieces.sample], samples.input_positions[pieces.sample]
+    kept = once[pieces.sample]
+    whole = samples.input_positions[pieces.sample]
     pieces = replace(pieces, end=np.where(kept, pieces.end, whole), length=np.where(kept, pieces.length, whole))
     return of_pieces(samples, problem, pieces, recompute=recompute, element_bytes=element_bytes)
 
