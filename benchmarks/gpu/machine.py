@@ -8,14 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed import TCPStore
 
 from benchmarks.common import ROOT
 from benchmarks.gpu.worker import Order, output_of
@@ -27,21 +29,59 @@ class NotRunError(Exception):
 
 
 class ProcessFailedError(Exception):
-    """A process ended badly, or did not end in time; the message holds the end of its output."""
+    """A process ended badly, or did not end in time; the message holds the end of its output.
+
+    Attributes:
+        figures: what is known all the same.
+    """
+
+    figures: Mapping[str, float | int | str] = {}
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds that all checks together may take."""
+    """Seconds that something may take from when this was made."""
 
     seconds: float
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def left(self) -> float:
+        """Seconds, not below 0."""
+        return max(0.0, self.began + self.seconds - time.monotonic())
+
     def deadline(self) -> float:
         """On the monotonic clock, of what starts now; raises NotRunError when there are too few seconds to start."""
-        if self.began + self.seconds - time.monotonic() < 5:
-            raise NotRunError(f"no time left of {self.seconds:g} s")
+        if self.left < 5:
+            raise NotRunError(f"no time left of {self.seconds:.0f} s")
         return self.began + self.seconds
+
+
+class Shares:
+    """A budget that checks share, each starting in its turn: what comes before starves none that comes after.
+
+    Args:
+        budget: of all of them.
+        expected_s: what each is expected to take.
+        side_by_side: how many run at a time.
+        after_s: what is expected of those that run one by one after all of them.
+    """
+
+    def __init__(
+        self, budget: Budget, expected_s: Iterable[float], *, side_by_side: int = 1, after_s: float = 0.0
+    ) -> None:
+        self._budget, self._side_by_side, self._after_s = budget, side_by_side, after_s
+        self._expected_s = sum(expected_s)
+        self._lock = threading.Lock()
+
+    def take(self, expected_s: float) -> Budget:
+        """The next check's: all that is left beyond what the later ones are expected to take; where that is less than
+        its part of what is left, this part."""
+        with self._lock:
+            whole = self._expected_s / self._side_by_side + self._after_s
+            self._expected_s -= expected_s
+            left, later = self._budget.left, self._expected_s / self._side_by_side + self._after_s
+        return Budget(max(left - later, left * min(1.0, expected_s / whole)))
 
 
 class Processes:
@@ -165,9 +205,11 @@ class Ranks:
         self.processes = Processes([words] * self._count, environments=environments, log=folder / "rank")
 
     def carry_out(self, budget: Budget, **order: Any) -> list[Any]:
-        """What every rank learned of an order; the arguments are `Order`'s, but for its output."""
+        """What every rank learned of an order; the arguments are `Order`'s, but for its output and port."""
         self._orders += 1
-        whole = Order(output=str(self._folder / str(self._orders)), **order)
+        # Kept while the order is carried out: ranks meet at a port that is bound, not at one that was free a while ago.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        whole = Order(output=str(self._folder / str(self._orders)), port=store.port, **order)
         files = [output_of(whole, rank) for rank in range(self._count)]
         deadline = budget.deadline()
         self.processes.tell(msgspec.json.encode(whole))

@@ -1,7 +1,26 @@
 #!/usr/bin/env bash
-# Runs run.py where carry.sh's archive was unpacked; flags are run.py's.
+# Runs run.py with what carry.sh packed; the flags are run.py's. One command line is one turn:
+#
+#   dynapipe/benchmarks/gpu/start.sh --part correct --output "$OUT/report.json" --budget-s 280    in the unpacked archive
+#   benchmarks/gpu/start.sh --part …      in a copy of this checkout that holds the archive as build/gpu.tgz (or .txz)
 set -euo pipefail
 root=$(realpath -- "$(dirname -- "${BASH_SOURCE[0]}")/../..")
-python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$root/site" "$root"/wheels/*.whl
-export PYTHONPATH=$root/site${PYTHONPATH:+:$PYTHONPATH}
+if [[ ! -d $root/site ]]; then
+    archives=("$root"/build/gpu.t?z)
+    [[ -e ${archives[0]} ]] || { echo "error: expected $root/build/gpu.tgz, which carry.sh packs, found none" >&2; exit 2; }
+    folder=$(mktemp -d)
+    tar --extract --file "${archives[0]}" --directory "$folder"
+    exec "$folder/dynapipe/benchmarks/gpu/start.sh" "$@"
+fi
+paths=$root/site
+for folder in "$root"/with/*/; do
+    [[ -d $folder ]] && paths+=:${folder%/}
+done
+export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
+# The CUDA libraries that torch brought, for packages that look for them where a toolkit would be.
+nvidia=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+if [[ -d $nvidia ]]; then
+    export LD_LIBRARY_PATH=$nvidia/nccl/lib:$nvidia/cudnn/lib:$nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$nvidia/cu13/include}
+fi
 exec python3 "$root/benchmarks/gpu/run.py" "$@"

@@ -1,6 +1,7 @@
 """One rank of the checks of `run.py`: trains layouts of the tests' tiny models, one after another, as it is told to.
 
-    RANK=0 WORLD_SIZE=1 … python -m benchmarks.gpu.worker --device cuda <<< '{"layout": "t5 1x1x1", …}'
+    RANK=0 WORLD_SIZE=1 TORCHELASTIC_USE_AGENT_STORE=True … python -m benchmarks.gpu.worker --device cuda \\
+        <<< '{"layout": "t5 1x1x1", …}'
 
 An order is a line of JSON (`Order`); the rank ends with its standard input. All ranks are on the first GPU: one of them
 talks over NCCL, several over gloo and through the host. With --spread each is on its own GPU, over NCCL.
@@ -25,7 +26,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         what: "train"; "reference" (samples one by one, by plain autograd); "soak" (changing shapes, memory watched);
             "lists" (a plan's lists with large messages, and no model); "experts" and "transfers" (`probes`).
         steps: iterations.
-        port: of the process groups' store.
+        port: of the process groups' store, which the orders' sender keeps.
         output: file of this order; each rank adds its number.
     """
 

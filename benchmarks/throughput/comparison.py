@@ -74,12 +74,16 @@ def lengths_of(text: str) -> list[int]:
 def groups(methods: Sequence[str], base: str, together: int) -> list[list[str]]:
     """Methods whose jobs are up at a time: `base` is in every group, each other one in one of them.
 
+    One at a time, each is a group of its own, and `base` the first.
+
     Args:
         methods: all of them, in their order.
         base: the one that ratios are to.
         together: of a group at most.
     """
     others = [method for method in methods if method != base]
+    if together == 1:
+        return [[method] for method in (base, *others)]
     size = max(together - 1, 1)
     parts = [others[start : start + size] for start in range(0, len(others), size)] or [[]]
     return [[method for method in methods if method == base or method in part] for part in parts]

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
-from benchmarks.throughput.model import build
+from benchmarks.throughput.model import build, weights_of_products
 from benchmarks.throughput.rows import joined, rows_of_2023
+from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.plan.instructions import Pass
@@ -61,7 +62,9 @@ class Job:
         from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline
 
         models, optimizer = build(self._setup)
-        planner, seed = planner_of(settings, costs.load()), self._setup.args.seed
+        self.weights = weights_of_products(models, self._setup.args)
+        planner = planner_of(settings, costs.load())
+        seed = self._setup.args.seed
         self._pipeline = MegatronPipeline(models, optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
 
     def hear(self, driver: Any) -> dict[str, Any] | None:
@@ -103,6 +106,7 @@ class Job:
             "predicted_ms": totals.predicted_ns / 1e6,
             "planning_ms": planning / 1e6,
             "loss": result.loss,
+            "share_of_peak": self.share_of_peak(totals.real_tokens, figures["ms"]),
         }
 
     def timed[T](self, call: Callable[[], T]) -> tuple[T, dict[str, Any]]:
@@ -119,6 +123,15 @@ class Job:
             "ms": max(self.gathered(elapsed)) / 1e6,
             "peaks_mb": [peak / 1e6 for peak in self.gathered(self._peak())],
         }
+
+    def share_of_peak(self, tokens: int, ms: float) -> float | None:
+        """6 operations for each weight and token over those that the devices could have done; None where that is not
+        known, and of a T5, whose weights do not see all tokens."""
+        on_gpu = self._setup.device.type == "cuda" and self._setup.layout is None
+        peak = peak_flops(torch.cuda.get_device_name(self._setup.device)) if on_gpu else None
+        replicas = self._setup.args.data_parallel_size
+        weights = sum(self.gathered(self.weights)) / replicas
+        return None if peak is None else 6 * weights * tokens / (ms / 1e3 * peak * dist.get_world_size())
 
     def gathered(self, value: int) -> list[int]:
         """A number of every rank."""

@@ -94,7 +94,9 @@ def _rows(algorithm: PartitionAlgorithm, *, joins: bool = False, chunks: int = 1
     return Method(planner=_baseline(algorithm, to_maximum=True), joins=joins, chunks=chunks)
 
 
-STOCK = "stock"
+STOCK, STOCK_PACKED = "stock", "stock_packed"
+MEGATRON = (STOCK, STOCK_PACKED)
+"""Of a GPT by Megatron alone."""
 METHODS: dict[str, Method] = {
     "planned": Method(planner=_planned(*BatchLayout), plans_split=True),
     "planned_padded": Method(planner=_planned(*PADDED), plans_split=True),
@@ -109,6 +111,7 @@ METHODS: dict[str, Method] = {
     "uniform": Method(planner=_baseline(PartitionAlgorithm.UNIFORM)),
     "padding": _rows(PartitionAlgorithm.PADDING),
     STOCK: Method(planner=_planned(*PADDED)),
+    STOCK_PACKED: Method(planner=_planned(*PADDED)),
 }
 """By the names of the report; README.md says what each is."""
 

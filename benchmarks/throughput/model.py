@@ -45,15 +45,28 @@ def wrapped(setup: Any, modules: list[Any]) -> tuple[list[Any], Any]:
     return models, get_megatron_optimizer(options, models)
 
 
+def weights_of_products(models: list[Any], run: Any) -> int:
+    """Parameters by which every position of a GPT is multiplied on this rank: all but input embeddings."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    own = sum(parameter.numel() for name, parameter in named if "embeddings" not in name)
+    tied = not run.untie_embeddings_and_output_weights  # which makes the last stage's words its head
+    words = [parameter.numel() for name, parameter in named if tied and "word_embeddings" in name]
+    return own + sum(words)
+
+
 def draw_weights(module: Any) -> None:
-    """Weights that depend on a parameter's place in the whole model alone, so that all layer splits start equal."""
+    """Weights that depend on a parameter's place in the whole model alone, so that all layer splits start equal.
+
+    They are drawn where they lie: a processor takes half a minute for two billion.
+    """
     import torch
     from megatron.core.dist_checkpointing import ShardedTensor
 
     parameters = dict(module.named_parameters())
     for name, entry in module.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
         if isinstance(entry, ShardedTensor) and name in parameters:
-            generator = torch.Generator().manual_seed(zlib.crc32(entry.key.encode()))
-            whole = torch.randn(entry.global_shape, generator=generator) * 0.02
+            device = parameters[name].device
+            generator = torch.Generator(device).manual_seed(zlib.crc32(entry.key.encode()))
+            whole = torch.randn(entry.global_shape, generator=generator, device=device) * 0.02
             whole += "norm" in entry.key and "weight" in entry.key
             parameters[name].data.copy_(whole[entry.global_slice()])

@@ -34,6 +34,7 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
     errors = [abs(each["predicted_ms"] / each["ms"] - 1) for each in timed if each["predicted_ms"] is not None]
     idle = [share for each in timed for share in each["idle"]]
     elapsed = sum(each["ms"] for each in timed)
+    shares = [each["share_of_peak"] for each in timed if each.get("share_of_peak")]
     planning = [each["planning_ms"] for each in timed if each["planning_ms"] is not None]
     return about | {
         "tokens_per_second": tokens / elapsed * 1e3,
@@ -48,7 +49,12 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
         "micro_batches": statistics.mean(each["micro_batches"] for each in timed),
         "prediction_error": statistics.median(errors) if errors else None,
         "first_loss": results[0]["loss"],
+        "share_of_peak": statistics.mean(shares) if shares else None,
     }
+
+
+_WITHOUT_PEAK = 11
+"""Columns where the devices' peak is not known."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -56,6 +62,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     against = " or ".join(sorted({row["against"] for row in rows}))
     columns = ["model", "layout", "maximum length", "method", "tokens/s", f"ratio to {against} (95%)"]
     columns += ["padding efficiency", "idle", "planning / iteration", "memory MB", "first loss"]
+    columns += ["of peak"] * any(row.get("share_of_peak") for row in rows)
     lines = []
     for row in rows:
         planning = row["planning_ms"]
@@ -72,6 +79,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 "–" if planning is None else f"{planning:,.0f} ms, {row['planning_share']:.1%}",
                 f"{row['peak_memory_mb']:,.0f}",
                 f"{row['first_loss']:.6f}",
+                *[number(row.get("share_of_peak"), "{:.1%}")][: len(columns) - _WITHOUT_PEAK],
             ]
         )
     return markdown(columns, lines)

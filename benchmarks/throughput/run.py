@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 
 from benchmarks.common import DEMO_DATA
 from benchmarks.throughput import synthetic
-from benchmarks.throughput.comparison import Layout, layouts_of, lengths_of, product
+from benchmarks.throughput.comparison import Case, Layout, layouts_of, lengths_of, product
 from benchmarks.throughput.devices import CONFIGS, DEVICES, SIZES, SYNTHETIC_DATA, machine_of, size_of
-from benchmarks.throughput.methods import METHODS, STOCK
+from benchmarks.throughput.methods import MEGATRON, METHODS
 from benchmarks.throughput.report import SAME_LOSS, SAME_LOSS_BF16, check_losses, sentence, table, to_json, write
 from benchmarks.throughput.training import EVERY, Setting, compare
 from megatron_dynapipe import config
@@ -74,20 +74,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(args=args, machine=machine, size=size, data=data, folder=Path(folder))
         for case in cases:
-            methods = [
-                method
-                for method in chosen_methods(args)
-                if (method != STOCK or case.model == "gpt") and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
-            ]
-            of_case = compare(case, methods, setting)
+            methods = [method for method in chosen_methods(args) if runs(method, case)]
+            earlier = list(rows)
+            of_case = compare(case, methods, setting, lambda so_far, earlier=earlier: keep(args.json, earlier + so_far))
             in_bf16 = size == "gpu" or "--bf16" in args.flags
             check_losses(of_case, SAME_LOSS_BF16 if in_bf16 else SAME_LOSS)
             print(sentence(of_case) if args.demo else table(of_case), flush=True)
             rows += of_case
-    if args.json:
-        args.json.write_text(to_json(rows))
+    keep(args.json, rows)
     if args.output:
         write(rows, args.output)
+
+
+def keep(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Write the rows that there are so far, in place of earlier ones, where they are asked for."""
+    if path is not None:
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(to_json(rows))
+        part.replace(path)
+
+
+def runs(method: str, case: Case) -> bool:
+    """Whether a method has anything to train in a case: Megatron alone a GPT, virtual stages a pipeline."""
+    return (method not in MEGATRON or case.model == "gpt") and (EVERY[method].chunks == 1 or case.layout.pipeline > 1)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -120,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--together",
         type=int,
         metavar="N",
-        help="methods whose jobs are up at a time, 2 or more (default: all; on GPUs 2)",
+        help="methods whose jobs are up at a time (default: all; on GPUs 2); 1: one after another, not in turns",
     )
     add("--batches", type=int, help="global batches (default 12; with --quick 5)")
     add("--rounds", type=int, default=2, help="times that every batch is trained by every method")
@@ -150,10 +159,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("expected --ranks or --layouts, got both; a layout says how many ranks it has")
     if args.cost_model and not args.model:
         parser.error("expected the --model that --cost-model is of, got none")
-    if args.together is not None and args.together < 2:
-        parser.error(
-            f"expected --together of 2 or more, the method that ratios are to and another, got {args.together}"
-        )
+    if args.together is not None and args.together < 1:
+        parser.error(f"expected --together of 1 or more jobs, got {args.together}")
 
 
 def chosen_methods(args: argparse.Namespace) -> Sequence[str]:

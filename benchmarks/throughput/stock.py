@@ -19,7 +19,7 @@ from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from benchmarks.throughput.job import Job
-from benchmarks.throughput.model import wrapped
+from benchmarks.throughput.model import weights_of_products, wrapped
 from benchmarks.throughput.rows import equal_rows
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer
@@ -47,16 +47,22 @@ class StockJob(Job):
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = finalize_model_grads
         config.variable_seq_lengths = False
-        module = model_provider(
+        module = self.model(config).to(device=self._setup.device, dtype=run.params_dtype)
+        (self._model,), self._optimizer = wrapped(self._setup, [module])
+        self.weights = weights_of_products([self._model], run)
+        config.no_sync_func = self._model.no_sync
+        config.grad_scale_func = self._optimizer.scale_loss
+        self._size: int | None = None
+
+    def model(self, config: Any) -> torch.nn.Module:
+        """Megatron's GPTModel."""
+        model: torch.nn.Module = model_provider(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             config=config,
             layer=fastest_layer(self._setup.device),
-        ).to(device=self._setup.device, dtype=run.params_dtype)
-        (self._model,), self._optimizer = wrapped(self._setup, [module])
-        config.no_sync_func = self._model.no_sync
-        config.grad_scale_func = self._optimizer.scale_loss
-        self._size: int | None = None
+        )
+        return model
 
     def _run(self, number: int) -> dict[str, Any]:
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -75,6 +81,7 @@ class StockJob(Job):
             "predicted_ms": None,
             "planning_ms": None,
             "loss": sum(losses) / len(losses) / 1e6,  # replicas have equally many tokens
+            "share_of_peak": self.share_of_peak(every.size, figures["ms"]),
         }
 
     def _fastest(self, rows: Any) -> int:

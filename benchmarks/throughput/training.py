@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,13 @@ class Setting:
         return [*words, *own, *length_flags(case, [*words, *own])]
 
 
-def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[str, Any]]:
-    """Train the same batches by every method; a row of figures for each."""
+Found = dict[str, tuple[Results, Results]]
+"""Every method's results, and those of the base in turns with it."""
+Rows = list[dict[str, Any]]
+
+
+def compare(case: Case, methods: Sequence[str], setting: Setting, keep: Callable[[Rows], None]) -> Rows:
+    """Train the same batches by every method; a row of figures for each, `keep` being given those so far."""
     args = setting.args
     batches = args.batches or (DEMO_BATCHES if args.demo else 5 if args.quick else 12)
     costs = args.cost_model or profile(case, setting)
@@ -78,31 +83,47 @@ def compare(case: Case, methods: Sequence[str], setting: Setting) -> list[dict[s
                 splits[alike] = chosen_split(case, specs[method])
             specs[method] = msgspec.structs.replace(specs[method], layers_per_stage=splits[alike])
     rounds = 1 if args.demo else args.rounds
-    found = train(case, specs, against[0], groups(methods, against[0], together), batches=batches, rounds=rounds)
-    base = min(against, key=lambda method: mean_ms(found[method][0]))
-    return [
-        figures(
-            {
-                "model": case.model,
-                "size": setting.size,
-                "method": method,
-                "layout": str(case.layout),
-                "max_seq_len": longest_of(case, flags),
-                "layers_per_stage": specs[method].layers_per_stage,
-            },
-            found[method][0],
-            found[base][0] if len(against) > 1 else found[method][1],
-            base,
-        )
-        for method in methods
-    ]
+
+    def rows_of(found: Found) -> Rows:
+        base = min((method for method in against if method in found), key=lambda method: mean_ms(found[method][0]))
+        return [
+            figures(
+                {
+                    "model": case.model,
+                    "size": setting.size,
+                    "method": method,
+                    "layout": str(case.layout),
+                    "max_seq_len": longest_of(case, flags),
+                    "layers_per_stage": specs[method].layers_per_stage,
+                },
+                found[method][0],
+                found[base][0] if len(against) > 1 else found[method][1],
+                base,
+            )
+            for method in methods
+            if method in found
+        ]
+
+    parts = groups(methods, against[0], together)
+    return rows_of(
+        train(case, specs, against[0], parts, batches=batches, rounds=rounds, keep=lambda found: keep(rows_of(found)))
+    )
 
 
 def train(
-    case: Case, specs: dict[str, Spec], base: str, parts: Sequence[Sequence[str]], *, batches: int, rounds: int
-) -> dict[str, tuple[Results, Results]]:
-    """Every method's results, and those of the base in turns with it. Each group's jobs are up at a time."""
-    found: dict[str, tuple[Results, Results]] = {}
+    case: Case,
+    specs: dict[str, Spec],
+    base: str,
+    parts: Sequence[Sequence[str]],
+    *,
+    batches: int,
+    rounds: int,
+    keep: Callable[[Found], None],
+) -> Found:
+    """Train by every method, each group's jobs up at a time; what is known after each group is kept."""
+    if all(len(part) == 1 for part in parts):
+        return train_one_by_one(case, specs, base, parts, batches=batches, rounds=rounds, keep=keep)
+    found: Found = {}
     with contextlib.ExitStack() as whole:
         say(f"{case}: starting {base}")
         job_of_base = whole.enter_context(started(specs[base]))
@@ -116,6 +137,28 @@ def train(
                 results = take_turns(running, batches=batches, rounds=rounds)
             for method in part:
                 found.setdefault(method, (results[method], results[base]))
+            keep(found)
+    return found
+
+
+def train_one_by_one(
+    case: Case,
+    specs: dict[str, Spec],
+    base: str,
+    parts: Sequence[Sequence[str]],
+    *,
+    batches: int,
+    rounds: int,
+    keep: Callable[[Found], None],
+) -> Found:
+    """As `train`, of methods of which a device holds one at a time: the base first, alone as they all are."""
+    found: Found = {}
+    for (method,) in parts:
+        say(f"{case}: starting {method}")
+        with started(specs[method]) as job:
+            results = take_turns({method: job}, batches=batches, rounds=rounds)[method]
+        found[method] = results, found[base][0] if method != base else results
+        keep(found)
     return found
 
 

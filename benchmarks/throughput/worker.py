@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.throughput.job import Job
-from benchmarks.throughput.methods import STOCK, Spec
+from benchmarks.throughput.methods import STOCK, STOCK_PACKED, Spec
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.integration.entry import bootstrap
 
@@ -42,6 +42,10 @@ def main() -> None:
             from benchmarks.throughput.stock import StockJob
 
             job: Job = StockJob(spec, setup)
+        elif spec.method == STOCK_PACKED:
+            from benchmarks.throughput.stock_packed import StockPackedJob
+
+            job = StockPackedJob(spec, setup)
         else:
             job = Job(spec, setup)
         driver = socket.create_connection(("127.0.0.1", spec.port)).makefile("rw") if job.rank == 0 else None

@@ -70,7 +70,7 @@ class RunRecord(_Record, frozen=True, tag="run"):
     samples: dict[str, dict[str, int]] = {}
     """Numbers of the dataset's samples, by split and task."""
     about: dict[str, str] = {}
-    """For people: command, model, data, layout, machine, versions, the time at which it began."""
+    """For people: command, model, data, layout, machine, optimizer, versions, the time at which it began."""
 
 
 class StageRecord(_Record, frozen=True, tag="stage"):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatron_dynapipe import __version__
 from megatron_dynapipe.errors import DynaPipeError
 from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
 from megatron_dynapipe.units import BYTES_PER_MB
@@ -189,7 +190,8 @@ def check_requirements() -> Finding:
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return Finding("note", f"{DISTRIBUTION} is not installed", from_clone(""))
+        used = f"{DISTRIBUTION} {__version__} is used from {Path(__file__).parents[2]}, without being installed"
+        return Finding("note", f"{used}: versions of what it requires are not checked", from_clone(""))
     to_train = () if _version("torch") is None else ("train",)  # else said by the check of torch
     unmet = {extra: lines for extra in ("", *to_train, *OPTIONAL) if (lines := _unmet(requirements, extra))}
     if not unmet:

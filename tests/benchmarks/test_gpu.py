@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common import ROOT, environment
-from benchmarks.gpu import checks, machine
+from benchmarks.gpu import case as cases
+from benchmarks.gpu import machine, timings
 from benchmarks.gpu import run as gpu
 from benchmarks.throughput import report
 from tests.helpers.commands import run_python
@@ -31,7 +35,7 @@ def run(folder: Path, *words: str, timeout_s: float) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @WANTS_DATA
 def test_all_checks_pass_that_want_no_gpu(tmp_path):
-    report = run(tmp_path, "--budget-s", "850", timeout_s=880)
+    report = run(tmp_path, "--budget-s", "850", "--part", "correct", "--part", "measure", timeout_s=880)
     assert report["format"] == "dynapipe-gpu-report/1" and report["device"] == "cpu" and report["torch"]
     outcomes = {check["name"]: check["outcome"] for check in report["checks"]}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
@@ -42,13 +46,14 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
     figures = {check["name"]: check["figures"] for check in report["checks"]}
     assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
     assert figures["t5: 2 stages on one device, bf16"]["gradients"] > 1e-4, "bf16, not fp32"
+    assert figures["certify"]["certify_s"] > 0
 
 
 def test_a_part_of_the_checks_in_processes_that_stay_up(tmp_path):
-    report = run(tmp_path, "--only", "t5: one rank|sanitizer", timeout_s=240)
-    assert [(check["name"], check["outcome"]) for check in report["checks"]] == [
-        ("t5: one rank against the CPU", "passed"),
+    report = run(tmp_path, "--part", "correct", "--only", "t5: one rank|sanitizer|certify", timeout_s=240)
+    assert sorted((check["name"], check["outcome"]) for check in report["checks"]) == [
         ("compute-sanitizer", "not run"),
+        ("t5: one rank against the CPU", "passed"),
     ]
 
 
@@ -58,15 +63,20 @@ def test_what_no_check_is_called(tmp_path):
         run(tmp_path, "--only", "nothing", timeout_s=60)
 
 
-def line(check: Any) -> str:
-    return gpu.line_of(gpu.outcome_of("it", check)).replace("\n", " | ")
+def case_of(folder: Path, seconds: float = 120) -> cases.Case:
+    output = folder / "report.json"
+    return cases.Case(device="cpu", small=True, budget=machine.Budget(seconds), folder=folder, output=output)
+
+
+def line(make: Any, folder: Path = Path()) -> str:
+    return gpu.line_of(gpu.outcome_of(cases.Check("it", make), case_of(folder))).replace("\n", " | ")
 
 
 def test_whatever_a_check_raises_it_is_a_line_and_the_report_is_whole_after_each(tmp_path):
     def python(code, seconds):
-        return lambda: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")
+        return lambda _: machine.run([[sys.executable, "-c", code]], machine.Budget(seconds), log=tmp_path / "log")
 
-    bad = line(lambda: checks.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)}))
+    bad = line(lambda _: cases.within({"ratio": (1.5, 1.02), "losses": (0.1, 1.0)}))
     assert bad.startswith("failed") and "ratio 1.5, ratio_bound 1.02, losses 0.1" in bad
     worse = line(python("print('said'); raise SystemExit(3)", 60))
     assert worse.startswith("failed") and "ended with 3" in worse and "said" in worse
@@ -74,23 +84,65 @@ def test_whatever_a_check_raises_it_is_a_line_and_the_report_is_whole_after_each
     assert late.startswith("failed") and "time.sleep" in late and "did not end in time" in late
     never = line(python("", 0))
     assert never.startswith("not run") and "no time left" in never
-    assert line(lambda: checks.within({"ratio": (float("nan"), 1.02)})).startswith("failed")
-    raises = line(lambda: {}["ratio"])
+    assert line(lambda _: cases.within({"ratio": (float("nan"), 1.02)})).startswith("failed")
+    raises = line(lambda _: {}["ratio"])
     assert raises.startswith("failed") and "KeyError: 'ratio'" in raises
     for count in (1, 2):
-        gpu.write(tmp_path / "report.json", {"device": "cpu"}, [gpu.Check("it", "failed", {"ratio": 1.5}, 0.1)] * count)
+        gpu.write(
+            tmp_path / "report.json", {"device": "cpu"}, [gpu.Outcome("it", "failed", {"ratio": 1.5}, 0.1)] * count
+        )
         assert len(json.loads((tmp_path / "report.json").read_text())["checks"]) == count
 
 
 @pytest.mark.slow
 def test_ranks_that_fail_are_named_and_start_anew(tmp_path):
-    case = checks.Case(device="cpu", small=True, budget=machine.Budget(120), folder=tmp_path)
+    case = case_of(tmp_path)
     try:
         with pytest.raises(machine.ProcessFailedError, match=r"ended with 1:[^~]*Error"):
             case.train("gpt 1x1x1, layers 3.5")
-        assert not case._up
+        assert not case.idle._kept
     finally:
-        case.end()
+        case.idle.end()
+
+
+def test_the_last_check_has_its_time_whatever_the_others_take():
+    expected = [30.0, 60.0, 10.0]
+    shares = machine.Shares(machine.Budget(200), expected)
+    assert [round(shares.take(seconds).seconds) for seconds in expected] == [130, 190, 200], "none has taken any"
+    short = machine.Shares(machine.Budget(50), expected)
+    assert round(short.take(30).seconds) == 15, "of too little each has its part"
+    beside = machine.Shares(machine.Budget(100), [30, 30], side_by_side=2, after_s=60)
+    assert [round(beside.take(30).seconds) for _ in range(2)] == [33, 40]
+
+
+def test_what_is_computed_once_is_computed_again_only_where_it_failed():
+    once, calls = cases.Once(), []
+
+    def make() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("the first")
+        time.sleep(0.05)
+        return len(calls)
+
+    with pytest.raises(ValueError, match="the first"):
+        once.get(("it",), make)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: once.get(("it",), make), range(4))) == [2] * 4
+    assert len(calls) == 2
+
+
+def test_what_was_compared_before_a_comparison_failed_is_known(tmp_path, monkeypatch):
+    case = case_of(tmp_path)
+
+    def fails(*words: object) -> str:
+        row = {"method": "planned", "tokens_per_second": 5.0, "ratio_to_planned": [1, 1, 1]}
+        (tmp_path / "throughput-gpt.json").write_text(json.dumps({"rows": [row]}))
+        raise machine.ProcessFailedError("did not end in time")
+
+    monkeypatch.setattr(cases.Case, "run", lambda _, *words: fails(*words))
+    said = gpu.outcome_of(cases.Check("it", partial(timings.throughput, family="gpt")), case)
+    assert (said.outcome, said.figures) == ("failed", {"planned_tokens_per_s": 5.0})
 
 
 def test_figures_of_throughput_are_those_of_its_report():
@@ -101,7 +153,7 @@ def test_figures_of_throughput_are_those_of_its_report():
         report.figures({"method": name}, turns, planned)
         for name, turns in (("planned", planned), ("token_based", slower))
     ]
-    assert checks.throughput_figures(json.loads(report.to_json(rows))["rows"]) == {
+    assert timings.throughput_figures(json.loads(report.to_json(rows))["rows"]) == {
         "planned_tokens_per_s": 10_000.0,
         "token_based_tokens_per_s": 5_000.0,
         "token_based_ratio": 0.5,
@@ -111,10 +163,16 @@ def test_figures_of_throughput_are_those_of_its_report():
 @pytest.mark.slow
 @WANTS_DATA
 def test_an_archive_holds_what_a_machine_without_a_network_needs(tmp_path):
-    archive = tmp_path / "gpu.tgz"
-    subprocess.run(["benchmarks/gpu/carry.sh", archive, "msgspec"], cwd=ROOT, check=True, capture_output=True)
+    archive, more = tmp_path / "gpu.tgz", tmp_path / "engine"
+    (more / "some_package").mkdir(parents=True)
+    (more / "some_package" / "__init__.py").write_text("HERE = 1\n")
+    words = ["benchmarks/gpu/carry.sh", archive, "--with", more, "msgspec"]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(archive) as packed:
         names = set(packed.getnames())
     assert {"dynapipe/COMMIT", "dynapipe/benchmarks/gpu/start.sh", "dynapipe/.demo/data/train.bin"} <= names
     assert any(name.startswith("dynapipe/megatron_dynapipe/planning/_native") for name in names)
-    assert [name for name in names if name.startswith("dynapipe/wheels/msgspec-")]
+    assert "dynapipe/site/msgspec/__init__.py" in names
+    for module in ("with/engine/some_package/__init__", "site/msgspec/__init__", "benchmarks/gpu/run"):
+        folder, name = module.rsplit("/", 1)
+        assert f"dynapipe/{folder}/__pycache__/{name}.{sys.implementation.cache_tag}.pyc" in names

@@ -92,7 +92,8 @@ def test_of_several_methods_the_fastest_is_what_ratios_are_to(monkeypatch, tmp_p
     setting = training.Setting(
         args=args, machine=devices.machine_of("cpu"), size="demo", data=tmp_path, folder=tmp_path
     )
-    told = training.compare(comparison.Case(model="gpt", layout=layout, length=512), [*ms], setting)
+    kept: list[list[dict]] = []
+    told = training.compare(comparison.Case(model="gpt", layout=layout, length=512), [*ms], setting, kept.append)
     assert [row["ratio_to_packed_rows_interleaved"][1] for row in told] == pytest.approx([1.6, 8 / 9, 1])
     (tmp_path / "told.json").write_text(report.to_json(told))
     monkeypatch.setattr("sys.argv", ["run.py", "--draw", str(tmp_path / "told.json"), "--output", str(tmp_path)])

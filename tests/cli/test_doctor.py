@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_dynapipe import planning
+from megatron_dynapipe import __version__, planning
 from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.errors import StoreError
@@ -108,6 +108,15 @@ def test_a_planner_core_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch
     assert found.status == "fail"
     assert found.found.startswith("expected the planner's native core")
     assert found.hint is not None and "install this package again" in found.hint
+
+
+def test_a_package_that_is_used_without_being_installed_is_noted_with_its_version(monkeypatch):
+    def requires(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    told = checks.check_requirements()
+    assert told.status == "note" and told.found.startswith(f"megatron-dynapipe {__version__} is used from ")
 
 
 @pytest.mark.parametrize(

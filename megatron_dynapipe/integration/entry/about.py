@@ -16,7 +16,7 @@ from megatron_dynapipe.units import amount
 
 
 def about(run: RunConfig) -> dict[str, str]:
-    """Command, model, data, layout, machine, versions and the time, each in a few words."""
+    """Command, model, data, layout, machine, optimizer, versions and the time, each in a few words."""
     meta, model, plans = read_meta(run.data), run.model, run.planner
     stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
     kind = f"HybridModel {model.pattern}" if model.pattern else f"{run.family.value.upper()}, {stacks} layers"
@@ -39,6 +39,7 @@ def about(run: RunConfig) -> dict[str, str]:
         "batch": f"{size:,} samples" if tokens is None else f"{tokens:,} tokens",
         "layout": layout,
         "machine": f"{amount(world_size(), 'rank')} on {amount(nodes(), 'node')}, {device}",
+        "optimizer": run.optimizer,
         "versions": f"megatron-dynapipe {__version__}, megatron-core {find_version()}, torch {torch.__version__},"
         f" Python {platform.python_version()}",
         "began": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),

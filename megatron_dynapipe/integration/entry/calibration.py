@@ -6,7 +6,6 @@ next run of the same model, machine and versions; it reaches other nodes over to
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from megatron_dynapipe import __version__
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.cost import TableCostModel
 from megatron_dynapipe.cost.format import CostFile
 from megatron_dynapipe.errors import CostModelError
@@ -71,7 +72,8 @@ def _identity(run: RunConfig) -> str:
         "seconds": str(run.calibrate_s),
         "file": json.dumps(msgspec.json.schema(CostFile)),  # what is measured
     }
-    causes |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "megatron-dynapipe")}
+    # Of the packages as they are imported: they may be used without being installed.
+    causes |= {"torch": str(torch.__version__), "megatron-core": found_version(), "megatron-dynapipe": __version__}
     return hashlib.blake2b(json.dumps(causes, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 

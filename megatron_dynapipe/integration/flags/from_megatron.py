@@ -15,6 +15,7 @@ from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import located
 from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -33,6 +34,7 @@ from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
@@ -101,6 +103,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         plans_chunks=args.dynapipe_layers_per_stage == AUTO
         and args.dynapipe_chunks is None
         and not args.hybrid_layer_pattern,  # which says how many there are
+        optimizer=optimizer_in_words(args.optimizer),
         notes=_notes(args, cluster, layouts),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         log_interval=args.log_interval,
@@ -113,6 +116,7 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) 
     """Lines of the log on the settings, for the run's start."""
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
     notes.append(f"layout of micro-batches: {describe(layouts)}")
+    notes.append(f"optimizer: {optimizer_in_words(args.optimizer)}")
     if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
         notes.append(f"backward passes: whole ({reason})")
     return tuple(notes)
@@ -123,7 +127,7 @@ def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -
     on_cpu = device.type == "cpu"
     shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
+        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
         fields, tensor_parallel = msgspec.structs.asdict(shape), args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
         return costs

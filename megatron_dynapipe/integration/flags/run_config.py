@@ -80,6 +80,7 @@ class RunConfig:
         reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
         plans_layer_split: whether the layers per stage are yet to be planned.
         plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
+        optimizer: which one makes steps, in words.
         notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
         log_interval: iterations between two lines of the log.
@@ -107,6 +108,7 @@ class RunConfig:
     reserves_all_memory: bool
     plans_layer_split: bool
     plans_chunks: bool
+    optimizer: str
     notes: tuple[str, ...]
     report_folder: Path
     log_interval: int

@@ -29,6 +29,9 @@ LINEAR, EXTENSION, AVAILABLE = (
 PARALLEL, ENTROPY = "megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"
 OPTIMIZER, FACTORY = "megatron.core.optimizer", "get_megatron_optimizer"
 
+PACKAGES = {"transformer_engine": "Transformer Engine", "apex": "apex"}
+"""Whose fused Adam Megatron takes, the first of them; without either it is PyTorch's."""
+
 
 class WeightGradients:
     """The two functions of apex's extension of that name that Megatron calls, of tensors' own operations."""
@@ -74,6 +77,15 @@ def fuse_adam(optimizer: Any) -> None:
         for parameter, state in inner.state.items():
             if "step" in state:
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+def optimizer_in_words(name: str) -> str:
+    """Which optimizer Megatron makes of its `--optimizer`: of Adam the fused one of the first package that is there."""
+    if name != "adam":
+        return name
+    adam = importlib.import_module(OPTIMIZER).Adam  # as its module chose when it was imported
+    package = PACKAGES.get(adam.__module__.partition(".")[0], "PyTorch")
+    return f"Adam of {package}, fused"
 
 
 def install(originals: Originals) -> None:

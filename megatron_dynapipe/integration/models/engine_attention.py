@@ -2,17 +2,26 @@
 
 Format "thd": cuDNN's plans are made for numbers of tokens and samples rounded up to powers of two, so that they are few
 where shapes change. Padded rows are of too many shapes for that and stay with PyTorch.
+
+Which rows have a fused kernel depends on the versions of cuDNN and flash-attn (heads of 8 channels have none in cuDNN
+9.19, although its rules name them). Transformer Engine is asked, once for each kind of row: what it would compute
+unfused, keeping all scores, runs in PyTorch's FlashAttention.
 """
 
 import functools
 import importlib
 from typing import Any, override
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
+
+ENGINE = "transformer_engine.pytorch"
+ASKED_LENGTH = 128
+"""Of the two samples of the row that Transformer Engine is asked about; kernels take any length."""
 
 
 class EngineCoreAttention(SdpaCoreAttention):
@@ -24,26 +33,65 @@ class EngineCoreAttention(SdpaCoreAttention):
     ) -> Tensor:
         # A piece's queries are the last of its keys: causal from the bottom right.
         has_prefix = isinstance(row, PackedRow) and row.has_prefix
-        causality = "_causal" * causal + "_bottom_right" * has_prefix
-        attended: Tensor = _attention(query.size(1), key.size(1), query.size(2), self.softmax_scale)(
+        mask = "padding" + "_causal" * causal + "_bottom_right" * has_prefix
+        sizes = query.size(1), key.size(1), query.size(2)
+        if not has_fused_kernel(*sizes, query.dtype, mask):
+            return super().attend_in_kernel(query, key, value, row, causal=causal)
+        kind = "self" if row.cu_seqlens_q is row.cu_seqlens_kv else "cross"
+        attended: Tensor = _attention(*sizes, self.softmax_scale, mask, kind)(
             query,
             key,
             value,
-            qkv_format="thd",
             cu_seqlens_q=row.cu_seqlens_q,
             cu_seqlens_kv=row.cu_seqlens_kv,
             max_seqlen_q=row.max_seqlen_q,
             max_seqlen_kv=row.max_seqlen_kv,
-            attn_mask_type=f"padding{causality}",
             pad_between_seqs=False,  # versions that find out for themselves wait for the device
         )
         return attended.view_as(query)
 
 
 @functools.cache
-def _attention(heads: int, groups: int, channels: int, scale: float) -> Any:
-    """One for all layers, which it has no state of; outside of the model, to whose checkpoints it would add some."""
-    engine = importlib.import_module("transformer_engine.pytorch")
-    return engine.DotProductAttention(
-        heads, channels, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="thd", softmax_scale=scale
+def has_fused_kernel(heads: int, groups: int, channels: int, dtype: torch.dtype, mask: str) -> bool:
+    """Whether Transformer Engine has a kernel that keeps no scores for packed rows of such heads; says so if not."""
+    utils = importlib.import_module(f"{ENGINE}.attention.dot_product_attention.utils")
+    row = utils.AttentionParams(
+        qkv_dtype=dtype,
+        qkv_layout="thd_thd_thd",
+        batch_size=2,
+        num_heads=heads,
+        num_gqa_groups=groups,
+        max_seqlen_q=ASKED_LENGTH,
+        max_seqlen_kv=ASKED_LENGTH,
+        num_tokens_q=2 * ASKED_LENGTH,
+        num_tokens_kv=2 * ASKED_LENGTH,
+        head_dim_qk=channels,
+        head_dim_v=channels,
+        attn_mask_type=mask,
+        window_size=(-1, 0) if "causal" in mask else (-1, -1),
+        bottom_right_diagonal=mask != "padding_causal",
+    )
+    *_, (flash, fused, _unfused) = utils.get_attention_backend(row)
+    if not (flash or fused):
+        kind = f"heads of {channels} channels, {str(dtype).removeprefix('torch.')}, mask {mask}"
+        print(f"Transformer Engine has no fused attention for {kind}: PyTorch's FlashAttention runs", flush=True)
+    return bool(flash or fused)
+
+
+@functools.cache
+def _attention(heads: int, groups: int, channels: int, scale: float, mask: str, kind: str) -> Any:
+    """One for all layers, which it has no state of; outside of the model, to whose checkpoints it would add some.
+
+    It is made for its mask and its kind of attention: a call that names another mask has its window corrected, with a
+    warning each time.
+    """
+    return importlib.import_module(ENGINE).DotProductAttention(
+        heads,
+        channels,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type=mask,
+        attention_type=kind,
+        softmax_scale=scale,
     )

@@ -1,7 +1,7 @@
 """From measurements to a cost model file."""
 
 import datetime
-import importlib.metadata
+import importlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
+from megatron_dynapipe import __version__
+from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.cost.check import validated_errors
 from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.cost.format import (
@@ -134,10 +136,15 @@ def describe(setup: ProfileSetup) -> Provenance:
         "ranks": torch.distributed.get_world_size(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "megatron-core": importlib.metadata.version("megatron-core"),
-        "megatron-dynapipe": importlib.metadata.version("megatron-dynapipe"),
+        **({"transformer-engine": _engine_version()} if model.transformer_engine else {}),
+        "megatron-core": found_version(),
+        "megatron-dynapipe": __version__,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
+
+
+def _engine_version() -> str:
+    return str(getattr(importlib.import_module("transformer_engine"), "__version__", "unknown"))
 
 
 def _model(setup: ProfileSetup) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def certify(
         iterations: that both train, at least 2.
         full: keeps a model that is too large for one process.
         deadline_s: of each of the runs.
-        said: called with a line for what is changed of the model, and before each run.
+        said: called with a line for what is changed of the model, before each run, and after it.
 
     Returns:
         The table, and every parameter's relative gradient difference in fp32.
@@ -58,7 +59,9 @@ def certify(
         def run(role: str, precision: str, words: Sequence[str], ranks: int) -> Path:
             place = folder / f"{role}-{precision}"
             place.mkdir()
-            said(f"{role} run in {precision}, ranks: {ranks}")
+            number = len(list(folder.iterdir()))
+            said(f"run {number} of {runs}: {role}, {precision}, ranks: {ranks}, for at most {deadline_s:.0f} s")
+            began = time.monotonic()
             weights = folder / "reference-fp32" / "weights"
             begun = ["--pretrained-checkpoint", str(weights)] if weights.exists() else []
             more = ["--dynapipe-report-dir", str(place / "report"), "--dynapipe-calibrate", "0", *begun]
@@ -66,15 +69,17 @@ def certify(
             command = validate.training_command("-m", [*module, *words, *more], devices=ranks, iterations=iterations)
             if error := validate.run(command, iterations=iterations, deadline_s=deadline_s).error:
                 raise ConfigError(f"the {role} run in {precision} {error}")
+            said(f"run {number} of {runs} ended after {time.monotonic() - began:.0f} s")
             return place
 
+        halves = {half: added for half, added in command_lines.HALVES.items() if f"--{half}" in words}
+        runs = 2 + 2 * len(halves)
         ranks = ranks or _default_ranks(words, said)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
-        for half, added in command_lines.HALVES.items():
-            if f"--{half}" in words:
-                other = run("reference", half, [*command_lines.alone(words), *added], 1)
-                checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
+        for half, added in halves.items():
+            other = run("reference", half, [*command_lines.alone(words), *added], 1)
+            checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients
 
 

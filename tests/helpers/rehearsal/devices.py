@@ -21,6 +21,9 @@ MEMORY = 85_024_112_640
 """Bytes of a device, as its driver says."""
 
 _native: Any = None
+_touched = False
+"""Whether this process, or one it was forked from, has asked the driver."""
+_forked_late = False
 
 
 def is_installed() -> bool:
@@ -51,6 +54,7 @@ def install(count: int) -> None:
     cuda: Any = torch.cuda
     cuda._exchange_device = cuda._maybe_exchange_device = _exchange
     cuda._get_device_properties = _properties
+    _refuse_forks(cuda)
     cuda.default_generators = tuple(Generator(device) for device in range(count))
     cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     for module in (cuda, cuda.streams):
@@ -62,6 +66,23 @@ def install(count: int) -> None:
     groups.install(_native)
     kernels.install()
     atexit.register(_wait_for_autograd)
+
+
+def _refuse_forks(cuda: Any) -> None:
+    """Refuse devices to processes forked from one that has asked the driver, as CUDA does."""
+    cuda._is_in_bad_fork = lambda: _forked_late
+
+    def forked() -> None:
+        global _forked_late
+        _forked_late = _touched
+
+    os.register_at_fork(after_in_child=forked)
+
+
+def _asked(answer: Any = None) -> Any:
+    global _touched
+    _touched = True
+    return answer
 
 
 def _wait_for_autograd(deadline_s: float = 10.0) -> None:
@@ -111,8 +132,8 @@ def _driver(count: int) -> dict[str, Callable[..., Any]]:
         pass
 
     return {
-        "_cuda_init": nothing,
-        "_cuda_getDeviceCount": lambda: count,
+        "_cuda_init": _asked,
+        "_cuda_getDeviceCount": lambda: _asked(count),
         "_cuda_getDevice": lambda: _native.current_device(),
         "_cuda_setDevice": lambda device: _native.set_device(device),
         "_cuda_exchangeDevice": _exchange,

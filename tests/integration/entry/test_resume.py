@@ -8,14 +8,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.integration.entry.resume_record import NAME
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import ROOT, script_of, train, words
+from tests.helpers.processes import rank_environment
 from tests.helpers.random_dataset import make_dataset
-from tests.store.servers import free_port
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def test_a_script_that_ends_with_its_checkpoint_writes_the_digests(data: Path, t
     """No thread of the interpreter that ends can."""
     flags = f"--train-iters 1 --save {tmp_path} --save-interval 1"
     command = [sys.executable, script_of("gpt"), *words("gpt", data, flags, report=tmp_path / "report")]
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | rank_environment(0, 1, store.port)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert (tmp_path / "iter_0000001" / digests.NAME).exists()

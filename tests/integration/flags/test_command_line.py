@@ -188,7 +188,12 @@ VALUES = [
     # a command line, an attribute of its configuration, the attribute's value as text
     ("--train-iters 2", "planner.network.devices_per_node", "1"),
     ("--train-iters 2", "store", "None"),
-    ("--train-iters 2", "notes", "('layout of micro-batches: padded or packed, whichever a plan finds faster',)"),
+    (
+        "--train-iters 2",
+        "notes",
+        "('layout of micro-batches: padded or packed, whichever a plan finds faster',"
+        " 'optimizer: Adam of PyTorch, fused')",
+    ),
     ("--train-iters 2 --dynapipe-calibrate 20", "calibrate_s", "20.0"),
     ("--train-iters 2 --dynapipe-device-memory-limit 36000", "planner.memory_limit_bytes", "36000000000"),
     ("--train-iters 2 --recompute-activations", "planner.recompute", "(<Recompute.SELECTIVE: 'selective'>,)"),

@@ -44,6 +44,22 @@ def test_other_optimizers_stay_as_they_are() -> None:
     assert sgd.param_groups[0] == before
 
 
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("torch.optim.adamw", "Adam of PyTorch, fused"),
+        ("transformer_engine.pytorch.optimizers.fused_adam", "Adam of Transformer Engine, fused"),
+        ("apex.optimizers.fused_adam", "Adam of apex, fused"),
+    ],
+)
+def test_the_optimizer_that_runs_is_said(monkeypatch: pytest.MonkeyPatch, module: str, words: str) -> None:
+    import megatron.core.optimizer as made
+
+    monkeypatch.setattr(made, "Adam", type("Adam", (), {"__module__": module}))
+    assert fused_kernels.optimizer_in_words("adam") == words
+    assert fused_kernels.optimizer_in_words("sgd") == "sgd"
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("inputs", "buffer"),

@@ -3,9 +3,12 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dynapipe.data.segments import RowSegments
+from megatron_dynapipe.integration.models.engine_attention import ENGINE
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, attention_row
 
 HEADS, CHANNELS = 4, 8
@@ -36,11 +40,11 @@ def config(**changes: object) -> TransformerConfig:
     return TransformerConfig(**(options | changes))
 
 
-def inputs(queries: int, keys: int, groups: int = HEADS, samples: int = 1) -> list[Tensor]:
+def inputs(queries: int, keys: int, groups: int = HEADS, samples: int = 1, channels: int = CHANNELS) -> list[Tensor]:
     """Query [q, samples, heads, channels], key and value [k, samples, groups, channels], the result's gradient."""
     draw = torch.Generator().manual_seed(0)
-    of_keys = keys, samples, groups, CHANNELS
-    shapes = (queries, samples, HEADS, CHANNELS), of_keys, of_keys, (queries, samples, HEADS * CHANNELS)
+    of_keys = keys, samples, groups, channels
+    shapes = (queries, samples, HEADS, channels), of_keys, of_keys, (queries, samples, HEADS * channels)
     return [torch.randn(shape, generator=draw) for shape in shapes]
 
 
@@ -64,7 +68,7 @@ def row_of(queries: Sequence[int], keys: Sequence[int]) -> PackedRow:
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         host = RowSegments.of(starts, sum(lengths))
         made.append(DeviceSegments(host=host, offsets=host.offsets, positions=host.positions))
-    return attention_row(*made, RowFormat.LOCAL)
+    return attention_row(made[0], made[0] if queries == keys else made[1], RowFormat.LOCAL)
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Tensor:
@@ -94,19 +98,20 @@ class EngineAttention:
 
     def __init__(self, heads: int, channels: int, **given: object) -> None:
         self.heads, self.groups, self.channels = heads, given.pop("num_gqa_groups"), channels
-        self.scale = given.pop("softmax_scale")
+        self.scale, self.mask = given.pop("softmax_scale"), given.pop("attn_mask_type")
+        self.kind = given.pop("attention_type")
         assert given == {"attention_dropout": 0.0, "qkv_format": "thd"}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: object) -> Tensor:
         assert query.shape[1:] == (self.heads, self.channels) and key.shape[1:] == (self.groups, self.channels)
-        assert given["qkv_format"] == "thd" and given["pad_between_seqs"] is False
-        offsets = given["cu_seqlens_q"], given["cu_seqlens_kv"]
-        mask = given["attn_mask_type"]
-        assert mask in ("padding", "padding_causal", "padding_causal_bottom_right")
-        if mask == "padding_causal":  # from the top left
+        assert given.pop("pad_between_seqs") is False
+        offsets = given.pop("cu_seqlens_q"), given.pop("cu_seqlens_kv")
+        longest = given.pop("max_seqlen_q"), given.pop("max_seqlen_kv")
+        assert not given, "a module's mask and format are its own"
+        assert self.mask in ("padding", "padding_causal", "padding_causal_bottom_right")
+        if self.mask == "padding_causal" or self.kind == "self":  # causal from the top left
             assert torch.equal(*offsets)
-        window = (-1, -1) if mask == "padding" else (-1, 0)
-        longest = given["max_seqlen_q"], given["max_seqlen_kv"]
+        window = (-1, -1) if self.mask == "padding" else (-1, 0)
         attended = by_kernel(query, key, value, *offsets, *longest, scale=self.scale, window_size=window)
         return attended.flatten(1)
 
@@ -114,12 +119,30 @@ class EngineAttention:
 @contextlib.contextmanager
 def kernel(name: str) -> Iterator[None]:
     """Rows are attended to in the "kernel" of PyTorch, or of Transformer Engine ("engine"), of its attention alone."""
-    package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    inner.DotProductAttention = EngineAttention  # type: ignore[attr-defined]
+    names = ("transformer_engine", ENGINE, f"{ENGINE}.attention.dot_product_attention.utils")
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules[ENGINE].DotProductAttention = EngineAttention
+    modules[names[-1]].AttentionParams = dict
+    modules[names[-1]].get_attention_backend = lambda _: (False, None, True, 1, False, [False, True, True])
     models = "megatron_dynapipe.integration.models"
     with (
         patch(f"{models}.attention.kernel_takes", lambda *_, **__: True),
         patch(f"{models}.packed_attention.varlen_attn", by_kernel if name == "kernel" else None),
-        patch.dict(sys.modules, {"transformer_engine": package, "transformer_engine.pytorch": inner}),
+        patch.dict(sys.modules, modules),
     ):
         yield
+
+
+def on_device(row: PackedRow, device: str) -> PackedRow:
+    """The row, with its offsets and positions there; queries' offsets that are keys' stay one tensor."""
+    of_self = row.cu_seqlens_q is row.cu_seqlens_kv
+    row.cu_seqlens_q, row.positions = row.cu_seqlens_q.to(device), row.positions.to(device)
+    row.cu_seqlens_kv = row.cu_seqlens_q if of_self else row.cu_seqlens_kv.to(device)
+    return row
+
+
+BY_ENGINE = (
+    False,
+    pytest.param(True, marks=pytest.mark.skipif(find_spec("transformer_engine") is None, reason="not installed")),
+)
+"""Whether tests on a GPU take Transformer Engine's attention."""

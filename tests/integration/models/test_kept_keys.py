@@ -1,7 +1,7 @@
 """Attention of a sample in pieces is that of the whole sample."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +18,16 @@ from megatron_dynapipe.integration.models.engine_attention import EngineCoreAtte
 from megatron_dynapipe.integration.models.kept_keys import KeptPiece, clear_kept_keys
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, self_row
 from tests.helpers.processes import in_ranks
-from tests.integration.models.attention_ranks import assert_alike, config, inputs, kernel, start
+from tests.integration.models.attention_ranks import (
+    BY_ENGINE,
+    CHANNELS,
+    assert_alike,
+    config,
+    inputs,
+    kernel,
+    on_device,
+    start,
+)
 
 CASES = (
     # groups, whether recomputed, how
@@ -50,15 +59,12 @@ def row_of(piece: int, device: str = "cpu") -> PackedRow:
     host = RowSegments.of([0, length, length + OTHERS[piece]], length + OTHERS[piece] + 2, cut)
     assert host.positions[0, 0] == ENDS[piece], "positions go on"
     made = DeviceSegments(host=host, offsets=host.offsets, positions=host.positions, key_offsets=host.key_offsets)
-    row = self_row(made, RowFormat.LOCAL)
-    for name in ("cu_seqlens_q", "cu_seqlens_kv", "positions"):
-        setattr(row, name, getattr(row, name).to(device))
-    return row
+    return on_device(self_row(made, RowFormat.LOCAL), device)
 
 
-def attention_of(groups: int, *, engine: bool = False) -> SdpaCoreAttention:
+def attention_of(groups: int, channels: int = CHANNELS, *, engine: bool = False) -> SdpaCoreAttention:
     of = EngineCoreAttention if engine else SdpaCoreAttention
-    return of(config(num_query_groups=groups), 1, AttnMaskType.causal, "self")
+    return of(config(num_query_groups=groups, kv_channels=channels), 1, AttnMaskType.causal, "self")
 
 
 def rows_of(whole: Heads, rest: list[Heads]) -> list[Heads]:
@@ -71,13 +77,21 @@ def rows_of(whole: Heads, rest: list[Heads]) -> list[Heads]:
 
 
 def attends_as_whole(
-    groups: int, *, recompute: bool, dropout: float = 0.0, engine: bool = False, place=ON_CPU, atol: float = 1e-5
+    groups: int,
+    channels: int = CHANNELS,
+    *,
+    recompute: bool,
+    dropout: float = 0.0,
+    engine: bool = False,
+    place=ON_CPU,
+    atol: float = 1e-5,
 ) -> None:
-    attention = attention_of(groups, engine=engine)
+    attention = attention_of(groups, channels, engine=engine)
     attention.dropout = dropout
-    *tensors, gradient = (tensor.to(*place) for tensor in inputs(ENDS[-1], ENDS[-1], groups))
+    *tensors, gradient = (tensor.to(*place) for tensor in inputs(ENDS[-1], ENDS[-1], groups, channels=channels))
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    rest = [[each.to(*place) for each in inputs(length + 2, length + 2, groups)[:3]] for length in OTHERS]
+    made = [inputs(length + 2, length + 2, groups, channels=channels)[:3] for length in OTHERS]
+    rest = [[tensor.to(*place) for tensor in tensors] for tensors in made]
     results = []
     for piece, row in enumerate(rows_of(leaves, rest)):
         attend = partial(attention, attention_mask=None, packed_seq_params=row_of(piece, place[0]))
@@ -111,17 +125,14 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("engine", BY_ENGINE)
 @in_ranks(1)
 def test_pieces_in_the_kernel_attend_as_the_whole_sample(engine):
     """In bf16, within its rounding of sums."""
-    if engine:
-        pytest.importorskip("transformer_engine.pytorch")
     start()
-    for groups in (4, 2):
-        for recompute in (False, True):
-            on_gpu = ("cuda", torch.bfloat16)
-            attends_as_whole(groups, recompute=recompute, engine=engine, place=on_gpu, atol=0.1)
+    for groups, channels, recompute in product((4, 2), (CHANNELS, 64, 128), (False, True)):
+        on_gpu = ("cuda", torch.bfloat16)
+        attends_as_whole(groups, channels, recompute=recompute, engine=engine, place=on_gpu, atol=0.1)
 
 
 @in_ranks(1)

@@ -1,8 +1,9 @@
 """Attention over packed rows is that of every sample by itself."""
 
 import contextlib
+import sys
 from functools import partial
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,21 +16,26 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.integration.models import packed_attention
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
-from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
-from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, attend_in_kernel, kernel_takes
+from megatron_dynapipe.integration.models.engine_attention import ENGINE, EngineCoreAttention, has_fused_kernel
+from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, kernel_takes
 from megatron_dynapipe.integration.models.relative_attention import BLOCK, LEAST, _blocks, attend_with_biases
 from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import (
+    BY_ENGINE,
+    CHANNELS,
     HEADS,
     assert_alike,
+    by_kernel,
     config,
     inputs,
     kernel,
+    on_device,
     row_of,
     run,
     start,
 )
 
+SCALE = 0.3
 ROW = [3, 1, 7, 3, 1, 1]
 LONG = [100, 200, 3, 77, 128, 4]
 CASES = {
@@ -95,9 +101,11 @@ def attends_as_alone(queries: list[int], keys: list[int], causal: bool, groups: 
     assert_alike(run(packed, leaves, gradient), run(one_by_one, leaves, gradient), atol=1e-5)
 
 
-def attend_to_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+def attend_to_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False, scale: float = SCALE
+) -> Tensor:
     given = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    enable = {"enable_gqa": key.size(2) < query.size(2), "scale": 0.3}
+    enable = {"enable_gqa": key.size(2) < query.size(2), "scale": scale}
     return scaled_dot_product_attention(*given, attn_mask=mask, is_causal=causal, **enable).transpose(1, 2)
 
 
@@ -106,20 +114,7 @@ def attend_to_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 def test_relative_biases_in_one_kernel(lengths, groups, causal, monkeypatch):
     """`flex_attention` as it runs without being compiled: the attention sample by sample, gradients of biases too."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # compiled, it has no backward on a CPU
-    row, longest = row_of(lengths, lengths), max(lengths)
-    *tensors, gradient = (tensor.squeeze(1) for tensor in inputs(sum(lengths), sum(lengths), groups))
-
-    def by_sample(query, key, value, table):
-        hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1) & causal
-        bias = table.view(4, -1)[:, distances_of(longest)][None].masked_fill(hidden, -torch.inf)
-        return attend_by_sample(query, key, value, row, attend_to_one, bias, causal=causal)
-
-    def in_kernel(query, key, value, table):
-        bias = table.view(4, -1)[:, distances_of(longest)][None]
-        return attend_with_biases(query, key, value, row, bias, causal=causal, scale=0.3)
-
-    leaves = [*tensors, torch.arange(4 * 2 * longest - 4.0).sin()]
-    assert_alike(run(in_kernel, leaves, gradient), run(by_sample, leaves, gradient), atol=1e-5, rtol=1e-4)
+    compare_biases(lengths, groups, causal=causal, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -161,30 +156,34 @@ def test_no_queries_are_without_keys(queries, keys, offsets):
 
 
 @pytest.mark.gpu
-def test_relative_biases_compiled_once_are_those_uncompiled():
-    """`flex_attention` in fp32, on the device and on the CPU; gradients of biases too. Blocks within one sample."""
+def test_relative_biases_compiled_once_are_those_by_sample():
+    """`flex_attention` in fp32 on the device; gradients of biases too. Rows with and without whole blocks."""
     for number, lengths in enumerate(([300, 84, 7], [20, 9], [100, 156], [600, 300])):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
-            compare_biases(lengths)
+            compare_biases(lengths, 4, 32, causal=True, device="cuda", atol=2e-2, rtol=1e-2)
 
 
-def compare_biases(lengths: list[int]) -> None:
-    draw = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(sum(lengths), 4, 32, generator=draw) for _ in range(4)]
-    longest, found = max(lengths), []
-    for device in ("cpu", "cuda"):
-        row = row_of(lengths, lengths)
-        row.cu_seqlens_q, row.positions = row.cu_seqlens_q.to(device), row.positions.to(device)
+def compare_biases(lengths, groups, channels=CHANNELS, *, causal, device="cpu", **bounds: float) -> None:
+    """The kernel on a device, against attention sample by sample on the CPU."""
+    longest = max(lengths)
+    *tensors, gradient = (t.squeeze(1) for t in inputs(sum(lengths), sum(lengths), groups, channels=channels))
+    leaves = [*tensors, torch.arange(4 * 2 * longest - 4.0).sin()]
 
-        def attend(query, key, value, table, row=row):
-            bias = table.view(4, -1)[:, distances_of(longest).to(table.device)][None]
-            return attend_with_biases(query, key, value, row, bias, causal=True, scale=0.2)
+    def bias_of(table: Tensor) -> Tensor:
+        return table.view(4, -1)[:, distances_of(longest).to(table.device)][None]
 
-        *leaves, gradient = (
-            each.to(device) for each in (*tensors[:3], torch.arange(8.0 * longest - 4).sin(), tensors[3])
-        )
-        found.append([each.cpu() for each in run(attend, leaves, gradient)])
-    assert_alike(*found, atol=2e-2, rtol=1e-2)
+    def by_sample(query, key, value, table):
+        hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1) & causal
+        bias = bias_of(table).masked_fill(hidden, -torch.inf)
+        return attend_by_sample(query, key, value, row_of(lengths, lengths), attend_to_one, bias, causal=causal)
+
+    def in_kernel(query, key, value, table):
+        row = on_device(row_of(lengths, lengths), device)
+        return attend_with_biases(query, key, value, row, bias_of(table), causal=causal, scale=SCALE)
+
+    ours = run(in_kernel, [leaf.to(device) for leaf in leaves], gradient.to(device))
+    assert all(tensor is not None for tensor in ours), "rehearsed uncompiled, biases get no gradient"
+    assert_alike([tensor.cpu() for tensor in ours], run(by_sample, leaves, gradient), **bounds)
 
 
 @in_ranks(1)
@@ -214,26 +213,58 @@ def test_what_the_kernel_takes(changes, takes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("channels", [CHANNELS, 64, 128])
+@pytest.mark.parametrize("engine", BY_ENGINE)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[5] == "samples" and not case[4]])
-def test_the_kernel_attends_as_samples_one_by_one_do(name, engine):
-    """In bf16, whose rounding the bound is of; segments without queries too."""
+def test_the_kernel_attends_as_samples_one_by_one_do(name, engine, channels):
+    """In bf16, whose rounding the bound is of, against fp32; segments without queries too."""
     queries, keys, causal, groups, *_ = CASES[name]
-    row = row_of(queries, keys)
-    row.cu_seqlens_q, row.cu_seqlens_kv = row.cu_seqlens_q.cuda(), row.cu_seqlens_kv.cuda()
-    *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in inputs(sum(queries), sum(keys), groups))
+    row, scale = on_device(row_of(queries, keys), "cuda"), channels**-0.5
+    made = inputs(sum(queries), sum(keys), groups, channels=channels)
+    *tensors, gradient = (tensor.squeeze(1).cuda().bfloat16() for tensor in made)
+    of = EngineCoreAttention if engine else SdpaCoreAttention
+    kind = AttnMaskType.causal if causal else AttnMaskType.padding
+    module = of(config(num_query_groups=groups), 1, kind, "self", softmax_scale=scale)
+    if engine and channels > CHANNELS:
+        masks = ("padding_causal", "padding_causal_bottom_right") if causal else ("padding",)
+        assert all(has_fused_kernel(HEADS, groups, channels, torch.bfloat16, mask) for mask in masks)
 
-    def in_kernel(*given):
-        if not engine:
-            return attend_in_kernel(*given, row, causal=causal, scale=0.3)
-        pytest.importorskip("transformer_engine.pytorch")
-        module = SimpleNamespace(softmax_scale=0.3)
-        return EngineCoreAttention.attend_in_kernel(module, *given, row, causal=causal)
+    def in_kernel(*heads: Tensor) -> Tensor:
+        return module.attend_in_kernel(*heads, row, causal=causal)
 
-    def by_sample(*given):
-        return attend_by_sample(*given, row, partial(attend_to_one, causal=causal), None, causal=causal)
+    def by_sample(*heads: Tensor) -> Tensor:
+        attend = partial(attend_to_one, causal=causal, scale=scale)
+        return attend_by_sample(*heads, row, attend, None, causal=causal)
 
-    assert_alike(run(in_kernel, tensors, gradient), run(by_sample, tensors, gradient), atol=0.02, rtol=0.02)
+    ours = [tensor.float() for tensor in run(in_kernel, tensors, gradient)]
+    exact = run(by_sample, [tensor.float() for tensor in tensors], gradient.float())
+    assert_alike(ours, exact, atol=0.02, rtol=0.02)
+
+
+def test_what_transformer_engine_has_no_kernel_for_runs_in_pytorchs(monkeypatch, capsys):
+    """It is asked once for each kind of row, in its own words; and never to attend unfused."""
+    asked = []
+
+    def answer(params):
+        asked.append(params)
+        return False, None, False, None, True, [False, False, True]
+
+    module = EngineCoreAttention(config(), 1, AttnMaskType.causal, "self")
+    *tensors, _ = (tensor.squeeze(1) for tensor in inputs(sum(ROW), sum(ROW)))
+    with kernel("engine"):
+        utils = sys.modules[f"{ENGINE}.attention.dot_product_attention.utils"]
+        monkeypatch.setattr(utils, "get_attention_backend", answer)
+        has_fused_kernel.cache_clear()
+        for _ in range(2):
+            with mock.patch.object(packed_attention, "varlen_attn", by_kernel):
+                attended = module.attend_in_kernel(*tensors, row_of(ROW, ROW), causal=True)
+    has_fused_kernel.cache_clear()
+    assert attended.shape == tensors[0].shape
+    (params,) = asked
+    assert params["attn_mask_type"] == "padding_causal" and params["window_size"] == (-1, 0)
+    assert params["head_dim_qk"] == CHANNELS and params["qkv_layout"] == "thd_thd_thd"
+    said = "no fused attention for heads of 8 channels, float32, mask padding_causal: PyTorch's FlashAttention runs"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 @pytest.mark.parametrize(("error", "runs"), [(None, True), (ImportError("undefined symbol"), False)])

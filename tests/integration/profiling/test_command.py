@@ -1,15 +1,19 @@
 """`profile` on tiny models: the file it writes plans, and tensor-parallel ranks share the work."""
 
 import contextlib
+import importlib.metadata
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from megatron_dynapipe import __version__
 from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel
 from megatron_dynapipe.cost.tables import ATTENTION, MLP
+from megatron_dynapipe.extras import DISTRIBUTION
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.processes import run_ranks
 
@@ -26,9 +30,17 @@ def run_command(rank: int, world_size: int, argv: list[str]) -> tuple[int, str, 
     """The command on one rank: exit status, standard output, standard error."""
     from megatron_dynapipe.cli.main import main
 
+    distribution = importlib.metadata.distribution
+
+    def of_others(name: str) -> importlib.metadata.Distribution:
+        if name == DISTRIBUTION:  # it is used without being installed
+            raise importlib.metadata.PackageNotFoundError(name)
+        return distribution(name)
+
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        status = main(argv)
+        with mock.patch.object(importlib.metadata, "distribution", of_others):
+            status = main(argv)
     return status, output.getvalue(), errors.getvalue()
 
 
@@ -69,6 +81,7 @@ def test_a_profile_is_a_model_that_plans(model: str, tmp_path: Path) -> None:
         assert tables.packed is not None
     assert division.forward.mlp > 0 and division.forward.linear + division.forward.inner > 0
     assert cost.file.provenance["dtype"] == "float32" and cost.file.provenance["ranks"] == 1
+    assert cost.file.provenance["megatron-dynapipe"] == __version__
 
 
 @pytest.mark.slow

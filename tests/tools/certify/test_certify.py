@@ -134,7 +134,14 @@ def test_the_command(data, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = entry_scripts.words("gpt", data, TWO, report=data.parent / "unused")
     assert main(["certify", "--iterations", "2", "--json", "--", *flags]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    progress = [line for line in said.err.splitlines() if line.startswith("run ")]
+    assert [line.rstrip("0123456789 s") for line in progress[1::2]] == [
+        "run 1 of 2 ended after",
+        "run 2 of 2 ended after",
+    ]
+    assert progress[2].startswith("run 2 of 2: planned, fp32, ranks: ") and "at most 1800 s" in progress[2]
+    printed = json.loads(said.out)
     assert printed["exact"] and len(printed["gradients"]) > 20
     assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}
     assert not (data.parent / "unused").exists()

@@ -1,0 +1,116 @@
+"""What is measured, each thing alone on the machine: speeds, and how long what a user waits for takes."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import DEMO_DATA, ROOT
+from benchmarks.gpu.case import Case, Check, Figures, need_devices, within
+from benchmarks.gpu.machine import NotRunError, ProcessFailedError
+from tests.helpers.layouts.layout import named
+
+RATIO = 1.02
+"""Of iteration times, executor to Megatron's own schedule."""
+VARYING_RATIO = 0.95
+"""The same on varying shapes, to `variable_seq_lengths`."""
+END_S = 10.0
+"""What a script with a budget of its own may take beyond it, to end."""
+
+
+def probe(case: Case, *, what: str, row: str) -> Figures:
+    """Figures of `probes`, of the rank with the most of each."""
+    need_devices(case, named(row).ranks)
+    of_ranks = case.train(row, what, alone=named(row).ranks == 1)
+    return {name: max(figures[name] for figures in of_ranks) for name in of_ranks[0]}
+
+
+def overhead(case: Case, *, script: str, ranks: int, bound: float) -> Figures:
+    """Iteration times of the executor and of Megatron's schedule, in turn."""
+    need_devices(case, ranks)
+    sizes = "--hidden 1024 --length 512 --size 4 --layers 8 --pairs 100"
+    if case.device == "cpu":
+        sizes = "--hidden 32 --length 32 --size 2 --layers 4 --micro-batches 4 --pairs 3 --warm-up 1"
+    (said,) = case.torchrun(f"-m benchmarks.executor.{script} {sizes}", ranks=ranks)
+    report = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    low, high = report["interval_95"]
+    measured = {"megatron_ms": report["megatron_ms"], "executor_ms": report["executor_ms"], "low": low, "high": high}
+    most = math.inf if case.device == "cpu" else bound  # a few small pairs on a busy CPU say nothing of the ratio
+    return within({"ratio": (report["ratio"], most)}) | measured
+
+
+def throughput(case: Case, *, family: str) -> Figures:
+    """Real training by several methods in turns (`../throughput/run.py`), which stops if their first losses differ."""
+    report = case.folder / f"throughput-{family}.json"
+    words = ["--device", case.device, "--size", "gpu", "--model", family, "--profile-minutes", "0", "--rounds", "1"]
+    words += ["--json", str(report), "--ranks", "1"]
+    if case.small:
+        layers = "--encoder-num-layers 2 --decoder-num-layers 2" if family == "t5" else "--num-layers 2"
+        words += ["--methods", "planned,token_based", "--batches", "1", "--data", str(DEMO_DATA)]
+        words += ["--max-lengths", "128", "--", "--hidden-size", "64", "--ffn-hidden-size", "128"]
+        words += ["--num-attention-heads", "4", "--global-batch-size", "8", *layers.split()]
+    else:
+        words += ["--methods", "planned,packed_rows,token_based", "--batches", "3"]
+    try:
+        case.run("benchmarks/throughput/run.py", *words)
+    except ProcessFailedError as failure:  # what was compared before is known
+        if report.exists():
+            failure.figures = throughput_figures(json.loads(report.read_text())["rows"])
+        raise
+    return throughput_figures(json.loads(report.read_text())["rows"])
+
+
+def throughput_figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Speeds of the methods of a report, and their ratios to the planned runs."""
+    speeds = {f"{row['method']}_tokens_per_s": row["tokens_per_second"] for row in rows}
+    return speeds | {f"{row['method']}_ratio": row["ratio_to_planned"][1] for row in rows if row["method"] != "planned"}
+
+
+def certificate(case: Case) -> Figures:
+    """How long `certify` takes for the demo's GPT on one rank, in fp32, and how far its runs are apart."""
+    flags = "--dynapipe-config configs/demo_gpt.yaml --pipeline-model-parallel-size 1 --global-batch-size 16"
+    flags += f" --dynapipe-device {case.device}"
+    words = f"-m megatron_dynapipe certify --ranks 1 --iterations 2 --json -- {flags}"
+    began = time.monotonic()
+    found = json.loads(case.run(*words.split()))["checks"]
+    worst = max(found, key=lambda check: check["error"] / check["allowed"])
+    return {"certify_s": time.monotonic() - began, worst["name"]: worst["error"], "allowed": worst["allowed"]}
+
+
+def script(case: Case, *, name: str, output: Path) -> Figures:
+    """A script of this folder, which writes its own figures beside the report, after each."""
+    if not (path := ROOT / "benchmarks" / "gpu" / name).exists():
+        raise NotRunError(f"{path.name} is missing")
+    words = ["--device", case.device, *["--small"] * case.small, "--budget-s", f"{case.budget.left - END_S:.0f}"]
+    case.run(path, *words, "--output", output)
+    return {"output": str(output)}
+
+
+def measurements(case: Case) -> Iterator[Check]:
+    """What is measured, one after another."""
+    folder = case.output.with_suffix("")
+    yield Check("costs of models' layers", partial(script, name="measure.py", output=folder), 150)
+    yield Check("certify", certificate, 60)
+    overheads = (
+        ("executor against Megatron, 1 stage", "overhead", 1, RATIO),
+        ("executor against Megatron, 2 stages", "overhead", 2, RATIO),
+        ("executor against variable_seq_lengths", "messages", 2, VARYING_RATIO),
+    )
+    for name, kind, ranks, bound in overheads:
+        yield Check(name, partial(overhead, script=kind, ranks=ranks, bound=bound), 40)
+    for family in case.families:
+        yield Check(f"{family}: throughput of real training", partial(throughput, family=family), 120)
+    if not case.small:
+        of_experts = partial(probe, what="experts", row="gpt 1x1x1, hidden 256, bf16")
+        yield Check("experts: the host's time for a layer", of_experts)
+        row = "gpt 2x1x1, hidden 1024, sequence parallel, divided, bf16"
+        yield Check("tensor parallel: transfers beside products", partial(probe, what="transfers", row=row))
+
+
+def composed(case: Case) -> Iterator[Check]:
+    """One device in place of every stage in turn."""
+    output = case.output.with_name(f"{case.output.stem}-stages.json")
+    yield Check("one device for every stage", partial(script, name="stages.py", output=output), 270)

@@ -1,0 +1,166 @@
+"""Figures of one GPU: costs measured into files, stages played one by one, Megatron's own packed rows."""
+
+import json
+import shutil
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.common import environment
+from benchmarks.gpu import composed, measure, planned, stages
+from benchmarks.gpu.planned import METHODS, ROWS, Planned
+from benchmarks.throughput import comparison, report, rows
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.cost import format as cost_format
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.plan.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Buffer,
+    Forward,
+    Free,
+    Load,
+    RecvWait,
+)
+from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.planning.costing import planner_of
+from megatron_dynapipe.units import ModelFamily
+from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.commands import run_python
+from tests.planning.planner_cases import batch, cost_model, settings
+
+SMALL = ("--device", "cpu", "--small")
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """A cost model file that the package has under a name."""
+    monkeypatch.setattr(cost_format, "COSTS", tmp_path / "costs")
+    (tmp_path / "costs").mkdir()
+    shutil.copy(A100_COSTS["gpt"], tmp_path / "costs" / "h100_80gb-gpt.json.gz")
+    return "h100_80gb-gpt"
+
+
+def test_costs_that_ship_are_found_by_name(shipped, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    lengths = {"format": "dynapipe-batches/1", "batches": [{"id": "b", "input": [64, 200, 30, 128] * 4}]}
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    words = ["plan", "--batches", "lengths.json", "--cost-model", shipped, "--model", "gpt", "--layers", "4"]
+    words += ["--hidden-size", "4096", "--pipeline-parallel", "2", "--device-memory-mb", "36000", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["iterations"][0]["predicted_ms"] > 0
+    assert main([*words[:4], "h100_80gb-gpd", *words[5:]]) == 2
+    assert "those by name are h100_80gb-gpt" in capsys.readouterr().err
+
+
+def test_a_path_wins_over_a_name(shipped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / shipped).write_text("{}")
+    with pytest.raises(CostModelError, match="not a cost model file"):
+        TableCostModel.load(cost_format.Path(shipped))
+
+
+def test_passes_that_take_what_was_predicted_compose_the_prediction():
+    gpt, t5 = ModelFamily.GPT, ModelFamily.T5
+    for family, changes in ((gpt, {}), (gpt, {"chunks": 2}), (gpt, {"split_backward": "on"}), (t5, {})):
+        of_run = settings(family, **changes)
+        plan = planner_of(of_run, cost_model(family)).plan(batch(family, 24), 0)
+        times = composed.predicted_times(plan)
+        assert composed.compose(plan, of_run, times).makespan_ns == plan.totals.predicted_ns
+        slower = [{step: 2 * took for step, took in stage.items()} for stage in times]
+        assert composed.compose(plan, of_run, slower).makespan_ns > 1.5 * plan.totals.predicted_ns
+        for middle, most, whole in composed.errors(times, slower).values():
+            assert (middle, most, whole) == pytest.approx((0.5, 0.5, -0.5))
+
+
+def test_a_pass_is_charged_with_what_its_list_does_besides_but_not_with_receives():
+    steps = [Load(0), RecvWait(0, 0, 0, 1), Forward(0), Free(Buffer.DATA, 0), Backward(0), Free(Buffer.INPUT, 0)]
+    took = np.array([3, 100, 10, 2, 20, 4])
+    ends = took.cumsum()
+    events = [Event(*each) for each in zip(steps, (ends - took).tolist(), ends.tolist(), strict=True)]
+    assert composed.times_of(events, besides=False) == {Forward(0): 10, Backward(0): 20}
+    assert composed.times_of(events, besides=True) == {Forward(0): 13, Backward(0): 26}
+    halves = {BackwardInput(0): 4.0, BackwardWeight(0): 9.0}
+    assert composed.medians([halves, {step: took + 2 for step, took in halves.items()}])[BackwardWeight(0)] == 10
+
+
+def test_rows_hold_every_sample_as_megatrons_own_dataset_does():
+    draw = np.random.default_rng(1)
+    samples = [(draw.integers(1, 9, n), draw.integers(1, 9, m)) for n, m in ((5, 2), (3, 3), (9, 1), (1, 1))]
+    every = rows.packed_rows(samples, 12, targets_alone=False)
+    assert [row.offsets.tolist() for row in every] == [[0, 9, 12], [0, 6, 12]]
+    assert sum(row.loss_mask.sum() for row in every) == sum(len(a) + len(b) - 1 for a, b in samples)
+    assert sum(row.loss_mask.sum() for row in rows.packed_rows(samples, 12, targets_alone=True)) == 2 + 3 + 1 + 1
+    first = every[0]
+    whole = np.concatenate(samples[2])
+    assert first.tokens[:9].tolist() == whole[:-1].tolist() and first.labels[:9].tolist() == whole[1:].tolist()
+    assert first.offsets[-1] == len(first.tokens) and (np.diff(first.offsets) > 0).all()
+    for begin, end in zip(first.offsets, first.offsets[1:], strict=False):
+        assert first.positions[begin:end].tolist() == list(range(end - begin))
+    assert len(rows.packed_rows(samples, 12, targets_alone=False, multiple=4)) == 4
+
+
+def test_one_job_at_a_time_is_a_group_of_its_own_and_the_base_the_first():
+    assert comparison.groups(["a", "b", "c"], "b", 1) == [["b"], ["a"], ["c"]]
+
+
+def test_the_share_of_peak_is_a_column_where_it_is_known():
+    of_turn = {"ms": 10, "real_tokens": 5, "positions": 9, "peaks_mb": [1], "idle": [], "micro_batches": 1}
+    of_turn |= {"planning_ms": None, "predicted_ms": None, "loss": 1.0}
+    about = {"model": "gpt", "size": "gpu", "method": "stock_packed", "layout": "1,1,1", "max_seq_len": 64}
+    turns = {turn: of_turn | {"share_of_peak": 0.4} for turn in range(3)}
+    known, unknown = (report.figures(about, each, each) for each in (turns, {0: of_turn, 1: of_turn}))
+    assert "| of peak |" in report.table([known]) and "| 40.0% |" in report.table([known])
+    assert "of peak" not in report.table([unknown])
+
+
+def test_flags_of_runs_read_as_a_run_file():
+    words = ["--transformer-impl", "transformer_engine", "--swiglu", "--dynapipe-unset", "no-persist-layer-norm"]
+    assert stages.flags_of(words) == {
+        "transformer-impl": "transformer_engine",
+        "swiglu": True,
+        "no-persist-layer-norm": False,
+    }
+
+
+def test_an_item_that_fails_keeps_none_of_the_others_from_being_measured(monkeypatch, tmp_path):
+    """Its note says why; all that is known is written after each."""
+    wrong = measure.Item(model="llama3_8b", family="gpt", config="no_such_file", share=1.0)
+    parsed = type("Options", (), {"device": "cpu", "small": True, "output": tmp_path})()
+    monkeypatch.setattr(measure, "figures", lambda path: {"bytes": path.stat().st_size})
+    end = measure.time.monotonic() + 240
+    found = measure.measured([wrong, measure.ITEMS[3]], parsed, {"device": "cpu"}, end, tmp_path)
+    assert [row["outcome"] for row in found] == ["failed", "measured"]
+    assert "no_such_file" in found[0]["note"]
+    kept = json.loads((tmp_path / "measure.json").read_text())
+    assert [row["name"] for row in kept["costs"]] == ["cpu-llama3_8b", "cpu-qwen2.5_7b"]
+    assert TableCostModel.load(tmp_path / "cpu-qwen2.5_7b.json").family == "gpt"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pipeline_played_stage_by_stage_is_composed_beside_a_run_of_its_processes(tmp_path):
+    """Of structure alone: times of a busy machine say nothing (`benchmarks/gpu/README.md` has a quiet one's)."""
+    output = tmp_path / "stages.json"
+    words = ("--only", "0", "--real", "--cost-model", "llama3_8b=analytic", "--output", str(output))
+    run_python("benchmarks/gpu/stages.py", *SMALL, *words, timeout_s=580, **environment())
+    report = json.loads(output.read_text())
+    assert [row["method"] for row in report["rows"]] == list(METHODS) and not report["failures"]
+    for row in report["rows"]:
+        assert [stage["stage"] for stage in row["stages"]] == [0, 1]
+        longest = max(stage["with_the_rest_ms"] for stage in row["stages"])
+        assert row["composed_ms"] >= longest and row["real"]["median_ms"] > 0
+        assert "forward" in row["errors"] and row["composed_of_passes_alone_ms"] <= row["composed_ms"]
+
+
+def test_a_case_and_its_plan_come_back_from_their_files(tmp_path):
+    (case, *_) = planned.cases(tmp_path, "cpu", {}, small=True, flags={})
+    made = planned.planned(case, ROWS, tmp_path)
+    again = msgspec.json.decode(msgspec.json.encode(made), type=Planned)
+    assert again == made and again.load().pipeline_stages == case.stages
+    (replica,) = again.load().replicas
+    samples = sorted(sample for micro_batch in replica.micro_batches for sample in micro_batch.sample_ids)
+    assert samples == list(range(len(case.lengths)))
