@@ -15,7 +15,7 @@ from megatron_dynapipe.cost.pattern import (
 )
 from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.planning.costing import planner_of
+from megatron_dynapipe.planning.costing import planner_of, tables_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cli.conftest import cost_model
@@ -120,7 +120,7 @@ def test_a_gpt_as_a_pattern_has_the_gpt_s_times(mode, split):
 
 def test_an_mlp_after_an_mlp_has_a_peak_of_its_own():
     costs = AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=1024)
-    tables = settings(encoder_layers=2, pattern=(ATTENTION, MLP)).tables(costs, Recompute.FULL)
+    (tables,) = tables_of(settings(encoder_layers=2, pattern=(ATTENTION, MLP), recompute=(Recompute.FULL,)), costs)
     attention, mlp = (tables.values[tables.kinds.index(kind)] for kind in (ATTENTION, MLP))
     known = (mlp >= 0).all(axis=0)
     assert (mlp[Quantity.STORED][known] == attention[Quantity.STORED][known]).all()
