@@ -24,7 +24,7 @@ from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, time_by_kind
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import LiveStorages
-from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.units import ModelFamily
 
 cpu.quieten()
@@ -74,7 +74,7 @@ class Bench:
         models, optimizer = build(setup)
         self._base = planner_of(inputs.planner, inputs.costs.load())
         self._pipeline = MegatronPipeline(models, optimizer, self._base, seed=setup.args.seed)
-        self._sampler = Sampler(LengthTable.read(Path(inputs.data_folder), "train"), inputs.splits[0].sampler)
+        self._sampler = split_sampler(Path(inputs.data_folder), inputs.splits[0])
         self._control = ControlGroup(timeout_s=300)
         self.rank, self._stage = self._control.rank, parallel_state.get_pipeline_model_parallel_rank()
         self._device, self._vocabulary = setup.device, setup.args.vocab_size

@@ -31,8 +31,9 @@ from megatron_dynapipe.cost.format import read_file
 from megatron_dynapipe.errors import DynaPipeError
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.measure", "--worker")
-LATE_S = 25.0
-"""What an item may take beyond its share: kernels are compiled, and the fewest points measured, whatever the time."""
+LATE_S, LAST_S = 60.0, 15.0
+"""What an item may take beyond its share, and the last one beyond the end: kernels are compiled, and the fewest points
+measured, whatever the time. The next ones have less then."""
 LEAST_S = 20.0
 """A share below which a measurement is not begun."""
 ADAM_PARAMETERS, ADAM_S = 2**28, 60.0
@@ -222,7 +223,7 @@ def _measured_one(
     words = command(item, output, device=options.device, small=options.small, seconds=seconds)
     try:
         process.tell(json.dumps(words).encode())
-        process.wait(min(began + seconds + LATE_S, max(end, began + seconds) + LATE_S))
+        process.wait(min(began + seconds + LATE_S, end + (LAST_S if options.device == "cuda" else LATE_S)))
         return {"outcome": "measured", "seconds": round(time.monotonic() - began, 1), **figures(output)}
     except (ProcessFailedError, DynaPipeError, OSError) as failure:
         return {"outcome": "failed", "seconds": round(time.monotonic() - began, 1), "note": str(failure)[-3000:]}

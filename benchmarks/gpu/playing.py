@@ -16,6 +16,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +36,7 @@ from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Channel, Pass
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.runtime import StepRunner
+from megatron_dynapipe.runtime import StepRunner, step
 from megatron_dynapipe.runtime.transfer import JoinedWork, Work
 from megatron_dynapipe.units import ModelFamily, Shape
 
@@ -183,8 +184,14 @@ def prepared_stages(planned: Planned) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def alone(planned: Planned, stage: int) -> Iterator[Stage]:
-    """A stage of a plan in this process, which thinks that it is one rank of its pipeline."""
+def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[Stage]:
+    """A stage of a plan in this process, which thinks that it is one rank of its pipeline.
+
+    Unless `is_warm`, kernels are loaded as before training; where no receive is pending, a first turn does it as well.
+    On a CPU its clock is the thread's processor time, so that what else the machine is busy with does not count.
+    """
+    from megatron_dynapipe.integration.profiling.measure import clock_of
+
     stages = planned.settings.pipeline_parallel
     real = dist.init_process_group
 
@@ -197,15 +204,17 @@ def alone(planned: Planned, stage: int) -> Iterator[Stage]:
         mock.patch.object(dist, "init_process_group", carries_nothing),
         prepared_stages(planned) as setup,
     ):
-        steps = StepRunner(
-            AtOnce(),
-            setup.device,
-            stage=stage,
-            stages=stages,
-            chunks=planned.settings.chunks,
-            dtype=setup.model.dtype,
-            deadline_s=DEADLINE_S,
-        )
+        with mock.patch.object(step, "platform_of", partial(clock_of, shared=False)):
+            steps = StepRunner(
+                AtOnce(),
+                setup.device,
+                stage=stage,
+                stages=stages,
+                chunks=planned.settings.chunks,
+                dtype=setup.model.dtype,
+                deadline_s=DEADLINE_S,
+            )
+        steps.is_warm = is_warm
         with contextlib.closing(Stage(setup, planned, stage, steps)) as built:
             yield built
 

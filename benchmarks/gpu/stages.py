@@ -38,7 +38,8 @@ from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.format import Link, shipped
+from megatron_dynapipe.cost.format import shipped
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.units import BYTES_PER_MB
@@ -163,12 +164,12 @@ class Comparison:
         made = cases(self.folder, self.options.device, costs, small=self.options.small, flags=flags)
         chosen = self.options.only if self.options.only is not None else range(len(made))
         made = [case for place, case in enumerate(made) if place in chosen]
-        return [self._measured(case) for case in made] if self.options.device == "cpu" else made
+        if self.options.device == "cpu":
+            return [case if case.name in costs else self._measured(case) for case in made]
+        return made
 
     def _measured(self, case: Case) -> Case:
         """A case with costs of this CPU, which are measured once for each model."""
-        if case.costs != "analytic":
-            return case
         path = self.folder / f"{case.name}.json"
         if not path.exists():
             say(f"measuring {case.name}")
@@ -223,7 +224,8 @@ class Comparison:
         from benchmarks.gpu.playing import alone
 
         began = time.perf_counter()
-        with alone(row.planned, stage) as player:
+        is_first = len(self.rows) == 1 and stage == 0
+        with alone(row.planned, stage, is_warm=not is_first) as player:
             built = time.perf_counter()
             turns = [player.turn() for _ in range(TURNS[self.options.device])][1:]
             allocated, own_bytes = player.peak_bytes(), player.own_bytes

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
 from benchmarks.throughput.model import build, weights_of_products
-from benchmarks.throughput.rows import joined, rows_of_2023
+from benchmarks.throughput.rows import rows_of_2023
 from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.data.meta import open_split, read_meta
-from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.data.spans import LossOn, kept_pair
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.sampling import LengthTable, Sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.units import BYTES_PER_MB
 
 TIMEOUT_S = 1800.0
@@ -52,7 +52,7 @@ class Job:
         self._joins = method.joins
         folder = Path(inputs.data_folder)
         self.prepare(method.planner(inputs.planner, longest), inputs.costs, meta)
-        self._sampler = Sampler(LengthTable.read(folder, "train"), inputs.splits[0].sampler)
+        self._sampler = split_sampler(folder, inputs.splits[0])
         self._reader = open_split(folder, "train")
         self._control = ControlGroup(timeout_s=TIMEOUT_S)
         self.rank = self._control.rank
@@ -140,13 +140,11 @@ class Job:
     def samples(self, number: int) -> list[Any]:
         """A global batch's samples, as this method takes them."""
         batch = self._sampler.batch(number)
-        pairs = [self._reader[int(sample)] for sample in batch.sample_ids]
-        if batch.target_lengths.any():
-            lengths = zip(batch.input_lengths, batch.target_lengths, strict=True)
-            whole = [(given[:n], wanted[:m]) for (given, wanted), (n, m) in zip(pairs, lengths, strict=True)]
-        else:
-            lengths = zip(pairs, batch.input_lengths, strict=True)
-            whole = [joined(given, wanted, int(n)) for (given, wanted), n in lengths]
+        planned = zip(batch.sample_ids, batch.input_lengths, batch.target_lengths, strict=True)
+        whole = [
+            kept_pair(self._sampler.cutter, int(sample), self._reader[int(sample)], (int(n), int(m)))
+            for sample, n, m in planned
+        ]
         return rows_of_2023(whole, self._row) if self._joins else whole
 
     def _synchronise(self) -> None:

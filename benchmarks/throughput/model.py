@@ -66,7 +66,8 @@ def draw_weights(module: Any) -> None:
     for name, entry in module.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
         if isinstance(entry, ShardedTensor) and name in parameters:
             device = parameters[name].device
-            generator = torch.Generator(device).manual_seed(zlib.crc32(entry.key.encode()))
-            whole = torch.randn(entry.global_shape, generator=generator, device=device) * 0.02
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(zlib.crc32(entry.key.encode()))
+                whole = torch.randn(entry.global_shape, device=device) * 0.02
             whole += "norm" in entry.key and "weight" in entry.key
             parameters[name].data.copy_(whole[entry.global_slice()])

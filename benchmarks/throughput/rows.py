@@ -1,4 +1,4 @@
-"""Samples of a global batch as the methods take them: truncated, or joined to rows as in 2023."""
+"""Samples of a global batch joined to rows as in 2023, and rows of equal length."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,6 @@ import numpy as np
 
 Sample = tuple[Any, Any]
 """Tokens of an input and of its target."""
-
-
-def joined(given: Any, wanted: Any, tokens: int) -> tuple[Any, Any]:
-    """A decoder-only sample's input and target, truncated to so many tokens together; the target keeps one."""
-    kept = given[: tokens - 1]
-    return kept, wanted[: tokens - len(kept)]
 
 
 def rows_of_2023(samples: list[Sample], longest: tuple[int, int]) -> list[Sample]:

@@ -80,11 +80,12 @@ def dataset_batches(
         max_input_length=max_seq_len or max(longest_input, 2),
         max_target_length=(max_target_len or meta.max_target_length) if has_targets else 0,
         long_samples=LongSamples.TRUNCATE,
+        sides=meta.task_sides,
         task_rates=meta.task_rates,
         labels=not has_targets and (loss_on or meta.loss) == "targets",
     )
-    task_ids = read_task_ids(folder, "train", len(lengths)) if settings.task_rates else None
-    sampler = Sampler(lengths, settings, task_ids, SpanTable.read(folder / "train") if settings.labels else None)
+    task_ids = read_task_ids(folder, "train", len(lengths)) if settings.needs_tasks else None
+    sampler = Sampler(lengths, settings, task_ids, SpanTable.read(folder / "train"))
     longest = sampler.longest(2)
     return [
         NamedBatch(
@@ -174,7 +175,7 @@ def _truncated(batch: NamedBatch, most_input: int | None, most_target: int | Non
             input=[min(n, most_input) for n in batch.input],
             max_seq_len=min(known, most_input),
             labels=batch.labels
-            and [max(labels - max(n - most_input, 0), 0) for labels, n in zip(batch.labels, batch.input, strict=True)],
+            and [min(n, max(most_input - 1, 1)) for n in batch.labels],  # the last ones, which truncation keeps
         )
     if most_target is not None and batch.target is not None:
         known = batch.max_target_len or batch.max_seq_len or most_target

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cli import with_progress
+from megatron_dynapipe.integration.flags.planning_flags import positive
 from megatron_dynapipe.outputs import check_fresh
 
 
@@ -19,11 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = ways.add_parser("from-hf", help=begin).add_argument
     add("source", type=Path, metavar="FOLDER", help="with config.json and safetensors, downloaded whole")
     add("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder to write, for --pretrained-checkpoint")
+    rows = "rows of the embedding and the head, for tokens that were added; new ones hold the mean of the others"
+    add("--vocabulary-rows", type=positive, metavar="N", help=f"{rows} (default: the model's)")
     add = ways.add_parser("to-hf", help="the last checkpoint of a run → a HuggingFace folder").add_argument
     add("checkpoints", type=Path, metavar="CHECKPOINTS", help="folder that --save named")
     add("target", type=Path, metavar="FOLDER", help="to write: config.json and safetensors")
     like = "a HuggingFace folder or config.json of such a model (default: the one in CHECKPOINTS)"
     add("--like", type=Path, metavar="CONFIG", help=like)
+    rows = (
+        "rows of the embedding and the head that are kept (default: the configuration's; asked for where data had more)"
+    )
+    add("--vocabulary-rows", type=positive, metavar="N", help=rows)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,9 +45,13 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dynapipe.tools.conversion.command import from_hugging_face, to_hugging_face
 
         if args.way == "from-hf":
-            path, command = from_hugging_face(args.source, args.checkpoints, progress)
+            path, command = from_hugging_face(
+                args.source, args.checkpoints, progress, vocabulary_rows=args.vocabulary_rows, said=print
+            )
             print(f"train: {command}")
         else:
-            path = to_hugging_face(args.checkpoints, args.target, args.like, progress)
+            path = to_hugging_face(
+                args.checkpoints, args.target, args.like, progress, vocabulary_rows=args.vocabulary_rows
+            )
     print(path)
     return 0

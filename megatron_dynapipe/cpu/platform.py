@@ -6,6 +6,7 @@ functions with it, while they are imported.
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
@@ -14,7 +15,15 @@ from typing import Any, Literal
 import torch
 
 from megatron_dynapipe.checkout.version import found_version
-from megatron_dynapipe.cpu.stub_table import ENVIRONMENT, IN_MEGATRON, SILENCED, SILENCED_ON_CPU, STUBS, Stub
+from megatron_dynapipe.cpu.stub_table import (
+    DEVICE_ONLY,
+    ENVIRONMENT,
+    IN_MEGATRON,
+    SILENCED,
+    SILENCED_ON_CPU,
+    STUBS,
+    Stub,
+)
 from megatron_dynapipe.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -84,10 +93,18 @@ def enable(device: Device = "auto") -> bool:
     importlib.import_module("torch._dynamo")  # on import it files torch.cuda's functions by identity: the real ones
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    _hide(DEVICE_ONLY)
     _replace(STUBS)
     _replace(IN_MEGATRON)
     _is_enabled = True
     return True
+
+
+def _hide(packages: Iterable[str]) -> None:
+    """Let imports of installed packages fail as those of missing ones do."""
+    for package in packages:
+        if package not in sys.modules and importlib.util.find_spec(package) is not None:
+            sys.modules[package] = None  # type: ignore[assignment]  # what the import system takes for "not there"
 
 
 def silence_prints() -> None:

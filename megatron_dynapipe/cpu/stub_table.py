@@ -148,6 +148,11 @@ ENVIRONMENT: dict[str, str] = {
 """Environment variables that are set with the stubs, where the user has not set them."""
 
 
+DEVICE_ONLY = ("transformer_engine", "apex", "amp_C")
+"""Packages that Megatron prefers where it finds them, for its optimizer and its norms of gradients among others, and
+whose kernels would take a CPU's tensors for a device's: it does not find them."""
+
+
 class _ZeroStats(dict[str, int]):
     """Memory statistics in which every counter is zero."""
 

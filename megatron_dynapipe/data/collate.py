@@ -17,7 +17,7 @@ decoder-only, losses of targets d and z, of which alone the head is run
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
-from megatron_dynapipe.data.spans import LossOn, learned, truncated
+from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling import SpanTable, TruncationSide
+from megatron_dynapipe.sampling import Cutter
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
 
 
@@ -123,9 +123,8 @@ class Collator:
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
         layouts: what the run's settings allow its micro-batches.
-        truncate: where samples that are planned shorter than they are lose tokens.
         loss_on: which tokens of a decoder-only sample count.
-        spans: parts of inputs that count besides targets.
+        cutter: cuts samples that are planned shorter than they are, and knows what counts besides targets.
         task_ids: int16[samples], to say the task of every position; None where nobody asks.
 
     Raises:
@@ -136,9 +135,8 @@ class Collator:
     reader: SampleReader | None
     special: SpecialTokens
     layouts: Sequence[BatchLayout] = tuple(BatchLayout)
-    truncate: TruncationSide = TruncationSide.RIGHT
     loss_on: LossOn = LossOn.EVERYTHING
-    spans: SpanTable = field(default_factory=lambda: SpanTable(np.empty((0, 3), np.int64)))
+    cutter: Cutter | None = None
     task_ids: npt.NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +148,7 @@ class Collator:
 
         Raises:
             PlanError: the layout is not allowed, or the shape smaller than a sample, or not that of the packed samples.
-            DataError: the dataset has no such sample, or a shorter one than planned.
+            DataError: the dataset has no such sample, or one that cannot have been planned so.
         """
         if micro_batch.layout not in self.layouts:
             raise PlanError(
@@ -206,20 +204,18 @@ class Collator:
     def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
         sample, planned = plan.sample_ids[number], plan.input_lengths[number]
-        inputs, targets = self._read(sample)
-        counts = learned(sample, len(inputs), len(targets), self.loss_on, self.spans)
-        sequence = truncated(np.concatenate([inputs, targets]), planned, self.truncate, "tokens", sample)
-        counts = truncated(counts, planned, self.truncate, "tokens", sample)
+        cutter = self.cutter or Cutter(ModelFamily.GPT)
+        tokens, counts = sequence(cutter, sample, self._read(sample), planned, self.loss_on)
         start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))
         following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
-        return sequence[start:end], (), sequence[following], counts[following]
+        return tokens[start:end], (), tokens[following], counts[following]
 
     def _pair(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """An encoder–decoder sample, likewise."""
         sample = plan.sample_ids[number]
-        inputs, targets = self._read(sample)
-        inputs = truncated(inputs, plan.input_lengths[number], self.truncate, "input tokens", sample)
-        targets = truncated(targets, plan.target_lengths[number], self.truncate, "target tokens", sample)
+        planned = plan.input_lengths[number], plan.target_lengths[number]
+        cutter = self.cutter or Cutter(ModelFamily.T5)
+        inputs, targets = kept_pair(cutter, sample, self._read(sample), planned)
         return inputs, [self.special.bos_id, *targets], [*targets, self.special.eos_id], np.ones(len(targets) + 1)
 
     def _read(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

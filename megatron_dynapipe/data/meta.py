@@ -20,6 +20,7 @@ from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_p
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
+from megatron_dynapipe.sampling import TruncationSide
 from megatron_dynapipe.sampling.lengths import read_task_ids
 
 FORMAT: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
@@ -56,6 +57,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         skipped: samples that were left out, by reason.
         truncated: samples that lost tokens, by task.
         rates: how often each task is drawn in training, where not by its size.
+        sides: where inputs lose tokens that are too long for a run, by task, of tasks of which it is not their end.
         loss: which tokens of decoder-only samples count if nothing else is asked for: "targets" where it holds
             conversations, else "everything".
         lengths: training samples by the power of two that their input and their target do not exceed.
@@ -78,6 +80,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skipped: dict[str, Count] = {}
     truncated: dict[str, Count] = {}
     rates: dict[str, Rate] = {}
+    sides: dict[str, TruncationSide] = {}
     loss: Literal["targets", "everything"] = "everything"
     lengths: dict[str, dict[str, Count]] = {}
     vocabulary_size: Positive
@@ -100,6 +103,12 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def task_rates(self) -> tuple[float, ...]:
         """How often each task is drawn in training, by its index; empty where by its size."""
         return tuple(self.rates.get(task, 0.0) for task in self.tasks) if self.rates else ()
+
+    @property
+    def task_sides(self) -> tuple[TruncationSide, ...]:
+        """Where inputs lose tokens in training, by the index of their task; a single side where it is that of all."""
+        sides = tuple(self.sides.get(task, TruncationSide.RIGHT) for task in self.tasks)
+        return sides if len(set(sides)) > 1 else sides[:1] or (TruncationSide.RIGHT,)
 
     @property
     def split_samples(self) -> dict[str, int]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling import SpanTable
-from megatron_dynapipe.sampling.long_samples import TruncationSide, kept_ranges
+from megatron_dynapipe.sampling import Cutter, SpanTable
+
+Tokens = npt.NDArray[Any]
 
 
 class LossOn(enum.StrEnum):
@@ -34,13 +34,39 @@ def learned(sample: int, inputs: int, targets: int, loss_on: LossOn, spans: Span
     return counts
 
 
-def truncated(values: npt.NDArray[Any], planned: int, side: TruncationSide, what: str, sample: int) -> npt.NDArray[Any]:
-    """The `planned` values that stay; a sample that has fewer is not the one that was planned (DataError)."""
-    if planned > len(values):
-        raise DataError(
-            f"expected {planned} {what} of sample {sample} as planned, the dataset has {len(values)}",
-            hint="the plan was made from another dataset, or another split of it",
-        )
-    if planned == len(values):
-        return values
-    return np.concatenate([values[first:end] for first, end in kept_ranges(len(values), planned, side)])
+def sequence(
+    cutter: Cutter, sample: int, pair: tuple[Tokens, Tokens], planned: int, loss_on: LossOn
+) -> tuple[Tokens, npt.NDArray[np.float32]]:
+    """What a decoder-only sample that is planned with so many tokens is trained on, and which of these are learned.
+
+    Raises:
+        DataError: the sample is not the one that was planned.
+    """
+    inputs, targets = pair
+    counts = learned(sample, len(inputs), len(targets), loss_on, cutter.spans)
+    kept = cutter.planned(sample, len(inputs), len(targets), (planned, 0))
+    of_counts = _kept(kept, (counts[: len(inputs)], counts[len(inputs) :]))
+    return np.concatenate(_kept(kept, pair)), np.concatenate(of_counts)
+
+
+def kept_pair(
+    cutter: Cutter, sample: int, pair: tuple[Tokens, Tokens], planned: tuple[int, int]
+) -> tuple[Tokens, Tokens]:
+    """What is kept of the input and of the target of a sample that is planned with these lengths; raises as `sequence`.
+
+    Args:
+        cutter: of the split.
+        sample: its number.
+        pair: its tokens in the dataset.
+        planned: tokens of input and target; of a decoder-only sample those of both, and 0.
+    """
+    inputs, targets = pair
+    return _kept(cutter.planned(sample, len(inputs), len(targets), planned), pair)
+
+
+def _kept(kept: tuple[int, int, int], pair: tuple[npt.NDArray[Any], npt.NDArray[Any]]) -> tuple[Any, Any]:
+    head, tail, target = kept
+    inputs, targets = pair
+    if tail:
+        inputs = np.concatenate([inputs[:head], inputs[len(inputs) - tail :]])
+    return inputs[: head + tail], targets[:target]

@@ -13,9 +13,10 @@ from megatron_dynapipe.sampling.batches import (
     TaskRows,
     draws_of_rates,
 )
+from megatron_dynapipe.sampling.cutting import Cutter, TruncationSide
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.sampling.lengths import LengthTable
-from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
+from megatron_dynapipe.sampling.long_samples import LongOfTask, LongSampleReport, LongSamples, apply_maximum
 from megatron_dynapipe.sampling.spans import SpanTable
 from megatron_dynapipe.units import ModelFamily
 
@@ -33,6 +34,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         max_input_length: longest input, in tokens (decoder-only: longest input and target together).
         max_target_length: longest target, in tokens, without start and end tokens; not used for decoder-only.
         long_samples: what to do with longer ones.
+        sides: where inputs lose tokens, by the index of the sample's task; or the same side for all.
         task_rates: how often each task is drawn, by its index; empty for as often as it has samples.
         tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
         last_batch: what becomes of an epoch's end that does not fill a batch.
@@ -46,6 +48,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_input_length: int
     max_target_length: int = 0
     long_samples: LongSamples = LongSamples.FAIL
+    sides: tuple[TruncationSide, ...] = (TruncationSide.RIGHT,)
     task_rates: tuple[float, ...] = ()
     tokens_per_iteration: int | None = None
     last_batch: LastBatch = LastBatch.CONTINUE
@@ -67,6 +70,11 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} of at least 1, got {getattr(self, name)}")
 
+    @property
+    def needs_tasks(self) -> bool:
+        """Whether samples are drawn or cut by their task."""
+        return bool(self.task_rates) or len(self.sides) > 1
+
 
 class Sampler:
     """Assigns the samples of a split to iterations, epoch after epoch, each epoch in its own order.
@@ -77,11 +85,12 @@ class Sampler:
     Args:
         lengths: tokens of every sample of the split.
         settings: what decides the order.
-        task_ids: int16[n], the task of each sample; where `settings.task_rates`.
-        spans: what counts besides targets; where `settings.labels`.
+        task_ids: int16[n], the task of each sample; where `settings.needs_tasks`.
+        spans: what counts besides targets, and where conversations may be cut.
 
     Attributes:
-        report: how many samples were longer than the maximum, and what was done with them.
+        cutter: cuts samples that are longer than the maximum.
+        report: how many are, and what was done with them.
         batches: the place of every iteration in the stream.
 
     Raises:
@@ -97,11 +106,13 @@ class Sampler:
         spans: SpanTable | None = None,
     ) -> None:
         self.settings = settings
-        self._table = lengths
-        self._turns = None if spans is None or not len(spans.rows) else spans.tokens(len(lengths))
+        self._check_tasks(lengths, task_ids)
+        spans = spans or SpanTable.empty()
+        spans.check(lengths.input)
+        self.cutter = Cutter(settings.family, settings.sides, spans, task_ids)
         self.report: LongSampleReport
-        self._usable, self.report = apply_maximum(lengths, settings)
-        self._order = self._order_of(lengths, task_ids)
+        self._usable, self.report = apply_maximum(lengths, settings, self.cutter)
+        self._order = self._order_of(task_ids)
         self.batches = Batches(
             self._order.per_epoch,
             samples=settings.samples_per_iteration if settings.tokens_per_iteration is None else None,
@@ -132,49 +143,43 @@ class Sampler:
 
     def _batch(self, iteration: int, ids: npt.NDArray[np.int64]) -> GlobalBatch:
         inputs, targets = self._usable.lengths(ids)
-        labels = self._labels(ids, inputs) if self.settings.labels else None
+        labels = self._usable.labels(ids) if self.settings.labels else None
         return GlobalBatch(
             iteration=iteration, sample_ids=ids, input_lengths=inputs, target_lengths=targets, labels=labels
         )
-
-    def _labels(self, ids: npt.NDArray[np.int64], planned: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Positions that count, where samples lose their last tokens if they lose any."""
-        table, turns = self._table, 0 if self._turns is None else self._turns[ids]
-        lost = table.input[ids] + table.target[ids] - planned
-        return np.clip(table.target[ids] + turns - lost, 0, np.maximum(planned - 1, 1)).astype(np.int32)
 
     def _tokens(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens of the samples at places of the stream."""
         inputs, targets = self._usable.lengths(self._usable.ids(self._order.rows(first, stop)))
         return inputs.astype(np.int64) + targets
 
-    def _order_of(self, table: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> ShuffledEpochs | TaskDraws:
+    def long_by_task(self, task_ids: npt.NDArray[np.int16]) -> dict[int, LongOfTask]:
+        """What is longer than the maximum of each task that has such samples."""
+        return self._usable.long_by_task(task_ids)
+
+    def _check_tasks(self, table: LengthTable, task_ids: npt.NDArray[np.int16] | None) -> None:
+        needed = max(len(self.settings.task_rates), len(self.settings.sides))
+        if not self.settings.needs_tasks:
+            return
+        if task_ids is None:
+            raise ConfigError(
+                f"expected the samples' tasks for their rates or sides, of {needed} tasks, got none",
+                hint="read them with read_task_ids",
+            )
+        if len(task_ids) != len(table):
+            raise DataError(f"expected the tasks of {len(table)} samples, got those of {len(task_ids)}")
+        if len(task_ids) and int(task_ids.max()) >= needed:
+            raise DataError(f"expected tasks below {needed}, got {task_ids.max()}")
+
+    def _order_of(self, task_ids: npt.NDArray[np.int16] | None) -> ShuffledEpochs | TaskDraws:
         settings, count = self.settings, len(self._usable)
         if not settings.task_rates:
             is_large = count > MOST_SHUFFLED
             rows = TaskRows.one(count)
             return TaskDraws(settings.seed, rows, [count]) if is_large else ShuffledEpochs(settings.seed, count)
-        if task_ids is None:
-            raise ConfigError(
-                f"expected the samples' tasks for {len(settings.task_rates)} rates, got none",
-                hint="read them with read_task_ids",
-            )
-        if len(task_ids) != len(table):
-            raise DataError(f"expected the tasks of {len(table)} samples, got those of {len(task_ids)}")
+        assert task_ids is not None, "rates need tasks"
         rows = TaskRows.of(task_ids if self._usable.sample_ids is None else task_ids[self._usable.sample_ids])
-        if int(rows.tasks.max()) >= len(settings.task_rates):
-            raise DataError(f"expected tasks below {len(settings.task_rates)}, got {rows.tasks.max()}")
         rates = [settings.task_rates[task] for task in rows.tasks]
         if not min(rates) > 0:
             raise ConfigError(f"expected rates above 0 of tasks that have samples, got {min(rates)}")
         return TaskDraws(settings.seed, rows, draws_of_rates(rows.sizes.tolist(), rates))
-
-
-def long_by_task(table: LengthTable, task_ids: npt.NDArray[np.int16], settings: SamplerSettings) -> dict[int, int]:
-    """How many samples of each task are longer than the maximum, of tasks that have such."""
-    is_gpt = settings.family is ModelFamily.GPT
-    inputs = table.input + table.target if is_gpt else table.input
-    long = inputs > settings.max_input_length
-    if not is_gpt:
-        long |= table.target > settings.max_target_length
-    return {task: int(count) for task, count in enumerate(np.bincount(task_ids[long])) if count}

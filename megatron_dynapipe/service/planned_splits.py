@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.plan.codec import encode_entries
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
@@ -41,6 +42,8 @@ class PlannedSplits:
 def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
     """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
     lengths = LengthTable.read(folder, split.name)
-    tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.task_rates else None
-    spans = SpanTable.read(folder / split.name) if split.sampler.labels else None
-    return Sampler(lengths, split.sampler, tasks, spans)
+    tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.needs_tasks else None
+    try:
+        return Sampler(lengths, split.sampler, tasks, SpanTable.read(folder / split.name))
+    except DataError as error:
+        raise DataError(f"{split.name}: {error.message}", hint=error.hint) from None

@@ -235,11 +235,6 @@ def test_slow_methods_train_fewer_batches():
     assert sorted(results["padding"]) == [0, 1, 6, 7] and jobs["padding"].batches == [0, 0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(7, ("abcd", "xyz")), (6, ("abcd", "xy")), (3, ("ab", "x"))])
-def test_a_long_sample_is_truncated_as_a_whole(tokens, kept):
-    assert rows.joined("abcd", "xyz", tokens) == kept
-
-
 def test_rows_of_2023_hold_every_token_once_within_both_limits():
     draw = np.random.default_rng(3)
     samples = [(draw.integers(9, 99, n), draw.integers(9, 99, m)) for n, m in draw.integers(1, 30, (40, 2))]

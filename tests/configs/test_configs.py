@@ -25,6 +25,7 @@ CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
 
 GPUS = {
     "gpu_gpt": 1,
+    "gpu_llama": 1,
     "gpu_t5": 1,
     "one_gpu_gpt": 1,
     "one_gpu_llama": 1,
@@ -41,6 +42,7 @@ GPUS = {
     "qwen_like_7b": 8,
     "t5_11b_24+24layers": 8,
     "t5_v1_1_xl": 8,
+    "t5_v1_1_xxl": 8,
     "gpt_13b_40layers": 16,
     "qwen3_30b_a3b": 16,
     "t5_11b_48+48layers": 16,
@@ -48,7 +50,7 @@ GPUS = {
     "t5_11b_96+96layers": 32,
     "t5_ul2_20b": 32,
 }
-CLUSTER = {"qwen3_30b_a3b": "h100_80gb"}
+CLUSTER = {"qwen3_30b_a3b": "h100_80gb", "gpu_llama": "h100_80gb"}
 """Of run files that devices of 40 GB are too small for."""
 DEVICE_MB = {"a100_40gb": 40_000, "a100_80gb": 80_000, "h100_80gb": 80_000, "h200_141gb": 141_000}
 DEVICE_MB |= {"b200_180gb": 180_000, "gb200_186gb": 186_000}

@@ -15,7 +15,7 @@ from megatron_dynapipe.data.iterator import in_one_buffer
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import DataError, PlanError
 from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.sampling import SpanTable, TruncationSide
+from megatron_dynapipe.sampling import Cutter, SpanTable, TruncationSide
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
@@ -63,16 +63,16 @@ def test_encoder_decoder_truncated(folder: Path) -> None:
 
 
 def test_decoder_only(folder: Path) -> None:
-    """Sample 0 whole, sample 2 cut inside its target, sample 3 cut inside its input, sample 1 to a single token."""
+    """Sample 0 whole, samples 2 and 3 cut before their targets, sample 1 to a single token."""
     plan = micro_batch([0, 2, 3, 1], Shape(4, 6), inputs=[5, 6, 2, 1], targets=[0, 0, 0, 0])
     batch = collate(folder, "gpt", plan)
     assert rows(batch.tokens) == [
         [11, 12, 13, 21, 0, 0],
-        [15, 16, 17, 18, 24, 0],
+        [15, 16, 17, 24, 25, 0],
         [19, 0, 0, 0, 0, 0],
         [14, 0, 0, 0, 0, 0],
     ]
-    assert rows(batch.labels) == [[12, 13, 21, 22, 0, 0], [16, 17, 18, 24, 25, 0], [20, 0, 0, 0, 0, 0], [0] * 6]
+    assert rows(batch.labels) == [[12, 13, 21, 22, 0, 0], [16, 17, 24, 25, 26, 0], [27, 0, 0, 0, 0, 0], [0] * 6]
     assert rows(batch.loss_mask) == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
     assert rows(batch.input_lengths) == [4, 5, 1, 1]
     assert batch.decoder_lengths is None
@@ -88,12 +88,12 @@ def test_packed_rows(folder: Path) -> None:
     assert rows(batch.loss_mask) == [[1, 1, 1, 1, 0, 1, 1, 0]]
     assert (batch.input_segments.lengths, batch.decoder_segments.lengths) == ((4, 1, 3), (5, 3, 0))
     assert rows(batch.input_lengths) == [4, 1]
-    # Sample 0 whole, sample 3 cut inside its input, sample 1 to a single token; the row rounded up to more.
+    # Sample 0 whole, sample 3 cut before its target, sample 1 to a single token; the row rounded up to more.
     for length in (8, 24):
         plan = micro_batch([0, 3, 1], Shape(1, length), inputs=[5, 2, 1], targets=[0] * 3, layout=BatchLayout.PACKED)
         batch, rest = collate(folder, "gpt", plan), [0] * (length - 8)
         assert rows(batch.tokens) == [[11, 12, 13, 21, 19, 14, 0, 0, *rest]]
-        assert rows(batch.labels) == [[12, 13, 21, 22, 20, 0, 0, 0, *rest]]
+        assert rows(batch.labels) == [[12, 13, 21, 22, 27, 0, 0, 0, *rest]]
         assert rows(batch.loss_mask) == [[1, 1, 1, 1, 1, 0, 0, 0, *rest]]
         assert batch.input_segments.lengths == (4, 1, 1, length - 6) and batch.decoder_segments is None
 
@@ -173,10 +173,12 @@ TURNS = SpanTable(np.array([[0, 2, 4]]))
     [
         ("everything", "right", 9, [1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 1, 1, 1, 1, 1]),
         ("targets", "right", 9, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 1, 0, 0, 1, 1, 1]),
-        ("targets", "right", 5, [1, 2, 3, 4], [0, 1, 1, 0]),
-        ("targets", "left", 6, [4, 5, 6, 7, 8], [0, 0, 1, 1, 1]),
-        ("targets", "middle", 5, [1, 2, 3, 8], [0, 1, 1, 1]),
-        ("everything", "middle", 4, [1, 2, 8], [1, 1, 1]),
+        ("targets", "right", 5, [1, 2, 7, 8], [0, 1, 1, 1]),
+        ("targets", "left", 5, [5, 6, 7, 8], [0, 1, 1, 1]),  # from the end of the earlier answer on
+        ("targets", "left", 4, [6, 7, 8], [1, 1, 1]),
+        ("targets", "middle", 5, [1, 6, 7, 8], [0, 1, 1, 1]),
+        ("everything", "middle", 4, [1, 7, 8], [1, 1, 1]),
+        ("targets", "left", 3, [6, 7], [1, 1]),  # the target's end, where nothing else is left
     ],
 )
 def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens: list[int], counts: list[int]) -> None:
@@ -186,9 +188,8 @@ def test_what_counts_of_a_sequence(loss_on: str, side: str, planned: int, tokens
         required=ALL,
         reader=reader,
         special=SimpleNamespace(pad_id=0, bos_id=1, eos_id=2),
-        truncate=TruncationSide(side),
         loss_on=LossOn(loss_on),
-        spans=TURNS,
+        cutter=Cutter(ModelFamily.GPT, (TruncationSide(side),), TURNS),
     )
     plan = micro_batch([0], Shape(1, 8), inputs=[planned], targets=[0])
     batch = collator(0, plan, ModelFamily.GPT)
@@ -215,7 +216,7 @@ def test_rows_of_what_counts(plan: tuple[list[int], Shape, list[int]], expected:
         reader=[(np.array(given, np.int64), np.array(wanted, np.int64)) for given, wanted in reader],
         special=SimpleNamespace(pad_id=0, bos_id=1, eos_id=2),
         loss_on=LossOn.TARGETS,
-        spans=TURNS,
+        cutter=Cutter(ModelFamily.GPT, spans=TURNS),
         task_ids=np.array([4, 5, 6], np.int16),
     )
     plan = micro_batch(ids, shape, inputs=planned, targets=[0] * len(ids))
@@ -247,7 +248,14 @@ def test_tasks_of_positions(folder: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [np.zeros((2, 2), np.int64), np.array([[1, 0, 2], [0, 0, 2]]), np.array([[0, 3, 3]]), np.zeros((1, 3))]
+    "table",
+    [
+        np.zeros((2, 2), np.int64),
+        np.array([[1, 0, 2], [0, 0, 2]]),
+        np.array([[0, 3, 3]]),
+        np.array([[0, 2, 4], [0, 3, 5]]),
+        np.zeros((1, 3)),
+    ],
 )
 def test_damaged_spans(tmp_path: Path, table: np.ndarray) -> None:
     assert SpanTable.read(tmp_path / "train").of(3) == [], "there need be none"

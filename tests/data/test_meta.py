@@ -72,7 +72,7 @@ def test_what_is_no_dataset(folder: Path) -> None:
 def test_version_1_is_still_read(folder: Path) -> None:
     fields = json.loads(meta_path(folder).read_bytes())
     old = {"format": "dynapipe-dataset/1", "samples": {"train": 4, "valid": 0, "test": 0}, "tokenizer": "tokenizer"}
-    for name in ("read", "skipped", "truncated", "rates", "loss", "lengths", "content_hash", "recipe"):
+    for name in ("read", "skipped", "truncated", "rates", "sides", "loss", "lengths", "content_hash", "recipe"):
         fields.pop(name, None)
     current = read_meta(folder)
     meta_path(folder).unlink()

@@ -57,23 +57,25 @@ def test_long_samples(family: str, policy: str, expected: dict[int, tuple[int, i
 
 
 def test_positions_that_count() -> None:
-    """Those of targets and of earlier turns; what is truncated is lost at the end, and the first token is no label."""
+    """Those of targets and of earlier turns that are kept; the first token is no label."""
     spans = SpanTable(np.array([[0, 0, 3], [2, 1, 3], [2, 5, 6]]))
     gpt = {"family": ModelFamily.GPT, "long_samples": LongSamples.TRUNCATE, "samples_per_iteration": 5}
     batch = Sampler(table(PAIRS), settings(**gpt, labels=True), spans=spans).batch(0)
     assert batch.labels is not None and batch.labels.dtype == np.int32
-    assert dict(zip(batch.sample_ids.tolist(), batch.labels.tolist(), strict=True)) == {0: 3, 1: 0, 2: 2, 3: 5, 4: 0}
+    assert dict(zip(batch.sample_ids.tolist(), batch.labels.tolist(), strict=True)) == {0: 3, 1: 4, 2: 4, 3: 5, 4: 6}
     assert np.concatenate([part.labels for part in batch.divided(10)]).tolist() == batch.labels.tolist()
     assert Sampler(table(PAIRS), settings(**gpt)).batch(0).labels is None
 
 
 def test_long_samples_are_counted() -> None:
     report = Sampler(table(PAIRS), settings(long_samples=LongSamples.SKIP)).report
-    assert (report.samples, report.long_inputs, report.long_targets, report.long_samples) == (5, 2, 2, 3)
-    assert str(report) == ("3 of 5 samples are longer than the maximum and were skipped (2 inputs, 2 targets)")
+    assert (report.samples, report.long_samples) == (5, 3)
+    assert str(report) == "3 of 5 samples are longer than the maximum and were skipped: 12 of 17 target tokens are lost"
     assert str(Sampler(table(PAIRS[:2]), settings()).report) == "all 2 samples are within the maximum lengths"
     truncated = Sampler(table(PAIRS), settings(long_samples=LongSamples.TRUNCATE)).report
-    assert "were truncated" in str(truncated)
+    assert str(truncated).endswith("and were truncated: 3 of 17 target tokens are lost")
+    gpt = settings(family=ModelFamily.GPT, long_samples=LongSamples.TRUNCATE)
+    assert str(Sampler(table(PAIRS), gpt).report).endswith("and were truncated: no target token is lost")
 
 
 def test_golden_order() -> None:
@@ -107,7 +109,7 @@ RATES = {"task_rates": (1.0, 2.0)}
         (PAIRS, {}, None, "at most 10 input and 4 target tokens, sample 2 has 11 and 1 (3 of 5 samples"),
         (PAIRS, {"family": ModelFamily.GPT}, None, "at most 10 tokens (input and target), sample 1 has 14 (3 of 5 sam"),
         ([(20, 1)], SKIP, None, "expected at least 1 usable sample, got 0 of 1 (1 are too long)"),
-        (PAIRS[:2], RATES, None, "expected the samples' tasks for 2 rates, got none"),
+        (PAIRS[:2], RATES, None, "expected the samples' tasks for their rates or sides, of 2 tasks, got none"),
         (PAIRS[:2], RATES, np.zeros(1, np.int16), "expected the tasks of 2 samples, got those of 1"),
         ([], {"seed": -1}, None, "expected seed of at least 0, got -1"),
         ([], {"samples_per_iteration": 0}, None, "expected samples_per_iteration of at least 1, got 0"),

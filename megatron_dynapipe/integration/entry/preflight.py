@@ -17,10 +17,10 @@ from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.sampling import LengthTable, Sampler, long_by_task, read_task_ids
+from megatron_dynapipe.sampling import Sampler, read_task_ids
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.units import ModelFamily, amount
 
 
 def check_data(run: RunConfig) -> None:
@@ -83,11 +83,26 @@ def _print(run: RunConfig, lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
+def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
+    """Lines on samples of a split that are too long, and what training does without for it."""
+    report, most = sampler.report, sampler.settings.tokens_per_iteration
+    if report.long_samples:
+        names = read_meta(data).tasks
+        by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
+        tasks = (
+            f"{names[task]} {of.samples}" + (f" ({amount(of.lost, 'target token')} lost)" if of.lost else "")
+            for task, of in by_task
+        )
+        yield f"{report}; by task: {', '.join(tasks)}"
+    if report.over_batch:
+        yield (
+            f"{amount(report.over_batch, 'sample')} of more tokens than --tokens-per-global-batch {most}: each is an"
+            " iteration of its own"
+        )
+
+
 def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
-    if sampler.report.long_samples:
-        names, table = read_meta(data).tasks, LengthTable.read(data, split.name)
-        long = long_by_task(table, read_task_ids(data, split.name, len(table)), sampler.settings)
-        yield f"{sampler.report}: {', '.join(f'{names[task]} {count}' for task, count in long.items())}"
+    yield from long_samples(sampler, data, split)
     samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
     if split.evaluation is not None:
         if split.evaluation * samples < there:

@@ -70,7 +70,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
-    training = {**run.checkpoints.training, "truncate": run.truncate.value, "loss": str(run.loss_on or meta.loss)}
+    training = {**run.checkpoints.training, "loss": str(run.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     fields = inputs.fields().items()

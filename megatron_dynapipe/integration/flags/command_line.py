@@ -123,8 +123,8 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
     add(
         "--dynapipe-truncate",
         choices=_values(TruncationSide),
-        default=TruncationSide.RIGHT.value,
-        help="where samples lose tokens with --dynapipe-long-samples truncate (default right)",
+        help="where inputs lose tokens with --dynapipe-long-samples truncate (default: as the dataset says, "
+        "conversations on the left by whole turns, else right); targets are kept",
     )
     add(
         "--dynapipe-loss",

@@ -19,6 +19,7 @@ from megatron_dynapipe.cost.format import located
 from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import (
     Layouts,
@@ -88,7 +89,6 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         in_checkout=args.use_dynapipe,
         rank=args.rank,
         device=device,
-        truncate=TruncationSide(args.dynapipe_truncate),
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
@@ -117,6 +117,9 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) 
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
     notes.append(f"layout of micro-batches: {describe(layouts)}")
     notes.append(f"optimizer: {optimizer_in_words(args.optimizer)}")
+    evaluates = bool(args.eval_iters or args.full_validation)
+    if evaluates and not read_meta(args.dynapipe_data).split_samples["test"]:
+        notes.append("test: the dataset has no samples for it: there is no test at the end")
     if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
         notes.append(f"backward passes: whole ({reason})")
     return tuple(notes)
@@ -253,7 +256,11 @@ def _expert_ranks(args: argparse.Namespace) -> int:
 
 
 def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSettings, ...]:
-    """Train, and with evaluation valid and test, of a run that begins."""
+    """Train, and with evaluation valid and, if the dataset has samples for it, test, of a run that begins.
+
+    Raises:
+        DataError: the dataset is missing or damaged, or has no samples for validation.
+    """
     in_samples = (args.train_samples or 0) // args.global_batch_size  # as Megatron counts them
     train = SplitSettings(
         name="train", sampler=training_sampler(args, family), iterations=args.train_iters or in_samples
@@ -262,16 +269,22 @@ def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSetting
         return (train,)
     sampler = _sampler(args, family, args.eval_global_batch_size)
     once = msgspec.structs.replace(sampler, last_batch=LastBatch.KEEP, epochs=1)
-    valid, test = (SplitSettings(name=name, sampler=once, evaluation=1) for name in ("valid", "test"))
-    counts = [split_sampler(args.dynapipe_data, split).batches.count or 1 for split in (valid, test)]
+    there = read_meta(args.dynapipe_data).split_samples
+    if not there["valid"]:
+        raise DataError(
+            f"expected samples for validation in {args.dynapipe_data}, its valid split has none",
+            hint="train with --eval-iters 0, or prepare the dataset with a --valid-fraction above 0",
+        )
+    splits = [SplitSettings(name=name, sampler=once, evaluation=1) for name in ("valid", "test") if there[name]]
+    counts = [split_sampler(args.dynapipe_data, split).batches.count or 1 for split in splits]
     most = max(counts) if args.full_validation else args.eval_iters
-    whole = [max(counts)] * 2 if args.use_dynapipe else counts  # Megatron's own loop runs equally many of both
-    of_valid, of_test = (min(count, most) for count in whole)
-    return (
-        train,
-        msgspec.structs.replace(valid, evaluation=of_valid),
-        msgspec.structs.replace(test, evaluation=of_test, iterations=of_test),
-    )
+    # Megatron's own loop runs equally many of both.
+    counts = [min(max(counts) if args.use_dynapipe else count, most) for count in counts]
+    evaluated = [
+        msgspec.structs.replace(split, evaluation=count, iterations=count if split.name == "test" else None)
+        for split, count in zip(splits, counts, strict=True)
+    ]
+    return (train, *evaluated)
 
 
 def training_sampler(args: argparse.Namespace, family: ModelFamily) -> SamplerSettings:
@@ -300,14 +313,17 @@ def iterations_of_epochs(args: argparse.Namespace, family: ModelFamily) -> int:
 
 def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> SamplerSettings:
     longest_input, longest_target = maximum_lengths(args, family)
-    loss_on = args.dynapipe_loss or read_meta(args.dynapipe_data).loss
+    meta, long = read_meta(args.dynapipe_data), LongSamples(args.dynapipe_long_samples)
+    side = args.dynapipe_truncate if long is LongSamples.TRUNCATE else TruncationSide.RIGHT
+    loss_on = args.dynapipe_loss or meta.loss
     return SamplerSettings(
         family=family,
         seed=args.seed,
         samples_per_iteration=samples,
         max_input_length=longest_input,
         max_target_length=longest_target,
-        long_samples=LongSamples(args.dynapipe_long_samples),
+        long_samples=long,
+        sides=meta.task_sides if side is None else (TruncationSide(side),),
         labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
     )
 

@@ -12,7 +12,7 @@ from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import SamplerSettings, TruncationSide
+from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.units import ModelFamily
@@ -66,7 +66,6 @@ class RunConfig:
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
         in_checkout: whether a patched checkout's own script runs, and builds its own model.
-        truncate: where truncated samples lose tokens.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
@@ -95,7 +94,6 @@ class RunConfig:
     in_checkout: bool
     rank: int
     device: torch.device
-    truncate: TruncationSide
     loss_on: LossOn | None
     store: StoreAddress | None
     store_bind: str

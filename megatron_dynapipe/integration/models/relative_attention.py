@@ -113,6 +113,11 @@ def _make_mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.Bl
         [kind.clone() for kind in torch.from_numpy(part).to(device, non_blocking=True)]
         for part in _blocks(row, causal=causal)
     )
+    # Sizes of their own, too: where a row has as many blocks as the model has heads, say, Dynamo takes the two for one
+    # number, which it compiles in; any other number of blocks is then compiled anew, and after eight not at all.
+    for tensor in (*counts, *indices):
+        for dimension in range(2, tensor.dim()):
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
     return flex.BlockMask(
         seq_lengths=(length, length),
         kv_num_blocks=counts[0],

@@ -29,7 +29,7 @@ from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.sampling import SpanTable, read_task_ids
+from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
@@ -94,7 +94,9 @@ class PlanSupply:
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
         folder, tag = Path(self._settings.data), self._inputs.splits.index(split)
         reader, meta = open_split(folder, split.name) if required.text else None, read_meta(folder)
-        by_task = required.labels and len(meta.tasks) > 1
+        by_task, tasks = required.labels and len(meta.tasks) > 1, None
+        if by_task or (required.text and split.sampler.needs_tasks):
+            tasks = read_task_ids(folder, split.name, meta.split_samples[split.name])
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
             Collator(
@@ -102,10 +104,9 @@ class PlanSupply:
                 reader=reader,
                 special=meta,
                 layouts=self._inputs.planner.micro_batch_layouts,
-                truncate=self._settings.truncate,
                 loss_on=self._settings.loss_on or LossOn(meta.loss),
-                spans=SpanTable.read(folder / split.name),
-                task_ids=read_task_ids(folder, split.name, meta.split_samples[split.name]) if by_task else None,
+                cutter=Cutter(split.sampler.family, split.sampler.sides, SpanTable.read(folder / split.name), tasks),
+                task_ids=tasks if by_task else None,
             ),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,

@@ -12,6 +12,7 @@ from megatron_dynapipe import config
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.tools.certify import flags as command_lines
+from megatron_dynapipe.tools.certify.records import read_records
 from megatron_dynapipe.tools.certify.verdict import Check, checks_fp32, checks_half
 from megatron_dynapipe.tools.tuning import validate
 
@@ -44,13 +45,7 @@ def certify(
     Raises:
         ConfigError: a run could not be started, or ended early; the message is its own.
     """
-    words = command_lines.words_of(flags)
-    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
-        raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
-    if not full:
-        words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
-        for change in changes:
-            said(f"reduced: {change}")
+    words = _words(flags, said, full=full)
     family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
     exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
@@ -76,11 +71,26 @@ def certify(
         runs = 2 + 2 * len(halves)
         ranks = ranks or _default_ranks(words, said)
         reference = run("reference", "fp32", command_lines.alone(exact), 1)
+        for note in read_records(reference)[0].notes:
+            said(note)
         checks, gradients = checks_fp32(run("planned", "fp32", exact, ranks), reference)
         for half, added in halves.items():
             other = run("reference", half, [*command_lines.alone(words), *added], 1)
             checks += checks_half(run("planned", half, [*words, *added], ranks), other, reference, half)
     return checks, gradients
+
+
+def _words(flags: Sequence[str], said: Callable[[str], None], *, full: bool) -> Sequence[str]:
+    """The flags of the run, whose model fits one process unless `full` keeps it as it is."""
+    words = command_lines.words_of(flags)
+    if not (data := config.early_flags(words, {"dynapipe_data": ""}).dynapipe_data):
+        raise ConfigError("expected the flags of a training run, got no --dynapipe-data", hint="give them after --")
+    if full:
+        return words
+    words, changes = command_lines.reduced(words, vocabulary=read_meta(Path(data)).vocabulary_size)
+    for change in changes:
+        said(f"reduced: {change}")
+    return words
 
 
 def _default_ranks(words: Sequence[str], said: Callable[[str], None]) -> int:

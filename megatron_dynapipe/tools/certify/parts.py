@@ -1,5 +1,6 @@
 """The parameters of a model that many ranks hold in parts, put together and compared."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +10,9 @@ from megatron_dynapipe.tools.certify.records import Part
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Distance of two tensors over the length of the second."""
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+    """Distance of two tensors over the length of the second; infinite where either holds what is not a number."""
+    error = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
 
 
 def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[str, torch.Tensor]:
@@ -24,7 +26,8 @@ def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[s
     for rank, parts in enumerate(ranks):
         for name, offset, shape, part in parts:
             other, known = first.setdefault((name, tuple(offset)), (rank, part))
-            if not torch.equal(part, known) and not (error := relative_error(part, known)) < tolerance:
+            same = torch.allclose(part, known, rtol=0, atol=0, equal_nan=True)
+            if not same and not (error := relative_error(part, known)) < tolerance:
                 raise DataError(f"{name}: the copies of ranks {other} and {rank} differ by {error:.1e}")
             tensor = tensors.setdefault(name, torch.zeros(shape))
             lengths = (*[1] * (len(offset) - part.dim()), *part.shape)
@@ -40,5 +43,5 @@ def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Te
     """
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
-    kept = [name for name, norm in norms.items() if norm > 1e-5 * max(norms.values())]
+    kept = [name for name, norm in norms.items() if not norm <= 1e-5 * max(norms.values())]
     return {name: relative_error(actual[name], expected[name]) for name in kept}

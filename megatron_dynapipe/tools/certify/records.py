@@ -1,5 +1,6 @@
 """The record that one rank of a run under test leaves for the comparison: a file of safetensors."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
         recomputed: the same where nothing is computed again.
         moved: by stage, the furthest that a sample moved while others changed, as a part of the largest state, and
             which sample.
+        notes: lines on the samples that are trained, for whoever asked for the certificate.
         device: that it ran on, a kind of torch's.
         parts: sets of gradients by name; a file has their names and places, and the values apart.
     """
@@ -35,13 +37,15 @@ class RankRecord(msgspec.Struct, kw_only=True):
     repeated: tuple[float, str] = (0.0, "")
     recomputed: tuple[float, str] = (0.0, "")
     moved: dict[int, tuple[float, str]] = {}
+    notes: list[str] = []
     device: str = "cpu"
     parts: dict[str, list[Part]] = {}
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the rank's file."""
         tensors = {f"{name} {at}": part[3] for name, parts in self.parts.items() for at, part in enumerate(parts)}
-        text = msgspec.json.encode(self, enc_hook=lambda tensor: None).decode()
+        fields = msgspec.to_builtins(self, str_keys=True, enc_hook=lambda tensor: None)
+        text = json.dumps(fields)  # whose numbers may be NaN, as a loss is that has diverged
         save_file(tensors, folder / f"rank-{rank}", metadata={"record": text})
 
 
@@ -50,7 +54,7 @@ def read_records(folder: Path) -> Sequence[RankRecord]:
     records = []
     for rank in range(len(list(folder.glob("rank-*")))):
         with safe_open(folder / f"rank-{rank}", framework="pt") as file:
-            fields = msgspec.json.decode(file.metadata()["record"])
+            fields = json.loads(file.metadata()["record"])
             parts = fields.pop("parts")
             record = msgspec.convert(fields, RankRecord, str_keys=True)
             record.parts = {

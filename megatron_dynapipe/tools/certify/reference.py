@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
-from megatron_dynapipe.data.spans import LossOn, learned, truncated
+from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
+from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
 from megatron_dynapipe.integration.models.experts import finish_iteration, forget_iteration, routers_of
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
-from megatron_dynapipe.sampling import SpanTable
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
 from megatron_dynapipe.tools.certify.records import RankRecord
@@ -69,6 +69,8 @@ class ReferenceSession(Session):
     @override
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Numbers of iterations; samples are read where they are used."""
+        run, split = self._run, self._run.inputs.splits[0]
+        self.record.notes = [*long_samples(split_sampler(run.data, split), run.data, split)]
         if self._run.checkpoints.pretrained is None:
             (self.folder / "weights").mkdir()
             checkpoint.save(self._modules[0], self.folder / "weights")
@@ -96,21 +98,19 @@ class ReferenceSession(Session):
     def _samples_of(self, iteration: int) -> list[Sample]:
         run, split = self._run, self._run.inputs.splits[0]
         meta, reader = read_meta(run.data), open_split(run.data, split.name)
-        spans, loss_on = SpanTable.read(run.data / split.name), run.loss_on or LossOn(meta.loss)
-        batch = split_sampler(run.data, split).batch(iteration)
+        loss_on, sampler = run.loss_on or LossOn(meta.loss), split_sampler(run.data, split)
+        batch = sampler.batch(iteration)
         samples: list[Sample] = []
         for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):
             inputs, targets = (part.astype(np.int64) for part in reader[number])
             if run.family is ModelFamily.GPT:
-                counts = learned(number, len(inputs), len(targets), loss_on, spans)
-                rows = np.concatenate([inputs, targets]), counts
-                words, counts = (truncated(row, s, run.truncate, "tokens", number) for row in rows)
+                words, counts = sequence(sampler.cutter, number, (inputs, targets), int(s), loss_on)
                 samples.append((number, words[:-1].tolist(), words[1:].tolist(), counts[1:].tolist(), None))
             else:
-                words = truncated(inputs, s, run.truncate, "input tokens", number)
-                target = truncated(targets, t, run.truncate, "target tokens", number).tolist()
-                labels = [*target, meta.eos_id]
-                samples.append((number, [meta.bos_id, *target], labels, [1.0] * len(labels), words.tolist()))
+                words, target = kept_pair(sampler.cutter, number, (inputs, targets), (int(s), int(t)))
+                labels = [*target.tolist(), meta.eos_id]
+                given = [meta.bos_id, *target.tolist()]
+                samples.append((number, given, labels, [1.0] * len(labels), words.tolist()))
         return [sample for sample in samples if sample[1]]
 
     def _run_all(self, models: list[Any], samples: Sequence[Sample], *, keeps: bool = False) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Two runs of the same samples from the same weights, one planned and one sample by sample: what differs, and where."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,16 @@ def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
     """The largest relative difference of two runs' numbers of iterations."""
-    errors = [abs(a - e) / max(abs(e), 1e-30) for a, e in zip(actual, expected, strict=True)]
-    return Check(name=name, error=max(errors), where=f"iteration {errors.index(max(errors)) + 1}")
+    errors = [_difference(a, e) for a, e in zip(actual, expected, strict=True)]
+    at = errors.index(max(errors))
+    not_a_number = f": not a number (planned {actual[at]}, reference {expected[at]})" if math.isinf(errors[at]) else ""
+    return Check(name=name, error=errors[at], where=f"iteration {at + 1}{not_a_number}")
+
+
+def _difference(actual: float, expected: float) -> float:
+    """Relative difference of two numbers; infinite where either is not one."""
+    error = abs(actual - expected) / max(abs(expected), 1e-30)
+    return error if math.isfinite(error) else math.inf
 
 
 def _moved(name: str, ranks: Sequence[tuple[float, str]], allowed: float) -> Check:
@@ -94,7 +103,7 @@ def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:
     worst, where = -1.0, ""
     for sample, (expected, tokens) in alone.samples.items():
         loss, counted = sums[sample]
-        error = abs(loss - expected) / max(abs(expected), 1e-30) if counted == tokens else float("inf")
+        error = _difference(loss, expected) if counted == tokens else math.inf
         if error > worst:
             miscounted = f": {counted:.0f} of {tokens:.0f} tokens count" if counted != tokens else ""
             worst, where = error, f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
@@ -122,7 +131,9 @@ def _gradients(ranks: Sequence[RankRecord], alone: RankRecord) -> tuple[Check, d
         return Check(name="gradients", error=float("inf"), where=error.message), {}
     errors = errors_by_name(actual, expected)
     worst = where = max(errors, key=lambda name: errors[name])
-    if errors[worst] > SUMS:
+    if math.isinf(errors[worst]):
+        where = f"{worst}: not a number"
+    elif errors[worst] > SUMS:
         others = sum(error > SUMS for error in errors.values()) - 1
         plain = f"{worst} and {others} other parameters" if others else f"{worst} alone: the sum over its copies"
         where = _weights(actual, alone, ranks) or plain

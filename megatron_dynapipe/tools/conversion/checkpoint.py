@@ -96,6 +96,13 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
     return path
 
 
+def has(folder: Path, name: str) -> bool:
+    """Whether the last checkpoint of a folder has a parameter of this name; raises as `load`."""
+    path = _last(folder)
+    with _reading(path):
+        return name in dist_checkpointing.load_tensors_metadata(str(path))
+
+
 def _check_rows(path: Path, rows: Mapping[str, int]) -> None:
     """Refuse a smaller vocabulary: reading fills the rows that a checkpoint lacks with zeros, and says nothing."""
     if not rows:
@@ -106,7 +113,8 @@ def _check_rows(path: Path, rows: Mapping[str, int]) -> None:
         if name in saved and saved[name].global_shape[0] < count:
             raise ConfigError(
                 f"expected {count} rows of {name}, the vocabulary's, got {saved[name].global_shape[0]} in {path}",
-                hint="train with the model.yaml that `convert from-hf` wrote, whose padded-vocab-size is the model's",
+                hint="train with the model.yaml that `convert from-hf` wrote, whose padded-vocab-size is the model's;"
+                " with --vocabulary-rows it has rows for tokens that were added",
             )
 
 

@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,20 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from megatron_dynapipe.cost.hugging_face import OF_EXPERTS, T5_LIKE, Flags, family_of
+from megatron_dynapipe.cost.hugging_face import T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.entry.resume_record import NAME, named, newest, read_record
+from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
-from megatron_dynapipe.tools.conversion.families import flags, read_config
-from megatron_dynapipe.tools.conversion.names import entries
+from megatron_dynapipe.tools.conversion.families import UNTIED, flags, read_config
+from megatron_dynapipe.tools.conversion.names import HEAD, entries
+from megatron_dynapipe.tools.conversion.source import is_tied, published, rounded, their_model
 from megatron_dynapipe.tools.conversion.tensors import TensorEntry
 from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
-INDEX = "model.safetensors.index.json"
 _HEADER = """\
 # {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
 # without the comment sign. Run files with layout and training go before this one.
@@ -42,8 +41,23 @@ Progress = Callable[[Sequence[TensorEntry]], Iterable[TensorEntry]]
 """Passes entries on, and may show how many."""
 
 
-def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> tuple[Path, str]:
+def from_hugging_face(
+    source: Path,
+    folder: Path,
+    progress: Progress = iter,
+    *,
+    vocabulary_rows: int | None = None,
+    said: Callable[[str], None] = lambda _: None,
+) -> tuple[Path, str]:
     """Write a checkpoint of the weights in a HuggingFace folder, a run file of the model, and its configuration.
+
+    Args:
+        source: the folder.
+        folder: to write.
+        progress: sees the tensors go by.
+        vocabulary_rows: rows of the embedding and of the head, for tokens that were added; those beyond the model's own
+            hold the mean of these.
+        said: called with a line for whatever is not as `config.json` says.
 
     Returns:
         The run file, `model.yaml`, and the command that trains with it.
@@ -53,20 +67,32 @@ def from_hugging_face(source: Path, folder: Path, progress: Progress = iter) -> 
         CheckpointError: its files cannot be written.
     """
     config = read_config(source)
-    described, family = flags(config), family_of(config.to_dict())
-    theirs = _their_model(config, source)
+    own, rows = config.vocab_size, vocabulary_rows or config.vocab_size
+    if rows < own:
+        raise ConfigError(f"expected --vocabulary-rows of at least the model's {own}, got {rows}")
+    described, family = flags(config, rows), family_of(config.to_dict())
+    theirs = their_model(config, source)
     tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
-    with checkpoint.whole_model(described, family, config.vocab_size, dtype) as model:
-        fill(model, entries(config.model_type, described, config.vocab_size), tensors, progress)
+    for note in rounded(source, dtype):
+        said(note)
+    changes: dict[str, Any] = {} if rows == own else {"vocab_size": rows}
+    if UNTIED not in described and not is_tied(theirs):
+        said("config.json says that the head is the embedding, and the files have another: it is kept, untied")
+        described[UNTIED] = True
+        changes["tie_word_embeddings"] = False
+    with checkpoint.whole_model(described, family, rows, dtype) as model:
+        fill(model, entries(config.model_type, described, own), tensors, progress)
         with fresh_folder(folder) as fresh:
             checkpoint.save(model, fresh)
-            shutil.copyfile(source / CONFIG if source.is_dir() else source, fresh / CONFIG)
+            _write_config(source, fresh, changes)
             (fresh / RUN_FILE).write_text(_run_file(folder, source, described, family))
     return folder / RUN_FILE, training_command(folder, family)
 
 
-def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Progress = iter) -> Path:
+def to_hugging_face(
+    folder: Path, target: Path, like: Path | None, progress: Progress = iter, *, vocabulary_rows: int | None = None
+) -> Path:
     """Write the last checkpoint of a folder as HuggingFace's files; the folder of these.
 
     Args:
@@ -75,37 +101,70 @@ def to_hugging_face(folder: Path, target: Path, like: Path | None, progress: Pro
         like: HuggingFace's configuration of the model, a file or a folder, whose tokenizer and settings of generation
             are copied; None: `folder`.
         progress: sees the tensors go by.
+        vocabulary_rows: rows of the embedding and of the head that are kept; None: the configuration's.
 
     Raises:
-        ConfigError: there is no checkpoint or no configuration, they do not go together, or `target` is not empty.
+        ConfigError: there is no checkpoint or no configuration, they do not go together, tokens were added that nobody
+            says whether to keep, or `target` is not empty.
         CheckpointError: its files cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
 
     like = like or folder
-    config = read_config(like)
-    described, vocabulary = flags(config), config.vocab_size
+    config, record = read_config(like), _record(folder)
+    vocabulary = vocabulary_rows or config.vocab_size
+    if vocabulary_rows is None and record is not None:
+        _check_added(record, vocabulary, like)
+    described, changes = flags(config, vocabulary), dict[str, Any]()
+    if vocabulary != config.vocab_size:
+        changes["vocab_size"] = vocabulary
+    if UNTIED not in described and checkpoint.has(folder, HEAD):
+        described[UNTIED] = True
+        changes["tie_word_embeddings"] = False
     with checkpoint.whole_model(described, family_of(config.to_dict()), vocabulary, torch.float32) as model:
-        divides_scores = _divides_scores(config.model_type, folder)
+        divides_scores = _divides_scores(config.model_type, record)
         table = entries(config.model_type, described, vocabulary, divides_scores=divides_scores)
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
     dtype = config.dtype or torch.float32
     with fresh_folder(target) as fresh:
         save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, fresh)
-        # As it is: written by transformers, a T5's would read as that of a tied head.
-        shutil.copyfile(like / CONFIG if like.is_dir() else like, fresh / CONFIG)
+        _write_config(like, fresh, changes)
         for name in (*TOKENIZER_FILES, GENERATION):
             if (like / name).is_file():
                 shutil.copyfile(like / name, fresh / name)
     return target
 
 
-def _divides_scores(kind: str, folder: Path) -> bool:
-    """Whether a T5's run had Megatron's scale of scores: its record says so, which what was converted does not have."""
+def _write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
+    """The configuration as it is, but for some fields: written by transformers, a T5's would read as of a tied head."""
+    file = source / CONFIG if source.is_dir() else source
+    if not changes:
+        shutil.copyfile(file, folder / CONFIG)
+        return
+    fields = msgspec.json.decode(read_bounded(file)) | changes
+    (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n")
+
+
+def _record(folder: Path) -> ResumeRecord | None:
+    """What a run says of its last checkpoint; what was converted, and not trained, has no record."""
     path = newest(folder)
-    record = None if kind not in T5_LIKE or path is None else read_record(path / NAME)
-    return record is not None and "softmax_scale" not in record.model
+    return None if path is None else read_record(path / NAME)
+
+
+def _check_added(record: ResumeRecord, vocabulary: int, like: Path) -> None:
+    """Refuse to leave out rows of tokens that a run had, unless that was asked for."""
+    tokens = int(record.model.get("vocabulary_size", 0))
+    if tokens > vocabulary:
+        raise ConfigError(
+            f"expected as many rows as the run's data has tokens, {tokens}, got {vocabulary} by {like}",
+            hint=f"--vocabulary-rows {tokens} keeps those of the tokens that were added, {vocabulary} leaves them out",
+        )
+
+
+def _divides_scores(kind: str, record: ResumeRecord | None) -> bool:
+    """Whether a T5's run had Megatron's scale of scores: its record says so."""
+    return kind in T5_LIKE and record is not None and "softmax_scale" not in record.model
 
 
 def fill(model: nn.Module, table: list[TensorEntry], tensors: Mapping[str, Tensor], progress: Progress = iter) -> None:
@@ -148,79 +207,6 @@ def read_out(model: nn.Module, table: list[TensorEntry], progress: Progress = it
             for name, part in zip(entry.theirs, parts, strict=True)
         }
     return tensors
-
-
-def _their_model(config: Any, source: Path) -> Any:
-    """HuggingFace's model with its weights, from safetensors files alone: other files run code when they are read."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging
-
-    _check_index(source / INDEX)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        model, report = kind.from_pretrained(
-            source,
-            config=config,
-            dtype="auto",
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named by the report, which the error would hide
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"cannot read the weights in {source}: {str(error).splitlines()[0]}",
-            hint="expected are files of safetensors; others are converted by HuggingFace's save_pretrained",
-        ) from error
-    _check_complete(model, report, source)
-    return model
-
-
-def _check_index(index: Path) -> None:
-    """Refuse an index that names files elsewhere, before any of them is opened."""
-    if not index.is_file():
-        return
-    try:
-        files = set(msgspec.json.decode(read_bounded(index), type=_Index).weight_map.values())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {index}: {error}", hint="download it again") from error
-    if elsewhere := sorted(name for name in files if Path(name).name != name):
-        raise ConfigError(
-            f"expected {index} to name files beside it, got {named(elsewhere)}", hint="download the model anew"
-        )
-
-
-class _Index(msgspec.Struct):
-    """The file that holds each weight."""
-
-    weight_map: dict[str, str]
-
-
-def published(model: Any) -> Mapping[str, Tensor]:
-    """A model's tensors under the names of its files: `transformers` joins experts when it reads them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    tensors: Mapping[str, Tensor] = model.state_dict()
-    return revert_weight_conversion(model, dict(tensors)) if model.config.model_type in OF_EXPERTS else tensors
-
-
-def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None:
-    """Refuse files without some of the model's weights, which `transformers` makes up, or with weights beside them."""
-    missing = set(report["missing_keys"])
-    hint = "download the model whole; one without its head, or with another task's, cannot be converted"
-    if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:
-        missing.add("lm_head.weight")  # a T5's, which `transformers` ties where the files have none
-        hint = "the T5 was saved with a head tied to its embeddings, as transformers 5 makes one; v1.1's is not"
-    shapes = [f"{name} {tuple(got)}, expected {tuple(shape)}" for name, got, shape in report["mismatched_keys"]]
-    problems = {"missing": missing, "unexpected": report["unexpected_keys"], "of another shape": shapes}
-    if listed := [f"{problem}: {named(sorted(names))}" for problem, names in problems.items() if names]:
-        raise ConfigError(
-            f"expected every weight of config.json's model in {source}, and no others; {'; '.join(listed)}",
-            hint=hint,
-        )
 
 
 def _run_file(folder: Path, source: Path, described: Flags, kind: ModelFamily) -> str:

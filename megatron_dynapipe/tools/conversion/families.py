@@ -8,6 +8,7 @@ from megatron_dynapipe.cost.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flag
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import round_up
 
+UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128
 """Megatron pads vocabularies to it by itself (`--make-vocab-size-divisible-by`)."""
 
@@ -45,11 +46,12 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def flags(config: Any) -> Flags:
+def flags(config: Any, rows: int | None = None) -> Flags:
     """The model's flags, as a run file has them; training's own are left to the user.
 
     `padded-vocab-size`, the rows of the embedding and the head, is the whole vocabulary, in a number that up to 128
-    tensor-parallel ranks share: a dataset's tokenizer often has fewer tokens than its model has rows.
+    tensor-parallel ranks share: a dataset's tokenizer often has fewer tokens than its model has rows. `rows` takes the
+    place of the configuration's vocabulary.
 
     Raises:
         ConfigError: the model has a part that Megatron's flags, or the conversion, do not know.
@@ -58,14 +60,15 @@ def flags(config: Any) -> Flags:
     if obstacle := obstacle_in(config.to_dict()):
         raise ConfigError(f"{kind}: expected a model without sliding windows, got {obstacle}")
     numbers = _gpt2(config) if kind == "gpt2" else _t5(config) if kind in T5_LIKE else _llama(config)
-    described |= numbers | {"padded-vocab-size": round_up(described.pop("vocab-size"), _ROWS_MULTIPLE)}
+    vocabulary = described.pop("vocab-size")
+    described |= numbers | {"padded-vocab-size": round_up(rows or vocabulary, _ROWS_MULTIPLE)}
     kernels = ("no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-dropout-fusion")
     return described | dict.fromkeys(kernels, True)
 
 
 def _gpt2(config: Any) -> Flags:
     _expect(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
-    _expect(config, scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
+    _expect(config, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
     numbers = {"dynapipe-activation": "gelu_tanh", "norm-epsilon": config.layer_norm_epsilon}
     return numbers | {"seq-length": config.n_positions}
 
@@ -110,7 +113,7 @@ def _t5(config: Any) -> Flags:
         "dynapipe-softmax-scale": 1.0,  # a T5 does not divide its scores by √c
         "norm-epsilon": config.layer_norm_epsilon,
         "relative-attention-max-distance": config.relative_attention_max_distance,
-        "untie-embeddings-and-output-weights": True,
+        UNTIED: True,
         **dict.fromkeys(("seq-length", "decoder-seq-length", "max-position-embeddings"), 512),
     }
 

@@ -60,6 +60,13 @@ def _gpt2(flags: Flags, heads: Heads) -> Iterator[TensorEntry]:
             yield TensorEntry(f"{ours}{to}.bias", (f"{theirs}{of}.bias",))
     for kind in BOTH:
         yield TensorEntry(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
+    yield from _head(flags)
+
+
+def _head(flags: Flags) -> Iterator[TensorEntry]:
+    """A head of its own."""
+    if "untie-embeddings-and-output-weights" in flags:
+        yield TensorEntry(HEAD, ("lm_head.weight",))
 
 
 def _llama(flags: Flags, heads: Heads, block: str) -> Iterator[TensorEntry]:
@@ -78,8 +85,7 @@ def _llama(flags: Flags, heads: Heads, block: str) -> Iterator[TensorEntry]:
         yield TensorEntry(f"{ours}self_attention.linear_proj.weight", (f"{theirs}self_attn.o_proj.weight",))
         yield from _networks(flags, layer, ours, theirs, block)
     yield TensorEntry("decoder.final_layernorm.weight", ("model.norm.weight",))
-    if "untie-embeddings-and-output-weights" in flags:
-        yield TensorEntry(HEAD, ("lm_head.weight",))
+    yield from _head(flags)
 
 
 def _networks(flags: Flags, layer: int, ours: str, theirs: str, block: str) -> Iterator[TensorEntry]:

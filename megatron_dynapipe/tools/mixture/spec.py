@@ -26,6 +26,7 @@ import yaml
 
 from megatron_dynapipe.config import load_yaml
 from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.sampling import TruncationSide
 
 _MOST_WEIGHT = 1e9
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -70,6 +71,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         limit: samples that are taken at most, chosen by their digests.
         valid, test: fractions for validation and testing, in place of the command's.
         deduplicate: take equal samples once.
+        truncate: where inputs lose tokens that are too long for a run; by default at their end, conversations at their
+            beginning.
     """
 
     name: _Name | None = None
@@ -89,6 +92,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     valid: _Fraction | None = None
     test: _Fraction | None = None
     deduplicate: bool = False
+    truncate: TruncationSide | None = None
 
     def __post_init__(self) -> None:
         named = self.name or self.task_column or "of no name"
@@ -112,6 +116,11 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"task {named}: expected valid and test together below 1")
         if isinstance(self.template, str) and self.template.count("|||") != 1:
             raise ValueError(f"task {named}: expected a template with ||| between input and target")
+
+    @property
+    def side(self) -> TruncationSide:
+        """Where inputs lose tokens that are too long for a run."""
+        return self.truncate or (TruncationSide.RIGHT if self.messages is None else TruncationSide.LEFT)
 
     @property
     def templates(self) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling import spans_path
+from megatron_dynapipe.sampling import TruncationSide, spans_path
 from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, task_rates
 from megatron_dynapipe.tools.prepare.encode import TRUNCATED, status_of
@@ -133,6 +133,7 @@ def write_dataset(
         state.update(f"\0{name}\0{files[name].quick}".encode())
     samples = {split: by_task(splits == place) for place, split in enumerate(SPLITS)}
     skipped = {str(reason): int((statuses == status_of(reason)).sum()) for reason in Skipped}
+    sides = {name: spec.side for spec, of in zip(mixture.tasks, entries, strict=False) for name in of}
     return DatasetMeta(
         source=settings.source,
         tasks=tuple(names),
@@ -141,6 +142,7 @@ def write_dataset(
         skipped={reason: count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
+        sides={name: side for name, side in sides.items() if side is not TruncationSide.RIGHT},
         loss="targets" if any(spec.messages for spec in mixture.tasks) else "everything",
         lengths=_histogram(staging, splits == 0),
         vocabulary_size=len(tokenizer),

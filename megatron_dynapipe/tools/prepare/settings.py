@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.sampling.long_samples import LongSamples, TruncationSide
+from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
 
 class TextSample(msgspec.Struct, frozen=True):

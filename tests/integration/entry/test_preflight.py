@@ -1,13 +1,16 @@
 """What is found before Megatron is initialised: on rank 0, in one message, with exit status 2."""
 
+import re
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_dynapipe.cost.format import encode_file
 from megatron_dynapipe.data.meta import read_meta, write_meta
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.sampling import LengthTable, TruncationSide
 from tests.cost.models import gpt_file
 from tests.helpers import entry_scripts
 from tests.helpers.commands import run_python
@@ -71,6 +74,43 @@ def test_token_ids_beyond_the_models_vocabulary_are_refused(data, other_vocabula
 def test_a_batch_larger_than_the_dataset_is_said(data, tmp_path):
     (run,) = train("gpt", data, "--train-iters 1 --global-batch-size 80", ranks=1, report=tmp_path / "report")
     assert "train: an iteration of 80 samples repeats some of the split's 64" in run["stdout"]
+
+
+def test_what_long_samples_lose_is_said_by_task(tmp_path):
+    """Inputs are cut before targets, by the sides of their tasks; samples above a batch's tokens are said, too."""
+    sides = {"long": TruncationSide.LEFT}
+    data = make_dataset(tmp_path / "data", lengths=(1, 40), tasks=("short", "long"), sides=sides)
+    flags = "--train-iters 1 --seq-length 16 --dynapipe-long-samples truncate --tokens-per-global-batch 16"
+    flags += " --dynapipe-loss targets"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report")
+    lengths = LengthTable.read(data, "train")
+    whole = lengths.input + lengths.target
+    (line,) = re.findall(r"train: (.* samples are longer .*)", run["stdout"])
+    lost = np.maximum(lengths.target - 16, 0)
+    long = [int((whole[task::2] > 17).sum()) for task in (0, 1)]
+    said = f"{sum(long)} of 64 samples are longer than the maximum and were truncated: {lost.sum()} of"
+    assert line.startswith(f"{said} {lengths.target.sum()} target tokens are lost; by task: short {long[0]}")
+    by_task = [int(lost[task::2].sum()) for task in (0, 1)]
+    assert min(by_task) > 1 and f"short {long[0]} ({by_task[0]} target tokens lost)" in line
+    over = int((np.minimum(whole, 17) > 16).sum())
+    said = f"train: {over} samples of more tokens than --tokens-per-global-batch 16: each is an iteration of its own"
+    assert over > 1 and said in run["stdout"]
+
+
+def test_a_dataset_without_samples_to_test_trains_without_a_test(tmp_path):
+    data = make_dataset(tmp_path / "data", splits=("train", "valid"))
+    flags = "--train-iters 2 --eval-interval 1 --eval-iters 1"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report")
+    assert "test: the dataset has no samples for it: there is no test at the end" in run["stdout"]
+    assert "on validation set" in run["stdout"] and "on test set" not in run["stdout"]
+
+
+def test_a_dataset_without_samples_to_validate_is_refused_with_evaluations(tmp_path):
+    data = make_dataset(tmp_path / "data", splits=("train",))
+    told = refused("gpt", "--eval-iters 1", data, tmp_path)
+    assert "its valid split has none\nhint: train with --eval-iters 0" in told
+    (run,) = train("gpt", data, "--train-iters 1", ranks=1, report=tmp_path / "report")
+    assert "no test at the end" not in run["stdout"]
 
 
 def start(*, rank: int, world_size: int, failing: list[int]) -> str:

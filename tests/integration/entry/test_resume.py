@@ -100,11 +100,12 @@ def test_another_model_goes_on_to_finetune_alone_and_other_settings_are_named(sa
     (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
     assert "got layernorm_epsilon 0.01 (was Megatron's default)" in run["stderr"] and "--finetune" in run["stderr"]
     flags += " --finetune --seed 9 --hidden-dropout 0.1 --dynapipe-loss targets --dynapipe-truncate left"
+    flags += " --dynapipe-long-samples truncate"
     (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report")
     (line,) = (line for line in run["stdout"].splitlines() if "with other settings: " in line)
     for said in ("layernorm_epsilon 0.01", "hidden_dropout 0.1 (was 0.0)", "loss targets (was everything)"):
         assert said in line
-    assert "truncate left (was right)" in line and "seed 9 (was 7)" in line
+    assert 'sampler.sides ["left"] (was ["right"])' in line and "seed 9 (was 7)" in line
 
 
 @pytest.mark.parametrize("content", ["latest", None])

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.integration.models import packed_attention
+from megatron_dynapipe.integration.models import packed_attention, relative_attention
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import ENGINE, EngineCoreAttention, has_fused_kernel
 from megatron_dynapipe.integration.models.packed_attention import attend_by_sample, kernel_takes
@@ -161,6 +161,18 @@ def test_relative_biases_compiled_once_are_those_by_sample():
     for number, lengths in enumerate(([300, 84, 7], [20, 9], [100, 156], [600, 300])):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             compare_biases(lengths, 4, 32, causal=True, device="cuda", atol=2e-2, rtol=1e-2)
+
+
+def test_rows_of_any_number_of_blocks_are_one_graph(monkeypatch):
+    """Blocks of the first row are as many as the heads. Dynamo's graphs alone; the kernel itself takes a device."""
+    traced = torch.compile(relative_attention.flex.flex_attention, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(relative_attention, "_attend", lambda device: traced)
+    for number, lengths in enumerate(([300, 84, 7], [20, 9], [100, 156], [600, 300])):
+        query, key, value, _ = (t.squeeze(1) for t in inputs(sum(lengths), sum(lengths), 4, channels=32))
+        bias = torch.arange(8.0 * max(lengths)).sin().view(4, -1)[:, distances_of(max(lengths))][None]
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=number > 0):
+            attended = attend_with_biases(query, key, value, row_of(lengths, lengths), bias, causal=True, scale=SCALE)
+        assert attended.shape == query.shape
 
 
 def compare_biases(lengths, groups, channels=CHANNELS, *, causal, device="cpu", **bounds: float) -> None:

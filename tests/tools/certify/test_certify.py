@@ -40,6 +40,7 @@ RIGHT = (
             ("dropout", "", DROPOUT, 2),
             ("tensor parallel", "--swiglu", "--tensor-model-parallel-size 2 --sequence-parallel", 2),
             ("experts", EXPERTS, SHARED, 2),
+            ("cut samples", f"{TARGETS} --seq-length 24 --dynapipe-long-samples truncate", STAGES, 3),
             ("losses of targets", TARGETS, f"{TWO} --dynapipe-layers-per-stage 2.5,1.5 --dynapipe-slices 24", 2),
             ("a T5", T5, f"{TWO} --dynapipe-layers-per-stage 3,1 --dynapipe-layout packed", 4),
         )
@@ -119,6 +120,32 @@ def test_gpus_may_add_up_in_another_order_and_cpus_may_not(tmp_path):
         assert {check.name: check.holds for check in checks if check.name == "determinism"} == {"determinism": holds}
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_is_not_a_number_is_a_miss_and_said(tmp_path, at):
+    """Whichever run has it, and wherever: a comparison with it is neither larger nor smaller than any."""
+    part = ("norm.weight", [0], [1], torch.ones(1))
+    right = RankRecord(
+        losses=[1.0, 1.0], norms=[1.0, 1.0], samples={0: (1.0, 1.0), 1: (1.0, 1.0)}, parts={"gradients": [part]}
+    )
+    (right_folder := tmp_path / "right").mkdir()
+    right.write(right_folder, 0)
+    numbers = [float("nan") if place == at else 1.0 for place in (0, 1)]
+    nan = [("norm.weight", [0], [1], torch.full((1,), float("nan")))]
+    wrong = msgspec.structs.replace(
+        right, losses=numbers, samples={at: (numbers[at], 1.0), 1 - at: (1.0, 1.0)}, parts={"gradients": nan}
+    )
+    (wrong_folder := tmp_path / "wrong").mkdir()
+    wrong.write(wrong_folder, 0)
+    for planned, reference in ((right_folder, wrong_folder), (wrong_folder, right_folder), (wrong_folder,) * 2):
+        checks = {check.name: check for check in checks_fp32(planned, reference)[0]}
+        assert [name for name, check in checks.items() if not check.holds] == [
+            "losses",
+            "losses by sample",
+            "gradients",
+        ]
+        assert checks["losses"].where.startswith(f"iteration {at + 1}: not a number")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_half_precision_is_held_against_its_noise(runs, half):
@@ -132,7 +159,8 @@ def test_half_precision_is_held_against_its_noise(runs, half):
 def test_the_command(data, capsys, monkeypatch):
     """The command line, and torchrun inside."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = entry_scripts.words("gpt", data, TWO, report=data.parent / "unused")
+    cut = f"{TWO} --seq-length 48 --dynapipe-long-samples truncate"
+    flags = entry_scripts.words("gpt", data, cut, report=data.parent / "unused")
     assert main(["certify", "--iterations", "2", "--json", "--", *flags]) == 0
     said = capsys.readouterr()
     progress = [line for line in said.err.splitlines() if line.startswith("run ")]
@@ -141,6 +169,7 @@ def test_the_command(data, capsys, monkeypatch):
         "run 2 of 2 ended after",
     ]
     assert progress[2].startswith("run 2 of 2: planned, fp32, ranks: ") and "at most 1800 s" in progress[2]
+    assert "samples are longer than the maximum and were truncated: no target token is lost" in said.err
     printed = json.loads(said.out)
     assert printed["exact"] and len(printed["gradients"]) > 20
     assert {check["name"] for check in printed["checks"]} >= {"losses", "gradients", "determinism"}

@@ -120,6 +120,7 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     from megatron_dynapipe.tools.conversion import checkpoint, command
     from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
+    from megatron_dynapipe.tools.conversion.source import published
 
     found = {}
     rows = [(name, config, flags(config), False) for name, config in configs().items()]
@@ -129,7 +130,7 @@ def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for name, config, described, divides_scores in rows:
         theirs, family = make(config), family_of(config.to_dict())
         table = entries(config.model_type, described, config.vocab_size, divides_scores=divides_scores)
-        expected, tensors = their_logits(theirs), command.published(theirs)
+        expected, tensors = their_logits(theirs), published(theirs)
         with checkpoint.whole_model(described, family, config.vocab_size, torch.float32) as model:
             command.fill(model, table, tensors)
             back = command.read_out(model, table)

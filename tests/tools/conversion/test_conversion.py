@@ -56,7 +56,7 @@ def test_a_t5s_record_says_whether_its_scores_were_divided(tmp_path, kind, model
         (tmp_path / "release").mkdir()
         (tmp_path / "release" / NAME).write_bytes(msgspec.json.encode(record))
         (tmp_path / TRACKER).write_text("release")
-    assert command._divides_scores(kind, tmp_path) is divides
+    assert command._divides_scores(kind, command._record(tmp_path)) is divides
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, read_meta
 from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.sampling import LengthTable, LongSamples
+from megatron_dynapipe.sampling import LengthTable, LongSamples, TruncationSide
 from megatron_dynapipe.tools.inspect import problems
 from megatron_dynapipe.tools.mixture.sources import rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixing, Mixture, TaskSpec
@@ -52,6 +53,22 @@ def test_each_entry_is_split_by_itself(tmp_path: Path, tokenizer: Path) -> None:
     }
     assert meta.rates == {}
     assert not list(problems(tmp_path / "data"))
+
+
+def test_where_inputs_are_cut_is_a_tasks_own(tmp_path: Path, tokenizer: Path) -> None:
+    """In the manifest, of the tasks that do not lose their inputs' ends; conversations lose their beginnings."""
+    entries = [
+        (TaskSpec(name="a", source="x"), pairs(4)),
+        (TaskSpec(name="b", source="x", truncate=TruncationSide.MIDDLE), pairs(4)),
+    ]
+    meta = prepare(tmp_path / "data", tokenizer, entries)[0]
+    assert meta.sides == {"b": "middle"} and meta.task_sides == (TruncationSide.RIGHT, TruncationSide.MIDDLE)
+    assert read_meta(tmp_path / "data") == meta
+    alone = prepare(tmp_path / "alone", tokenizer, entries[1:])[0]
+    assert alone.task_sides == (TruncationSide.MIDDLE,)
+    chats = TaskSpec(name="c", source="x", messages="messages")
+    assert chats.side is TruncationSide.LEFT
+    assert msgspec.structs.replace(chats, truncate=TruncationSide.RIGHT).side is TruncationSide.RIGHT
 
 
 def test_duplicates_and_limits(tmp_path: Path, tokenizer: Path) -> None:
