@@ -31,12 +31,12 @@ BOUNDS = {
     # 1,100, virtual stages and the choice of splits 250, rivals 350, what a plan's time is lost to 100, MFU of runs 45,
     # labels in patched checkouts 20, certify's two replicas 25, stages of dev's own script 30, splits of equal work 13,
     # what is kept of long samples 330, heads and vocabularies of conversions 120, numbers that are none 20.
-    "lines of the package": 47_613,
-    "lines of its core": 31_901,
+    "lines of the package": 47_818,
+    "lines of its core": 32_091,
     "kinds of values": 210,
     # To come down to 30,000; rehearsal brought 1,110, HybridModel, certify 900, claims and rivals 300,
     # labels 100, #7452 20, cliffs of T5 and chunks 30, splits of equal work 7.
-    "lines of tests": 35_885,
+    "lines of tests": 36_132,
     "lines of benchmarks": 9_146,  # plans that knew of a slow stage 19, throughput in turns 2
     "flags": 27,
     "files of the planner": 38,
