@@ -36,21 +36,16 @@ std::vector<PackedGrid> packed_grids(const std::vector<PackedMode>& modes) {
     return grids;
 }
 
-// The model's modules, divided between stages at the cuts.
-std::vector<StageModules> stages(const Ints& modules, const Ints& cuts, size_t kinds) {
-    const std::span<const int64_t> all(modules.data(), modules.size());
-    std::vector<StageModules> stages;
-    int64_t first = 0;
-    for (size_t i = 0; i <= cuts.size(); ++i) {
-        const int64_t end = i < cuts.size() ? cuts.data()[i] : static_cast<int64_t>(all.size());
-        require(first <= end && end <= static_cast<int64_t>(all.size()), "cuts in order between modules");
-        stages.emplace_back(all.subspan(first, end - first), kinds);
-        first = end;
-    }
-    return stages;
-}
-
 }  // namespace
+
+Links links_of(Keywords& given) {
+    return {.bytes_per_position = given.get<int64_t>("bytes_per_position"),
+            .held_per_position = given.get<int64_t>("held_per_position"),
+            .decoder_forward = given.flags("decoder_forward"),
+            .decoder_backward = given.flags("decoder_backward"),
+            .latency_ns = given.values<double>("latency_ns"),
+            .gbps = given.values<double>("gbps")};
+}
 
 Problem problem_of(Keywords given) {
     const Integers model_state = given.values<int64_t>("model_state");
@@ -66,6 +61,7 @@ Problem problem_of(Keywords given) {
         .modes = grids(given.get<std::vector<Mode>>("modes")),
         .packed = packed_grids(given.get<std::vector<PackedMode>>("packed")),
         .modules = {},
+        .every_quantity = given.get<bool>("every_quantity"),
         .even_two = given.get<bool>("even_two"),
         .pipeline = {.stages = static_cast<int64_t>(model_state.size()),
                      .chunks = given.get<int64_t>("chunks"),
@@ -75,12 +71,7 @@ Problem problem_of(Keywords given) {
                      .peak_covers_backward = given.get<bool>("peak_covers_backward"),
                      .transfers = {.receive_ahead = given.get<int64_t>("receive_ahead"),
                                    .ordered_starts = given.get<bool>("ordered_starts")}},
-        .links = {.bytes_per_position = given.get<int64_t>("bytes_per_position"),
-                  .held_per_position = given.get<int64_t>("held_per_position"),
-                  .decoder_forward = given.flags("decoder_forward"),
-                  .decoder_backward = given.flags("decoder_backward"),
-                  .latency_ns = given.values<double>("latency_ns"),
-                  .gbps = given.values<double>("gbps")},
+        .links = links_of(given),
         .in_flight = {in_flight.data(), in_flight.data() + in_flight.size()},
         .replicas = given.get<int64_t>("replicas"),
         .division = static_cast<Division>(given.get<int64_t>("division")),
@@ -92,7 +83,8 @@ Problem problem_of(Keywords given) {
     };
     require(problem.division >= Division::kOff && problem.division < Division::kDivisions, "a division that there is");
     require(problem.rows.kinds >= 1 && problem.rows.kinds <= 4096, "between 1 and 4096 kinds of modules");
-    problem.modules = stages(given.get<Ints>("modules"), given.get<Ints>("cuts"), problem.rows.kinds);
+    const Integers modules = given.values<int64_t>("modules"), cuts = given.values<int64_t>("cuts");
+    problem.modules = divided_at(modules, cuts, problem.rows.kinds);
     given.done();
     problem.check();
     problem.choose_rows();
@@ -105,7 +97,6 @@ nb::dict constants() {
     found["LARGEST_COST"] = kLargestCost;
     found["LARGEST_COORDINATE"] = kLargestCoordinate;
     found["NEVER"] = kUnreachable;
-    found["FEW_ROWS"] = kFewRows;
     const auto add = [&](const char* name, const std::vector<std::pair<const char*, int64_t>>& numbers) {
         nb::dict named;
         for (const auto& [member, number] : numbers) named[member] = number;
@@ -113,7 +104,8 @@ nb::dict constants() {
     };
     add("Quantity", {{"FORWARD", kForward}, {"BACKWARD", kBackward}, {"STORED", kStored}, {"PEAK", kPeak},
                      {"WEIGHT", kWeight}, {"ENTRY_STORED", kEntryStored}, {"ENTRY_PEAK", kEntryPeak}});
-    add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)}, {"auto", static_cast<int64_t>(Division::kAuto)},
+    add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)},
+                          {"auto", static_cast<int64_t>(Division::kAuto)},
                           {"on", static_cast<int64_t>(Division::kOn)}});
     add("Rule", {{"BACKWARD_FIRST", static_cast<int64_t>(Rule::kBackwardFirst)},
                  {"FORWARD_FIRST", static_cast<int64_t>(Rule::kForwardFirst)},

@@ -7,6 +7,7 @@
 namespace dynapipe {
 
 // The problem from the arguments of BatchProblem (planning/problem.py), checked.
+Links links_of(Keywords& given);
 Problem problem_of(Keywords given);
 
 // What Python and the core both name and number; planning/native.py compares them when it is imported.

@@ -29,7 +29,9 @@ std::vector<T> copy(const Array<T, 1>& array) {
     return {array.data(), array.data() + array.size()};
 }
 
-inline std::vector<uint8_t> copy_flags(const Array<bool, 1>& flags) { return {flags.data(), flags.data() + flags.size()}; }
+inline std::vector<uint8_t> copy_flags(const Array<bool, 1>& flags) {
+    return {flags.data(), flags.data() + flags.size()};
+}
 
 // An array's values where they lie; the array lives as long as the view does.
 template <typename Values>

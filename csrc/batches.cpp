@@ -41,9 +41,10 @@ const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, Modes modes, bo
         made_.pop_back();
         return nullptr;
     }
-    batch.costs = &row.costs;
+    if (&row != &batch.own) batch.cached = &row;
     batch.modes = std::move(modes);
-    for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += batch.costs->forward[v] + batch.costs->backward[v];
+    const PassCosts costs = batch.costs();
+    for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += costs(kForwardNs, v) + costs(kBackwardNs, v);
     batch.samples = std::move(samples);
     return &batch;
 }

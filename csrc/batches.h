@@ -17,10 +17,12 @@ struct MicroBatch {
     std::vector<int32_t> samples;  // places in the order, ascending
     Modes modes;
     bool packed;
-    int64_t work = 0;                  // time on all stages
-    const PassCosts* costs = nullptr;  // null where the cost model does not cover it, or it does not fit
-    CostRow own;                       // what `costs` points to, unless padded under one mode
-    std::vector<int32_t> pieces;       // those of its samples that are pieces, as places in the problem, ascending
+    int64_t work = 0;                 // time on all stages
+    const CostRow* cached = nullptr;  // its costs, where it is padded under one mode
+    CostRow own;                      // else its costs
+    std::vector<int32_t> pieces;      // those of its samples that are pieces, as places in the problem, ascending
+
+    PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
 };
 
 // A solution's micro-batches of one replica, in the order in which they enter the pipeline.

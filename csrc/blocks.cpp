@@ -63,7 +63,8 @@ Blocks merged_hills(const Blocks& blocks, size_t modes) {
     }
     for (const Blocks& order : hills)
         for (size_t i = 0; i < order.size(); ++i)
-            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()), &order[i]);
+            placed.emplace_back(static_cast<int64_t>((2 * i + 1) << 20) / static_cast<int64_t>(order.size()),
+                                &order[i]);
     std::stable_sort(placed.begin(), placed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     Blocks order;
     for (const auto& [place, block] : placed) order.push_back(*block);

@@ -4,8 +4,8 @@
 //     forward    A  s0 s1 s2  B          pieces s0, s1, s2 of one sample, each in a micro-batch of its own
 //     backward   A  s2 s1 s0  B
 //
-// Micro-batches that hold pieces of one sample, directly or through others, are a link. Backward passes run in the order
-// of forward passes, a link's in reverse among its places.
+// Micro-batches that hold pieces of one sample, directly or through others, are a link. Backward passes run in the
+// order of forward passes, a link's in reverse among its places.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ public:
     // Whether every chain's pieces are all there and ascend.
     bool hold(const MicroBatches& batches);
 
-    // Which micro-batch each place of the backward sequence runs: [micro-batches]; empty where that is the place itself.
+    // Which micro-batch each place of the backward sequence runs: [micro-batches]; empty where that is the place
+    // itself.
     const std::vector<int32_t>& turned(const MicroBatches& batches);
 
     // The places of the link that a micro-batch is in, ascending.

@@ -73,7 +73,8 @@ void CostCache::add_labelled(const BySize& by_size, size_t type, const Axis::Cel
     if (!problem_.counts_labels() || type != type_of_.back()) return;
     const std::vector<int64_t>& row = labelled_row(by_size.mode_, shape.labels);
     const size_t sizes = by_size.sizes_->points.size();
-    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1), labels = std::min(shape.labels, positions);
+    const int64_t positions = std::max<int64_t>(shape.size * shape.input, 1);
+    const int64_t labels = std::min(shape.labels, positions);
     const auto value = [&](size_t quantity) -> int64_t {
         if (!row.empty()) return row[quantity];
         const int64_t* values = by_size.labelled_costs_.data() + quantity * sizes;
@@ -100,8 +101,8 @@ int64_t CostCache::usual_labels(int64_t positions) const {
     return static_cast<__int128>(positions) * label_sum_ / std::max<int64_t>(input_sum_, 1);
 }
 
-// Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps: two
-// inputs and gradients at a time, and what it has sent; about as many as it holds.
+// Messages of a virtual stage that holds so many micro-batches of so many positions, beside the inputs that it keeps:
+// two inputs and gradients at a time, and what it has sent; about as many as it holds.
 int64_t CostCache::message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const {
     const Links& links = problem_.links;
     const auto bytes = [&](const std::vector<uint8_t>& decoder, size_t boundary) {
@@ -144,7 +145,8 @@ Summary CostCache::summarize(const BySize& by_size, int64_t size) {
             int64_t messages = 0;
             for (size_t v = stage; v < type_of_.size(); v += stages)
                 messages = std::max(messages, message_bytes(v, held, size * by_size.input_, size * by_size.target_));
-            if (total.stored * held + total.above + messages > problem_.memory(stage)) fitting &= ~(uint32_t{1} << option);
+            if (total.stored * held + total.above + messages > problem_.memory(stage))
+                fitting &= ~(uint32_t{1} << option);
         }
     }
     return {slowest, sum - slowest, fitting, true};
@@ -186,19 +188,28 @@ int64_t CostCache::uncovered_stage(size_t mode, const Shape& shape) {
     return -1;
 }
 
-void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
-    int64_t inputs = 0, targets = 0, labels = 0;
+PackedRow CostCache::packed(const std::vector<int32_t>& samples) const {
+    PackedRow row{samples, 0, 0, 0};
     for (int32_t sample : samples) {
-        if (problem_.counts_labels()) labels += problem_.labels[sample];
-        inputs += problem_.input_positions[sample];
-        targets += problem_.target_positions[sample];
+        if (problem_.counts_labels()) row.labels += problem_.labels[sample];
+        row.inputs += problem_.input_positions[sample];
+        row.targets += problem_.target_positions[sample];
     }
-    inputs = round_up(inputs, problem_.row_multiple);
-    targets = round_up(targets, problem_.row_multiple);
-    labels = round_up(std::max<int64_t>(labels, 1), problem_.row_multiple);
+    row.inputs = round_up(row.inputs, problem_.row_multiple);
+    row.targets = round_up(row.targets, problem_.row_multiple);
+    row.labels = round_up(std::max<int64_t>(row.labels, 1), problem_.row_multiple);
+    return row;
+}
+
+void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
+    const PackedRow of_samples = packed(samples);
     by_type_.clear();
-    if (packed_.module_costs(mode, {samples, inputs, targets, labels}, module_costs_)) stage_costs();
-    fill(inputs, targets, row);
+    if (packed_.module_costs(mode, of_samples, module_costs_)) stage_costs();
+    fill(of_samples.inputs, of_samples.targets, row);
+}
+
+bool CostCache::packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out) {
+    return packed_.module_costs(mode, packed(samples), out);
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_type) {
@@ -213,70 +224,78 @@ bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vect
     return true;
 }
 
+bool append_stage(const StageModules& stage, const std::vector<int64_t>& module_costs, size_t ends,
+                  std::vector<int64_t>& by_type) {
+    std::vector<int64_t> costs;
+    stage.append_costs(module_costs, 1, ends, costs);
+    if (costs[kForward] == kAbsent) return false;
+    costs[kPeak] = std::max(costs[kPeak], costs[kStored]);
+    for (size_t end = 0; end < ends; ++end) costs[kPeak] = std::max(costs[kPeak], costs[kStageQuantities + end]);
+    by_type.insert(by_type.end(), costs.begin(), costs.begin() + kStageQuantities);
+    return true;
+}
+
 // Costs of every type of stage from `module_costs_`, into `by_type_`; none where one is above the limit.
 void CostCache::stage_costs() {
     by_type_.clear();
     for (const StageModules& type : types_) {
-        one_size_.clear();
-        type.append_costs(module_costs_, 1, ends_, one_size_);
-        if (one_size_[kForward] == kAbsent) {
-            by_type_.clear();
-            return;
-        }
-        one_size_[kPeak] = std::max(one_size_[kPeak], one_size_[kStored]);
-        for (size_t end = 0; end < ends_; ++end)
-            one_size_[kPeak] = std::max(one_size_[kPeak], one_size_[kStageQuantities + end]);
-        by_type_.insert(by_type_.end(), one_size_.begin(), one_size_.begin() + kStageQuantities);
+        if (append_stage(type, module_costs_, ends_, by_type_)) continue;
+        by_type_.clear();
+        return;
     }
 }
 
-// A row from the costs in `by_type_`: [kinds][kStageQuantities], none where the cost model does not cover the micro-batch,
-// and messages of so many positions.
-void CostCache::fill(int64_t inputs, int64_t targets, CostRow& row) const {
-    const int64_t virtual_stages = problem_.modules.size();
+void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of,
+               const Links& links, int64_t inputs, int64_t targets, bool divided) {
+    const size_t virtual_stages = type_of.size();
     row.values.assign(kCosts * virtual_stages, 0);
-    int64_t* const out = row.values.data();
-    row.costs = costs_in(out, virtual_stages);
-    row.covered = row.fits = !by_type_.empty();
-    if (!row.covered) return;
-    for (int64_t v = 0; v < virtual_stages; ++v) {
-        StageCosts at;
-        std::copy_n(by_type_.begin() + type_of_[v] * kStageQuantities, static_cast<size_t>(kStageQuantities), at);
-        out[v] = at[kForward];
-        out[virtual_stages + v] = at[kBackward];
-        out[2 * virtual_stages + v] = at[kStored];
-        out[3 * virtual_stages + v] = at[kPeak];
-        if (problem_.division != Division::kOff) out[6 * virtual_stages + v] = std::min(at[kWeight], at[kBackward]);
+    const auto cost = [&](Cost cost, size_t v) -> int64_t& { return row.values[cost * virtual_stages + v]; };
+    for (size_t v = 0; v < virtual_stages; ++v) {
+        const int64_t* stage = by_type.data() + type_of[v] * kStageQuantities;
+        cost(kForwardNs, v) = stage[kForward];
+        cost(kBackwardNs, v) = stage[kBackward];
+        cost(kStoredBytes, v) = stage[kStored];
+        cost(kPeakBytes, v) = stage[kPeak];
+        if (divided) cost(kWeightNs, v) = std::min(stage[kWeight], stage[kBackward]);
     }
-    const Links& links = problem_.links;
-    for (int64_t v = 0; v + 1 < virtual_stages; ++v) {
+    for (size_t v = 0; v + 1 < virtual_stages; ++v) {
         const int64_t forward = inputs + (links.decoder_forward[v] ? targets : 0);
         const int64_t backward = inputs + (links.decoder_backward[v] ? targets : 0);
-        out[4 * virtual_stages + v] = links.transfer_ns(v, forward * links.bytes_per_position);
-        out[5 * virtual_stages + v + 1] = links.transfer_ns(v, backward * links.bytes_per_position);
-        out[7 * virtual_stages + v] = links.held_bytes(forward);
-        out[8 * virtual_stages + v + 1] = links.held_bytes(backward);
+        cost(kForwardTransferNs, v) = links.transfer_ns(v, forward * links.bytes_per_position);
+        cost(kBackwardTransferNs, v + 1) = links.transfer_ns(v, backward * links.bytes_per_position);
+        cost(kForwardMessageBytes, v) = links.held_bytes(forward);
+        cost(kBackwardMessageBytes, v + 1) = links.held_bytes(backward);
     }
+}
+
+// A row from the costs in `by_type_`: [types][kStageQuantities], none where the cost model does not cover the
+// micro-batch, and messages of so many positions.
+void CostCache::fill(int64_t inputs, int64_t targets, CostRow& row) const {
+    row.covered = row.fits = !by_type_.empty();
+    if (!row.covered) {
+        row.values.assign(kCosts * problem_.modules.size(), 0);
+        return;
+    }
+    set_costs(row, by_type_, type_of_, problem_.links, inputs, targets, problem_.division != Division::kOff);
     row.fits = fits(row);
 }
 
 bool CostCache::fits(const CostRow& row) const {
     for (size_t v = 0; v < problem_.modules.size(); ++v)
-        if (bytes_alone(problem_.pipeline, row.costs, v) > problem_.memory(v % problem_.stages())) return false;
+        if (bytes_alone(problem_.pipeline, row.costs(), v) > problem_.memory(v % problem_.stages())) return false;
     return true;
 }
 
 void CostCache::mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const {
     const size_t stages = modes.size();
     row.values.assign(kCosts * stages, 0);
-    row.costs = costs_in(row.values.data(), stages);
     row.covered = true;
     for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
         if (std::find(modes.begin(), modes.end(), mode) == modes.end()) continue;
-        const CostRow& its = under(mode);
-        row.covered &= its.covered;
+        const CostRow& under_mode = under(mode);
+        row.covered &= under_mode.covered;
         for (size_t at = 0; at < row.values.size(); ++at)
-            if (modes[at % stages] == mode) row.values[at] = its.values[at];
+            if (modes[at % stages] == mode) row.values[at] = under_mode.values[at];
     }
     row.fits = row.covered && fits(row);
 }

@@ -33,11 +33,21 @@ struct Summary {
 
 // A micro-batch on every virtual stage.
 struct CostRow {
-    std::vector<int64_t> values;  // [kCosts][virtual stages], as PassCosts has them
-    PassCosts costs;
+    std::vector<int64_t> values;  // [kCosts][virtual stages]
     bool covered = false;  // by the cost model
     bool fits = false;     // covered, and its peaks fit beside the model state
+
+    PassCosts costs() const { return {values.data(), values.size() / kCosts}; }
 };
+
+// Sets a row's costs from those of every virtual stage: stage v's are the kStageQuantities of `by_type` from type_of[v]
+// on, and its messages are of so many positions. Passes that are not `divided` have no second halves.
+void set_costs(CostRow& row, const std::vector<int64_t>& by_type, const std::vector<size_t>& type_of,
+               const Links& links, int64_t inputs, int64_t targets, bool divided);
+
+// Appends a stage's kStageQuantities, given those of modules at one size, [rows]; false where one is above the limit.
+bool append_stage(const StageModules& stage, const std::vector<int64_t>& module_costs, size_t ends,
+                  std::vector<int64_t>& by_type);
 
 class CostCache {
 public:
@@ -53,7 +63,8 @@ public:
         const Axis* sizes_;
         int64_t input_, target_;
         std::vector<int64_t> stage_costs_;  // [types][kStageQuantities + ends_][sizes of the grid]
-        std::vector<int64_t> labelled_costs_;  // of the last type, what it does with positions with labels alone, if all have one
+        // Of the last type: what it does with positions with labels alone, if all have one.
+        std::vector<int64_t> labelled_costs_;
         std::vector<Summary> summaries_;
         std::unordered_map<int64_t, CostRow> rows_;  // by size and labels
     };
@@ -82,6 +93,9 @@ public:
     // Of samples packed into one row, as places in the problem; every set is computed anew.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
 
+    // Costs of the modules of such a row, by kind and quantity: [rows]; false where the cost model does not cover it.
+    bool packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out);
+
     // Takes every virtual stage's costs from the row under its mode, which `under` gives.
     void mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const;
 
@@ -103,6 +117,7 @@ private:
     int64_t usual_labels(int64_t positions) const;
     int64_t message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const;
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
+    PackedRow packed(const std::vector<int32_t>& samples) const;
     void stage_costs();
     void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool fits(const CostRow& row) const;
@@ -122,7 +137,7 @@ private:
     size_t ends_ = 0;  // that a type has at most
     int64_t label_sum_, input_sum_;  // of all samples
     PackedCosts packed_;
-    std::vector<int64_t> module_costs_, one_size_, by_type_;  // buffers: [rows], [rows of a type], [types][kStageQuantities]
+    std::vector<int64_t> module_costs_, by_type_;  // buffers: [rows], [types][kStageQuantities]
 };
 
 }  // namespace dynapipe

@@ -8,7 +8,7 @@ namespace dynapipe {
 int64_t Evaluator::run(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds,
                        const ListScheduler::Trace* before, ListScheduler::Trace* trace) {
     rows_.clear();
-    for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs);
+    for (const MicroBatch* batch : replica.micro_batches) rows_.push_back(batch->costs());
     const std::vector<int32_t>& turned = chains_.turned(replica.micro_batches);
     if (problem_.pipeline.transfers.are_plain())
         return scheduler_.run(rows_, replica.policy, bound, kinds, turned, before, trace);
@@ -16,9 +16,7 @@ int64_t Evaluator::run(const ReplicaState& replica, int64_t bound, std::vector<u
     if (makespan >= bound) return makespan;
     if (kinds) *kinds = scheduled_;
     // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
-    std::vector<PassCosts> costs;
-    for (const PassCosts* row : rows_) costs.push_back(*row);
-    const Simulation run = simulate_transfers(problem_.pipeline, costs, scheduler_.order(scheduled_));
+    const Simulation run = simulate_transfers(problem_.pipeline, rows_, scheduler_.order(scheduled_));
     return run.stalled ? kUnreachable : run.makespan;
 }
 

@@ -1,4 +1,5 @@
-// The makespans of a solution's replicas. A replica that was changed is scheduled from the first micro-batch that differs.
+// The makespans of a solution's replicas. A replica that was changed is scheduled from the first micro-batch that
+// differs.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,8 @@ namespace dynapipe {
 
 class Evaluator {
 public:
-    Evaluator(const Problem& problem, Chains& chains) : problem_(problem), chains_(chains), scheduler_(problem.pipeline) {}
+    Evaluator(const Problem& problem, Chains& chains)
+        : problem_(problem), chains_(chains), scheduler_(problem.pipeline) {}
 
     // kUnreachable from the bound on; `kinds` as ListScheduler::run fills it.
     int64_t makespan(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr) {

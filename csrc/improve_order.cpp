@@ -67,7 +67,8 @@ private:
         if (size == 0) return 0;
         std::vector<int64_t>& by_size = times_[input * targets_.distinct.size() + target];
         if (by_size.size() <= size) by_size.resize(size + 8, kUnknown);
-        if (by_size[size] == kUnknown) by_size[size] = compute(size, inputs_.distinct[input], targets_.distinct[target]);
+        if (by_size[size] == kUnknown)
+            by_size[size] = compute(size, inputs_.distinct[input], targets_.distinct[target]);
         return by_size[size];
     }
 
@@ -101,7 +102,8 @@ private:
     // Moves the fewest longest samples of a micro-batch whose move saves time.
     bool relieve(size_t g, const LengthIndex& lengths) {
         std::vector<int32_t> members = groups_[g].members;
-        std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) { return lengths.of[a] > lengths.of[b]; });
+        std::stable_sort(members.begin(), members.end(),
+                         [&](int32_t a, int32_t b) { return lengths.of[a] > lengths.of[b]; });
         const size_t most = std::min(kMostMoved, members.size());
         for (size_t moved = 1; moved <= most && left_ > 0; ++moved) {
             if (moved < members.size() && lengths.of[members[moved]] == lengths.of[members[moved - 1]]) continue;
@@ -131,7 +133,8 @@ private:
                 }
             }
             if (receiver == groups_.size()) {
-                for (; !before.empty(); before.pop_back()) groups_[before.back().first] = std::move(before.back().second);
+                for (; !before.empty(); before.pop_back())
+                    groups_[before.back().first] = std::move(before.back().second);
                 return false;
             }
             Group& group = groups_[receiver];

@@ -14,7 +14,7 @@ JitteredReplay::JitteredReplay(const PipelineShape& shape) : shape_(shape), stag
     for (uint64_t draw = 0; draw < kJitterDraws; ++draw) draws_.push_back({Random(draw), {}});
 }
 
-int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
+int64_t JitteredReplay::total(const std::vector<PassCosts>& costs, const std::vector<uint8_t>& kinds,
                               const std::vector<int32_t>& turned) {
     input_ready_.resize(shape_.stages * costs.size());
     gradient_ready_.resize(shape_.stages * costs.size());
@@ -27,7 +27,7 @@ int64_t JitteredReplay::total(const std::vector<const PassCosts*>& costs, const 
     return sum;
 }
 
-int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
+int64_t JitteredReplay::makespan(const std::vector<PassCosts>& costs, const std::vector<uint8_t>& kinds,
                                  const std::vector<int32_t>& turned, const std::vector<int32_t>& factors) {
     const int64_t stages = shape_.stages, count = costs.size(), width = kinds.size() / stages;
     std::fill(stages_.begin(), stages_.end(), Stage{0, 0, 0, 0, 0});
@@ -42,22 +42,23 @@ int64_t JitteredReplay::makespan(const std::vector<const PassCosts*>& costs, con
                 const auto at = [&](int64_t place) { return turned.empty() ? place : int64_t{turned[place]}; };
                 const auto run = [&](int64_t k, int64_t ready) {
                     const int64_t factor = factors[2 * (k * stages + s) + (kind != kForwardPass)];
-                    stage.free = std::max(stage.free, ready) + costs[k]->time(kind, s) * factor / kUnit;
+                    stage.free = std::max(stage.free, ready) + costs[k].time(kind, s) * factor / kUnit;
                 };
                 if (kind == kForwardPass) {
                     const int64_t k = stage.forwards;
                     if (s > 0 && k >= stages_[s - 1].forwards) break;
                     run(k, input_ready_[s * count + k]);
-                    if (s + 1 < stages) input_ready_[(s + 1) * count + k] = stage.free + costs[k]->forward_transfer[s];
+                    if (s + 1 < stages)
+                        input_ready_[(s + 1) * count + k] = stage.free + costs[k](kForwardTransferNs, s);
                     ++stage.forwards;
                 } else if (kind == kWeightPass) {
-                    while (costs[at(stage.weights)]->weight[s] == 0) ++stage.weights;
+                    while (costs[at(stage.weights)](kWeightNs, s) == 0) ++stage.weights;
                     run(at(stage.weights++), 0);
                 } else {
                     const int64_t place = stage.backwards, k = at(place);
                     if (s + 1 < stages ? place >= stages_[s + 1].backwards : k >= stage.forwards) break;
                     run(k, s + 1 < stages ? gradient_ready_[s * count + k] : 0);
-                    if (s > 0) gradient_ready_[(s - 1) * count + k] = stage.free + costs[k]->backward_transfer[s];
+                    if (s > 0) gradient_ready_[(s - 1) * count + k] = stage.free + costs[k](kBackwardTransferNs, s);
                     ++stage.backwards;
                 }
                 moved = true;

@@ -17,7 +17,7 @@ public:
     explicit JitteredReplay(const PipelineShape& shape);
 
     // The sum of the makespans over all draws. `kinds` is as ListScheduler::run fills it, `turned` as it takes it.
-    int64_t total(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
+    int64_t total(const std::vector<PassCosts>& costs, const std::vector<uint8_t>& kinds,
                   const std::vector<int32_t>& turned);
 
 private:
@@ -29,7 +29,7 @@ private:
         int64_t free, passes, forwards, backwards, weights;
     };
 
-    int64_t makespan(const std::vector<const PassCosts*>& costs, const std::vector<uint8_t>& kinds,
+    int64_t makespan(const std::vector<PassCosts>& costs, const std::vector<uint8_t>& kinds,
                      const std::vector<int32_t>& turned, const std::vector<int32_t>& factors);
 
     const PipelineShape& shape_;

@@ -19,7 +19,7 @@ bool fits(const PipelineShape& shape, const std::vector<PassCosts>& costs, const
 void join(const PipelineShape& shape, const MicroBatches& batches, std::vector<Pass>& order) {
     if (batches.empty()) return;
     std::vector<PassCosts> costs;
-    for (const MicroBatch* batch : batches) costs.push_back(*batch->costs);
+    for (const MicroBatch* batch : batches) costs.push_back(batch->costs());
     const Simulation base = simulate(shape, costs, order);
     const int64_t makespan = base.makespan, width = order.size() / shape.stages;
     std::vector<int64_t> most_idle(shape.stages, makespan);  // for no longer a time

@@ -11,14 +11,16 @@ struct Upgrade {
     double saved_per_byte;
 };
 
-int64_t time_of(const MicroBatch& batch, size_t v) { return batch.costs->forward[v] + batch.costs->backward[v]; }
+int64_t time_of(const MicroBatch& batch, size_t v) {
+    return batch.costs()(kForwardNs, v) + batch.costs()(kBackwardNs, v);
+}
 
 // What a pass of a stage needs at most beside what micro-batches keep.
 int64_t most_above(const Problem& problem, const MicroBatches& batches, size_t stage) {
     int64_t most = 0;
     for (const MicroBatch* batch : batches)
         for (size_t v = stage; v < problem.modules.size(); v += problem.stages())
-            most = std::max(most, batch->costs->peak[v] - batch->costs->stored[v]);
+            most = std::max(most, batch->costs()(kPeakBytes, v) - batch->costs()(kStoredBytes, v));
     return most;
 }
 
@@ -34,7 +36,8 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
     std::vector<std::vector<const MicroBatch*>> under(batches.size());  // [micro-batches][modes]
     std::vector<Modes> chosen;
     for (size_t row = 0; row < batches.size(); ++row) {
-        for (size_t mode = 0; mode < modes; ++mode) under[row].push_back(maker.make(batches[row]->samples, mode, batches[row]->packed));
+        for (size_t mode = 0; mode < modes; ++mode)
+            under[row].push_back(maker.make(batches[row]->samples, mode, batches[row]->packed));
         chosen.push_back(batches[row]->modes);
     }
     std::vector<double> share(stages);  // of a stage's memory that a byte of a micro-batch of mean size takes
@@ -46,7 +49,8 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
         if (limit > 0) full[s] = static_cast<double>(most_above(problem, batches, s)) / memory;
     }
     for (const MicroBatch* batch : batches)
-        for (size_t v = 0; v < virtual_stages; ++v) full[v % stages] += share[v % stages] * batch->costs->stored[v];
+        for (size_t v = 0; v < virtual_stages; ++v)
+            full[v % stages] += share[v % stages] * batch->costs()(kStoredBytes, v);
     const double most = limit > 0 ? limit : *std::max_element(full.begin(), full.end());
     std::vector<Upgrade> upgrades;
     for (size_t row = 0; row < batches.size(); ++row)
@@ -54,15 +58,16 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
             const MicroBatch* next = under[row][mode];
             for (size_t v = 0; next && v < virtual_stages; ++v) {
                 const int64_t saved = time_of(*batches[row], v) - time_of(*next, v);
-                const int64_t kept = next->costs->stored[v] - batches[row]->costs->stored[v];
-                if (saved > 0) upgrades.push_back({row, v, mode, static_cast<double>(saved) / std::max<int64_t>(kept, 1)});
+                const int64_t kept = next->costs()(kStoredBytes, v) - batches[row]->costs()(kStoredBytes, v);
+                if (saved > 0)
+                    upgrades.push_back({row, v, mode, static_cast<double>(saved) / std::max<int64_t>(kept, 1)});
             }
         }
     std::stable_sort(upgrades.begin(), upgrades.end(),
                      [](const Upgrade& a, const Upgrade& b) { return a.saved_per_byte > b.saved_per_byte; });
     for (const auto& [row, v, mode, _] : upgrades) {
         const MicroBatch *now = under[row][chosen[row][v]], *next = under[row][mode];
-        const double more = share[v % stages] * (next->costs->stored[v] - now->costs->stored[v]);
+        const double more = share[v % stages] * (next->costs()(kStoredBytes, v) - now->costs()(kStoredBytes, v));
         if (time_of(*next, v) >= time_of(*now, v) || full[v % stages] + more > most) continue;
         full[v % stages] += more;
         chosen[row][v] = mode;
@@ -70,7 +75,8 @@ MicroBatches lightened(const Problem& problem, BatchMaker& maker, const MicroBat
     MicroBatches lighter = batches;
     for (size_t row = 0; row < batches.size(); ++row)
         if (chosen[row] != batches[row]->modes)
-            if (const MicroBatch* batch = maker.make(batches[row]->samples, chosen[row], batches[row]->packed)) lighter[row] = batch;
+            if (const MicroBatch* batch = maker.make(batches[row]->samples, chosen[row], batches[row]->packed))
+                lighter[row] = batch;
     return lighter;
 }
 

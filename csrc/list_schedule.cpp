@@ -57,82 +57,41 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
     int64_t warmup = 0, drain = 0;
     left_ = 0;
     divided_ = divided;
-    const PassCosts* const last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
+    const PassCosts& last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
     for (int64_t s = 0; s < shape_.stages; ++s) {
         const int64_t room = shape_.memory_limit - shape_.model_state[s];
         int64_t work = 0, weights = 0, peak = 0, above = 0;
-        Messages& its = messages_[s];
-        its = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
-        for (const PassCosts* cost : costs) {
+        Messages& messages = messages_[s];
+        messages = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
+        for (const PassCosts& cost : costs) {
             for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
-                work += cost->forward[v] + (shape_.forward_only ? 0 : cost->backward[v]);
+                work += cost(kForwardNs, v) + (shape_.forward_only ? 0 : cost(kBackwardNs, v));
                 left_ += shape_.forward_only ? 1 : 2;
-                if (divided && cost->weight[v] > 0) {
-                    weights += cost->weight[v];
+                if (divided && cost(kWeightNs, v) > 0) {
+                    weights += cost(kWeightNs, v);
                     ++left_;
                 }
-                peak = std::max(peak, cost->peak[v]);
-                above = std::max(above, above_stored(*cost, v));
-                its.input = std::max(its.input, input_message(*cost, v));
-                its.gradient = std::max(its.gradient, gradient_message(shape_, *cost, v));
-                its.sent = std::max(its.sent, sent_message(shape_, *cost, v));
+                peak = std::max(peak, cost(kPeakBytes, v));
+                above = std::max(above, above_stored(cost, v));
+                messages.input = std::max(messages.input, input_message(cost, v));
+                messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
+                messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
             }
         }
-        if (shape_.forward_only) peak += std::min(1 + ahead_, its.inputs) * its.input + most_sent(s, costs.size()) * its.sent;
+        if (shape_.forward_only)
+            peak += std::min(1 + ahead_, messages.inputs) * messages.input + most_sent(s, costs.size()) * messages.sent;
         if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
-        stages_[s] = {.held = shape_.model_state[s], .next = kForwardPass};
+        stages_[s] = Stage();
+        stages_[s].held = shape_.model_state[s];
         starts_[s] = kUnreachable;
         above_[s] = above;
         most_idle_[s] = bound - work;
         drain_[s] = drain - weights;
-        warmup += costs.front()->forward[s] + costs.front()->forward_transfer[s];
+        warmup += costs.front()(kForwardNs, s) + costs.front()(kForwardTransferNs, s);
         if (!shape_.forward_only && s + 1 < shape_.stages)
-            drain += last->backward[s] - (divided ? last->weight[s] : 0) + last->backward_transfer[s + 1];
+            drain += last(kBackwardNs, s) - (divided ? last(kWeightNs, s) : 0) + last(kBackwardTransferNs, s + 1);
     }
     return true;
-}
-
-void ListScheduler::Trace::replace(Trace& before) {
-    std::swap_ranges(points_.begin(), points_.begin() + shared_, before.points_.begin());
-    std::swap(*this, before);
-}
-
-int64_t ListScheduler::Trace::common(const Costs& costs, const Policy& policy, const std::vector<int32_t>& turned) const {
-    if (costs_.empty() || !(policy == policy_) || turned.empty() != turned_.empty()) return 0;
-    const auto alike = [](const auto& a, const auto& b) {
-        return std::mismatch(a.begin(), a.begin() + std::min(a.size(), b.size()), b.begin()).first - a.begin();
-    };
-    int64_t common = alike(costs, costs_);
-    if (turned.empty()) return common;
-    const size_t same = alike(turned, turned_);
-    common = std::min<int64_t>(common, same);
-    for (const auto* each : {&turned, &turned_})  // whose backwards are elsewhere
-        for (size_t place = same; place < each->size(); ++place) common = std::min<int64_t>(common, (*each)[place]);
-    return common;
-}
-
-void ListScheduler::Trace::begin(size_t shared) {
-    costs_.clear();
-    used_ = shared_ = shared;
-    if (points_.size() < used_) points_.resize(used_);
-}
-
-void ListScheduler::mark(Trace& trace) const {
-    if (trace.used_ == trace.points_.size()) trace.points_.emplace_back();
-    Point& point = trace.points_[trace.used_++];
-    point.stages = stages_;
-    point.starts = starts_;
-    point.makespan = makespan_;
-}
-
-void ListScheduler::keep(Trace& trace, const Costs& costs, const Policy& policy) {
-    trace.costs_ = costs;
-    trace.policy_ = policy;
-    trace.turned_ = turned_;
-    trace.above_ = above_;
-    trace.messages_ = messages_;
-    trace.inputs_.swap(inputs_);
-    trace.gradients_.swap(gradients_);
 }
 
 // Places of the forward sequence that a run has in common with an earlier one. With several chunks the sequence goes
@@ -141,7 +100,8 @@ int64_t ListScheduler::shared_places(const Trace& before, const Costs& costs, co
     const int64_t common = before.common(costs, policy, turned_), count = costs.size();
     if (shape_.chunks == 1) return common;
     if (static_cast<int64_t>(before.costs_.size()) != count) return 0;
-    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) - forward_.begin();
+    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) -
+           forward_.begin();
 }
 
 // Goes to the last point of an earlier run at which only so many places mattered.
@@ -164,12 +124,14 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
                     const Fed fed = feeds<kChunked>(s, forward, i);
                     if (fed.stage < 0) continue;
                     const int64_t place = fed.stage * items_ + fed.place;
-                    (fed.forward ? inputs_ : gradients_)[place] = (fed.forward ? before.inputs_ : before.gradients_)[place];
+                    (fed.forward ? inputs_ : gradients_)[place] =
+                        (fed.forward ? before.inputs_ : before.gradients_)[place];
                 }
         return at;
     }
     for (int64_t s = 0; s <= last; ++s) {
-        if (s > 0) std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
+        if (s > 0)
+            std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
         const auto gradients = before.gradients_.begin() + s * width;
         if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradients_.begin() + s * items_);
     }
@@ -221,7 +183,7 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
         Fed fed{s, 0, false};
         if (stage.next == kWeightPass) {
             const Item item = this->item<kChunked>(false, stage.released);
-            const int64_t above = above_stored(*costs[item.row], item.chunk * stages + s);
+            const int64_t above = above_stored(costs[item.row], item.chunk * stages + s);
             if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
             step_weight<kChunked>(s, costs);
         } else {
@@ -248,10 +210,10 @@ template <bool kChunked>
 void ListScheduler::step_weight(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
     const Item item = this->item<kChunked>(false, stage.released++);
-    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row]->weight[v];
+    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row](kWeightNs, v);
     stage.free += time;
     stage.halves += time;
-    stage.held -= costs[item.row]->stored[v];
+    stage.held -= costs[item.row](kStoredBytes, v);
     release<kChunked>(s, costs);
 }
 
@@ -261,7 +223,7 @@ void ListScheduler::release(int64_t s, const Costs& costs) {
     Stage& stage = stages_[s];
     for (; stage.released < stage.backwards; ++stage.released) {
         const Item item = this->item<kChunked>(false, stage.released);
-        if (divided_ && costs[item.row]->weight[item.chunk * shape_.stages + s] > 0) break;
+        if (divided_ && costs[item.row](kWeightNs, item.chunk * shape_.stages + s) > 0) break;
     }
 }
 
@@ -285,10 +247,10 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
     const bool forward = stage.next == kForwardPass;
     const int64_t i = forward ? stage.forwards++ : stage.backwards++;
     const Item item = this->item<kChunked>(forward, i);
-    const PassCosts& cost = *costs[item.row];
+    const PassCosts& cost = costs[item.row];
     const int64_t v = item.chunk * shape_.stages + s;
     const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
-    if (!forward && divided_ && cost.weight[v] > 0) stage.next = kInputPass;
+    if (!forward && divided_ && cost(kWeightNs, v) > 0) stage.next = kInputPass;
     if (forward) {
         if (v > 0) {
             stage.done[0] = arrival.answered;
@@ -302,14 +264,15 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
             ++stage.gradients;
         }
         stage.kept -= input_message(cost, v);
-        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit) return {-1, 0, false};
+        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit)
+            return {-1, 0, false};
         stage.freed += v > 0;
     }
     const int64_t time = cost.time(stage.next, v);
     stage.idle += starts_[s] - stage.free;
     stage.free = starts_[s] + time;
-    if (forward && !shape_.forward_only) stage.held += cost.stored[v];
-    if (stage.next == kBackwardPass) stage.held -= cost.stored[v];
+    if (forward && !shape_.forward_only) stage.held += cost(kStoredBytes, v);
+    if (stage.next == kBackwardPass) stage.held -= cost(kStoredBytes, v);
     if (!forward) release<kChunked>(s, costs);
     const Fed fed = feeds<kChunked>(s, forward, i);
     if (fed.stage < 0) return {s, 0, false};
@@ -317,8 +280,9 @@ ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
         gradients_[s * items_ + fed.place].ready = stage.free;
         return {s, 0, false};
     }
-    const int64_t arrives = stage.free + (forward ? cost.forward_transfer : cost.backward_transfer)[v];
-    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives, forward ? stage.gradients : stage.inputs};
+    const int64_t arrives = stage.free + cost(forward ? kForwardTransferNs : kBackwardTransferNs, v);
+    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives,
+                                                                        forward ? stage.gradients : stage.inputs};
     send(stage, forward);
     return fed;
 }
@@ -332,16 +296,16 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     bool admitted = i < items_, urgent = false;  // a second half that makes room for the forward
     if (admitted && !shape_.forward_only) {
         const Item item = this->item<kChunked>(true, i);
-        const PassCosts& cost = *costs[item.row];
+        const PassCosts& cost = costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
         const Arrival& input = inputs_[s * items_ + i];
         // Beside others in flight it must leave room for every backward, and for what it sends.
         const int64_t done = input.ready < kUnreachable && v > 0 ? input.answered : stage.done[0];
         const int64_t sent = stage.sent[0] + stage.sent[1] + 1 - done - stage.done[1];
-        const int64_t after = cost.stored[v] + above_[s] - input_message(cost, v) +
+        const int64_t after = cost(kStoredBytes, v) + above_[s] - input_message(cost, v) +
                               std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
         const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
-                               (i == stage.released ? cost.peak[v] : std::max(cost.peak[v], after));
+                               (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
         // A chain's backward passes begin with its last forward, however deep that is.
         const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
         const bool wanted = i - j < depth || awaited;
@@ -359,7 +323,7 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     starts_[s] = std::min(forward, backward);
     if (stage.released == j || starts_[s] < stage.free || (starts_[s] == stage.free && !urgent)) return;
     const Item oldest = this->item<kChunked>(false, stage.released);
-    const int64_t time = costs[oldest.row]->weight[oldest.chunk * shape_.stages + s];
+    const int64_t time = costs[oldest.row](kWeightNs, oldest.chunk * shape_.stages + s);
     const int64_t gap = std::min(starts_[s] - stage.free, time);
     if (urgent ? starts_[s] == stage.free && policy.rule == Rule::kBackwardFirst : 4 * gap < policy.least_gap * time)
         return;

@@ -23,29 +23,30 @@ struct Policy {
     // group of micro-batches makes on all chunks but the last.
     std::vector<int64_t> depth;
     Rule rule;
-    // Where backward passes are divided, a stage runs its oldest second half instead of waiting for its next pass for at
-    // least this many quarters of the half's time.
+    // Where backward passes are divided, a stage runs its oldest second half instead of waiting for its next pass for
+    // at least this many quarters of the half's time.
     int64_t least_gap = kUndivided;
 
-    bool operator==(const Policy& other) const {
-        return depth == other.depth && rule == other.rule && least_gap == other.least_gap;
-    }
+    bool operator==(const Policy& other) const = default;
 };
 
 // Micro-batches come in the order given. Buffers are kept between calls, since a search makes thousands.
 class ListScheduler {
     struct Stage {
-        int64_t free = 0, held = 0;
-        int64_t idle = 0;    // of `free`
-        int64_t halves = 0;  // of `free`, in second halves
-        int64_t forwards = 0, backwards = 0;  // that have run
-        int64_t released = 0;  // backwards up to the first that waits for its second half
-        int64_t passes = 0;    // that have run
+        int64_t free = 0;       // ns from which on the stage can run its next pass
+        int64_t held = 0;       // bytes, model state included
+        int64_t idle = 0;       // ns of `free` in which it waited
+        int64_t halves = 0;     // ns of `free` in second halves
+        int64_t forwards = 0;   // passes that have run
+        int64_t backwards = 0;  // passes that have run
+        int64_t released = 0;   // backwards up to the first that waits for its second half
+        int64_t passes = 0;     // passes that have run
         PassKind next = kForwardPass;
-        // Messages: received inputs and gradients that were waited for, inputs that are no longer needed, bytes of those that
-        // forwards keep; what was sent, and is known to be received, gradients and activations; the pools' buffers.
+        // Messages: received inputs and gradients that were waited for, inputs that are no longer needed, bytes of
+        // those that forwards keep; what was sent, and is known to be received, gradients and activations; the pools'
+        // buffers.
         int32_t inputs = 0, gradients = 0, freed = 0;
-        int32_t sent[2] = {}, done[2] = {};
+        int32_t sent[2] = {0, 0}, done[2] = {0, 0};
         int32_t input_pool = 0, sent_pool = 0;
         int64_t kept = 0;
     };
@@ -69,10 +70,10 @@ class ListScheduler {
     };
 
 public:
-    using Costs = std::vector<const PassCosts*>;
+    using Costs = std::vector<PassCosts>;
 
-    // A run, for others that begin as it does: until the first stage comes to a micro-batch that differs, all stages take
-    // the same passes.
+    // A run, for others that begin as it does: until the first stage comes to a micro-batch that differs, all stages
+    // take the same passes.
     //
     //     micro-batches   a b c d e f        points  a · c · e ·
     //     the next run    a b c e d f                a · c ──► from here on
@@ -99,15 +100,21 @@ public:
     };
 
     explicit ListScheduler(const PipelineShape& shape)
-        : shape_(shape), stages_(shape.stages), above_(shape.stages), messages_(shape.stages), most_idle_(shape.stages), drain_(shape.stages),
+        : shape_(shape),
+          stages_(shape.stages),
+          above_(shape.stages),
+          messages_(shape.stages),
+          most_idle_(shape.stages),
+          drain_(shape.stages),
           starts_(shape.stages) {}
 
     // The makespan, or kUnreachable once it is known to reach `bound`, where a micro-batch does not fit a stage's
     // memory, and where stages wait for one another.
-    // Fills `kinds`, if given, with [stages][passes], kPassKinds where a stage has fewer. Forward passes keep one sequence
-    // on all stages, and so do backward passes and their second halves: group by group, and in a group chunk by chunk.
-    // `turned`, where it is not empty, says which micro-batch each place of the backward sequence runs (Chains).
-    // Begins from the trace `before`, where it can, and fills `trace`; costs are the same where their addresses are.
+    // Fills `kinds`, if given, with [stages][passes], kPassKinds where a stage has fewer. Forward passes keep one
+    // sequence on all stages, and so do backward passes and their second halves: group by group, and in a group chunk
+    // by chunk. `turned`, where it is not empty, says which micro-batch each place of the backward sequence runs
+    // (Chains). Begins from the trace `before`, where it can, and fills `trace`; costs are the same where their
+    // addresses are.
     int64_t run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                 const std::vector<int32_t>& turned = {}, const Trace* before = nullptr, Trace* trace = nullptr);
 
@@ -152,17 +159,19 @@ private:
 
     // What a backward pass, or either of its halves, holds above what its forward stored.
     int64_t above_stored(const PassCosts& cost, int64_t v) const {
-        return shape_.peak_covers_backward ? cost.peak[v] - cost.stored[v] : 0;
+        return shape_.peak_covers_backward ? cost(kPeakBytes, v) - cost(kStoredBytes, v) : 0;
     }
     // Bytes of messages that a stage holds beside what passes keep, with so many buffers for inputs.
     int64_t message_bytes(int64_t s, int64_t inputs) const {
         const Stage& stage = stages_[s];
-        const Messages& its = messages_[s];
-        return inputs * its.input + std::min(1 + ahead_, its.gradients) * its.gradient + stage.sent_pool * its.sent - stage.kept;
+        const Messages& messages = messages_[s];
+        return inputs * messages.input + std::min(1 + ahead_, messages.gradients) * messages.gradient +
+               stage.sent_pool * messages.sent - stage.kept;
     }
     // Buffers for inputs once so many were waited for.
     int64_t input_pool(int64_t s, int64_t inputs) const {
-        return std::max<int64_t>(stages_[s].input_pool, std::min(inputs + ahead_, messages_[s].inputs) - stages_[s].freed);
+        return std::max<int64_t>(stages_[s].input_pool,
+                                 std::min(inputs + ahead_, messages_[s].inputs) - stages_[s].freed);
     }
     void send(Stage& stage, bool forward) {
         ++stage.sent[forward];
@@ -189,7 +198,8 @@ private:
     std::vector<int64_t> above_;      // [stages] room that every backward finds
     std::vector<Messages> messages_;  // [stages]
     std::vector<int64_t> most_idle_;  // [stages] which the iteration's time reaches the bound with
-    std::vector<int64_t> drain_;  // [stages] least time from the last pass to the iteration's end, less the second halves
+    std::vector<int64_t>
+        drain_;  // [stages] least time from the last pass to the iteration's end, less the second halves
     int64_t makespan_ = 0;
     std::vector<int64_t> starts_;  // [stages] of the pass to run next; apart, since every step looks through them
     std::vector<Arrival> inputs_, gradients_;  // [stages][items]

@@ -104,10 +104,11 @@ int64_t Orders::peak(int64_t s) const {
         if (!forward) kept -= input;
         const int64_t messages = received[0].bytes() + received[1].bytes() + sent.bytes() - kept;
         const bool above = forward || shape_.peak_covers_backward;
-        peak = std::max(peak, held + messages + (above ? cost.peak[step.v] - (forward ? 0 : cost.stored[step.v]) : 0));
+        peak = std::max(peak, held + messages +
+                                  (above ? cost(kPeakBytes, step.v) - (forward ? 0 : cost(kStoredBytes, step.v)) : 0));
         if (forward) kept += input;
-        if (forward && train) held += cost.stored[step.v];
-        if (step.kind == kBackwardPass || step.kind == kWeightPass) held -= cost.stored[step.v];
+        if (forward && train) held += cost(kStoredBytes, step.v);
+        if (step.kind == kBackwardPass || step.kind == kWeightPass) held -= cost(kStoredBytes, step.v);
         if (first && forward != train) {
             if (step.v > 0) ++freed[true];
             if (train && step.v < last_) ++freed[false];

@@ -51,8 +51,8 @@ bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>&
         const Move move = draw(kLinkMoves, replicas.size());
         if (move != Move::kSingle) return apply(move, replicas, touched);
     }
-    return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()), replicas,
-                 touched);
+    return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()),
+                 replicas, touched);
 }
 
 template <size_t kCount>
@@ -259,7 +259,7 @@ size_t Mutations::busiest_stage(const ReplicaState& replica) {
     std::vector<int64_t> work(problem_.stages(), 0);
     for (const MicroBatch* batch : replica.micro_batches)
         for (size_t v = 0; v < batch->modes.size(); ++v)
-            work[v % work.size()] += batch->costs->forward[v] + batch->costs->backward[v];
+            work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
     const size_t chunk = random_.below(problem_.chunks());
     return chunk * work.size() + (std::max_element(work.begin(), work.end()) - work.begin());
 }
@@ -272,7 +272,8 @@ bool Mutations::exchange_modes(ReplicaState& replica) {
     const size_t to = random_.below(2) ? from + 1 : stages;
     Modes mine = batches[one]->modes, theirs = batches[other]->modes;
     std::swap_ranges(mine.begin() + from, mine.begin() + to, theirs.begin() + from);
-    return mine != batches[one]->modes && put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
+    return mine != batches[one]->modes &&
+           put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
            put(batches[other], batches[other]->samples, std::move(theirs), batches[other]->packed);
 }
 

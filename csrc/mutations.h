@@ -18,8 +18,8 @@ public:
     Mutations(const Problem& problem, BatchMaker& maker, Chains& chains, bool may_divide, uint64_t seed)
         : problem_(problem), maker_(maker), chains_(chains), may_divide_(may_divide), random_(seed) {}
 
-    // Makes one change and names the replicas that it touched; false where the change drawn does not apply or a
-    // micro-batch would not fit, and the solution is then not to be used.
+    // Makes one change and names the replicas that it touched, which alone differ from before; false where the change
+    // drawn does not apply or a micro-batch would not fit, and those replicas are then not to be used.
     bool random(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
 
     // Whether the last change did not apply because a micro-batch would not fit.

@@ -72,7 +72,8 @@ private:
             int64_t transfer = 0;
             if (at >= 0) {
                 const int64_t pair = labels_[at].placement * p_.placements() + placement;
-                transfer = std::nearbyint(p_.transfer_latency[pair] + p_.transfer_rate[pair] * p_.boundary_bytes[layer]);
+                transfer =
+                    std::nearbyint(p_.transfer_latency[pair] + p_.transfer_rate[pair] * p_.boundary_bytes[layer]);
             }
             for (int64_t end = layer + 1; end <= p_.layers; ++end) {
                 if (end < p_.layers && p_.free_devices[after] == 0) continue;
@@ -154,7 +155,8 @@ private:
     // Keep the best plans.
     void finish() {
         std::stable_sort(found_.plans.begin(), found_.plans.end(), [](const auto& a, const auto& b) {
-            return std::tie(a.estimate, a.bound, a.ends, a.placements) < std::tie(b.estimate, b.bound, b.ends, b.placements);
+            return std::tie(a.estimate, a.bound, a.ends, a.placements) <
+                   std::tie(b.estimate, b.bound, b.ends, b.placements);
         });
         while (found_.plans.size() > static_cast<size_t>(most_)) {
             drop(found_.plans.back().bound);
@@ -173,7 +175,8 @@ private:
         std::vector<Label> kept;
         for (size_t i = 0; i < children_.size(); ++i) {
             Label& child = children_[i];
-            if (i < sorted && kept.size() < keep && alike[child.layer * p_.free_devices.size() + child.state]++ < kAlike)
+            if (i < sorted && kept.size() < keep &&
+                alike[child.layer * p_.free_devices.size() + child.state]++ < kAlike)
                 kept.push_back(child);
             else
                 drop(child.bound);

@@ -15,7 +15,8 @@ namespace dynapipe {
 // Every time is in ns. Cumulative arrays have layers + 1 entries a row.
 struct OrchestrateProblem {
     int64_t layers = 0, units = 0, most_replicas = 0;
-    std::vector<int64_t> forward, backward, stored;  // [most_replicas + 1][layers + 1], cumulative, of a replica's slice
+    std::vector<int64_t> forward, backward,
+        stored;  // [most_replicas + 1][layers + 1], cumulative, of a replica's slice
     std::vector<double> boundary_bytes;              // [layers + 1], of a unit, before each layer
     std::vector<double> parameter_bytes;             // [layers + 1], cumulative
     std::vector<int64_t> state_bytes;                // [layers + 1], cumulative

@@ -96,7 +96,8 @@ bool PackedCosts::add_linear(size_t mode, int64_t inputs, int64_t targets, int64
     const PackedGrid& grid = problem_.packed[mode];
     if (!problem_.counts_labels()) return grid.add_linear(problem_.rows, inputs, targets, out);
     std::vector<int64_t> counted(width_, 0), all(width_, 0);
-    if (!grid.add_linear(problem_.rows, inputs, targets, all) || !grid.add_linear(problem_.rows, labels, targets, counted))
+    if (!grid.add_linear(problem_.rows, inputs, targets, all) ||
+        !grid.add_linear(problem_.rows, labels, targets, counted))
         return false;
     for (size_t row = 0; row < width_; ++row) out[row] += problem_.over_labels[row] ? counted[row] : all[row];
     return true;

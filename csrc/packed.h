@@ -5,7 +5,7 @@
 // sample, counting inputs and targets together. Between two sizes of the grid the padded cost is linear in b, so the
 // share is A / positions + B; where the next size was not measured or did not fit, it stays what it is at the last.
 // Tables that were measured on packed rows give a part that is linear in the row's positions, and attention per sample.
-// cost/packed.py states the same rules.
+// tests/helpers/packed_costs.py states the same rules.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ public:
     // Modules' costs under a mode: [rows]. False where the cost model does not cover the row.
     bool module_costs(size_t mode, const PackedRow& row, std::vector<int64_t>& out);
 
-    // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as long.
+    // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as
+    // long.
     bool labelled_costs(size_t mode, int64_t labels, std::vector<int64_t>& out) const;
 
     // The part of one sample in a row of so many positions, filled with samples like it: [rows].

@@ -16,7 +16,8 @@ using Share = CostCache::Share;
 constexpr int64_t kScale = 1024;
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
 constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
-constexpr int64_t kSmallestRow = 64, kLeastRows = 4;  // of a replica; smaller rows than these only where batches are small
+constexpr int64_t kSmallestRow = 64,
+                  kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
 constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
 constexpr size_t kRowSizes = 3;       // powers of two that are built, and the sizes half-way above them
 constexpr size_t kRowsCompared = 16;  // where a sample may go
@@ -106,8 +107,8 @@ bool Starts::cost(int64_t size) {
     return true;
 }
 
-// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica, with the first mode that
-// covers a sample; kUnreachable where none does.
+// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica, with the first mode
+// that covers a sample; kUnreachable where none does.
 int64_t Starts::estimate(int64_t size, int64_t rows) {
     std::vector<int64_t> work(problem_.stages(), 0);
     std::vector<Share> its;
@@ -119,7 +120,8 @@ int64_t Starts::estimate(int64_t size, int64_t rows) {
             work[v % problem_.stages()] += time(its[costs_.type_of()[v]]);
     }
     const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
-    return *std::max_element(work.begin(), work.end()) / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
+    return *std::max_element(work.begin(), work.end()) / problem_.replicas +
+           sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
 }
 
 // The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.
@@ -139,7 +141,8 @@ std::vector<int64_t> Starts::row_sizes() {
     std::sort(estimated.begin(), estimated.end());
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
-        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]}) sizes.push_back(size);
+        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]})
+            sizes.push_back(size);
     return sizes;
 }
 
@@ -240,7 +243,8 @@ void Starts::rows(int64_t size, int64_t width) {
         rows[mode] = std::max(rows_of(samples[mode], its_size), pieces);  // a piece to a row at most
     }
     const auto shared = [&](size_t mode) { return static_cast<int64_t>(samples[mode].size()) - rows[mode]; };
-    for (int64_t lacking = problem_.replicas - std::accumulate(rows.begin(), rows.end(), int64_t{0}); lacking > 0; --lacking) {
+    for (int64_t lacking = problem_.replicas - std::accumulate(rows.begin(), rows.end(), int64_t{0}); lacking > 0;
+         --lacking) {
         size_t most = 0;  // the mode with the most samples beside others in a row
         for (size_t mode = 1; mode < modes; ++mode)
             if (shared(mode) > shared(most)) most = mode;

@@ -1,4 +1,5 @@
-// Partitions an order of samples into micro-batches of least predicted iteration time (planning/partition.py tells how).
+// Partitions an order of samples into micro-batches of least predicted iteration time (planning/partition.py tells
+// how).
 #pragma once
 
 #include <cstdint>

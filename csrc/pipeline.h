@@ -34,37 +34,45 @@ using Pass = int64_t;
 enum PassKind : uint8_t { kForwardPass, kBackwardPass, kInputPass, kWeightPass, kPassKinds };
 constexpr Pass kNoPass = -1;  // fills up a stage's order where stages run different numbers of passes
 
-// Costs of one micro-batch, each [virtual stages]; see ScheduleProblem in planning/problem.py.
-struct PassCosts {
-    const int64_t* forward;
-    const int64_t* backward;
-    const int64_t* stored;
-    const int64_t* peak;
-    const int64_t* forward_transfer;
-    const int64_t* backward_transfer;
-    const int64_t* weight;  // the part of `backward` that may run later; 0 where it cannot be divided
-    const int64_t* forward_message;   // bytes that leave for the next virtual stage; 0 at the last
-    const int64_t* backward_message;  // and for the one before; 0 at the first
-
-    int64_t time(PassKind kind, int64_t v) const {
-        switch (kind) {
-            case kForwardPass: return forward[v];
-            case kBackwardPass: return backward[v];
-            case kInputPass: return backward[v] - weight[v];
-            default: return weight[v];
-        }
-    }
+// What a micro-batch costs on a virtual stage; see ScheduleProblem in planning/problem.py.
+enum Cost : uint8_t {
+    kForwardNs,
+    kBackwardNs,
+    kStoredBytes,
+    kPeakBytes,
+    kForwardTransferNs,
+    kBackwardTransferNs,
+    kWeightNs,              // the part of the backward that may run later; 0 where it cannot be divided
+    kForwardMessageBytes,   // leave for the next virtual stage; 0 at the last
+    kBackwardMessageBytes,  // leave for the one before; 0 at the first
+    kCosts
 };
-// Fields of ScheduleProblem, in the order of PassCosts.
+// Fields of ScheduleProblem, by cost.
 constexpr const char* kCostNames[] = {"forward_ns", "backward_ns", "stored_bytes", "peak_bytes",
                                       "forward_transfer_ns", "backward_transfer_ns", "weight_ns",
                                       "forward_message_bytes", "backward_message_bytes"};
-constexpr size_t kCosts = std::size(kCostNames);
+static_assert(std::size(kCostNames) == kCosts);
 
-// A micro-batch's costs from `kCosts` rows of [virtual stages], `apart` values one after another.
-inline PassCosts costs_in(const int64_t* rows, size_t apart) {
-    const auto row = [&](size_t k) { return rows + k * apart; };
-    return {row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7), row(8)};
-}
+// Costs of one micro-batch, [kCosts][virtual stages], which lie elsewhere: equal where they are in one place.
+class PassCosts {
+public:
+    PassCosts(const int64_t* values, size_t virtual_stages) : values_(values), virtual_stages_(virtual_stages) {}
+
+    int64_t operator()(Cost cost, int64_t v) const { return of(cost)[v]; }
+    const int64_t* of(Cost cost) const { return values_ + cost * virtual_stages_; }
+    int64_t time(PassKind kind, int64_t v) const {
+        switch (kind) {
+            case kForwardPass: return (*this)(kForwardNs, v);
+            case kBackwardPass: return (*this)(kBackwardNs, v);
+            case kInputPass: return (*this)(kBackwardNs, v) - (*this)(kWeightNs, v);
+            default: return (*this)(kWeightNs, v);
+        }
+    }
+    bool operator==(const PassCosts& other) const = default;
+
+private:
+    const int64_t* values_;
+    size_t virtual_stages_;
+};
 
 }  // namespace dynapipe

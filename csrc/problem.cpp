@@ -77,7 +77,8 @@ void Problem::check_chains() const {
     require(may_pack, "packed rows, where samples are cut");
     require(chains.size() == samples(), "a chain or -1 for every sample");
     require(extras.size() == modes.size() * samples() * kPieceRows, "what pieces cost besides, under every mode");
-    for (int64_t extra : extras) require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
+    for (int64_t extra : extras)
+        require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
     int32_t next = 0;
     for (size_t i = 0; i < samples(); ++i) {
         if (chains[i] < 0) continue;
@@ -98,7 +99,7 @@ void Problem::choose_rows() {
         const auto needs = [&](const StageModules& stage) {
             return quantity >= kEntryStored ? stage.begins_with(kind) : stage.holds(kind);
         };
-        if (std::none_of(modules.begin(), modules.end(), needs)) continue;
+        if (!every_quantity && std::none_of(modules.begin(), modules.end(), needs)) continue;
         if (quantity == kWeight && division == Division::kOff) continue;
         // Whether a shape is covered at all is read from times.
         bool is_read = quantity == kForward || (is_cut() && row < kPieceRows);

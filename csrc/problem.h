@@ -34,6 +34,7 @@ struct Problem {
     std::vector<Grid> modes;                                 // modules' costs under each recompute mode
     std::vector<PackedGrid> packed;                          // [modes] those of packed rows, where measured
     std::vector<StageModules> modules;                       // [virtual stages]
+    bool every_quantity;  // whether costs of modules with which no stage begins are read, too, for other divisions
     bool even_two;  // whether stages have to be even in two kinds of layers, as in an encoder and in a decoder
     PipelineShape pipeline;
     Links links;
@@ -42,7 +43,8 @@ struct Problem {
     Division division;
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
-    std::vector<int32_t> chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
+    std::vector<int32_t>
+        chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
     std::vector<int64_t> extras;  // [modes][samples][kPieceRows] what a piece costs modules besides its share
     Rows rows = {};
     // Where the last MLP and the head run positions with labels alone.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "batches.h"
@@ -15,7 +16,8 @@ namespace dynapipe {
 struct Found {
     std::vector<ReplicaState> replicas;      // empty where nothing fits
     std::vector<std::vector<Pass>> orders;  // per replica, [stages][passes]
-    int64_t makespan = kUnreachable, begun = kUnreachable;  // of the best start
+    int64_t makespan = kUnreachable;
+    int64_t started = kUnreachable;  // makespan of the best start
     int64_t gain = 0;  // of its divided backward passes over whole ones
 };
 
@@ -26,23 +28,29 @@ struct Run {
 
 constexpr int64_t kDefaultEvaluations = -1;
 
-// The micro-batches of searches in one order of the samples, kept, since a search often follows its beginning.
-struct Begun {
-    Begun(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
+// What searches in one order of the samples start with, kept: a search often follows the question where it starts.
+struct StartingRows {
+    StartingRows(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
         : order(places), maker(problem, costs, places) {}
 
     const std::vector<int64_t> order;
     BatchMaker maker;
-    std::vector<MicroBatches> packed;  // rows to begin with
+    std::vector<MicroBatches> packed;  // rows to start with
 };
 
-// The makespan of the best start and the most micro-batches of a replica in it; kUnreachable and none where no start is
-// shorter than `most`, or only a little longer.
-std::pair<int64_t, int64_t> begin(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
-              int64_t most);
+// Where a search starts.
+struct Start {
+    int64_t makespan;  // of the best start
+    int64_t rows;      // the most micro-batches of a replica in it
+};
+
+// Nothing where no start fits, or none is shorter than `most` or only a little longer.
+std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRows& rows,
+                           const std::vector<std::vector<Run>>& partitions, int64_t most);
 
 // The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
-Found search(const Problem& problem, CostCache& costs, Begun& begun, const std::vector<std::vector<Run>>& partitions,
-             int64_t evaluations, uint64_t seed);
+// O(evaluations · micro-batches · stages), and as much again for every start.
+Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
+             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed);
 
 }  // namespace dynapipe

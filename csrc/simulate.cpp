@@ -60,7 +60,7 @@ Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& co
             if (kind == kInputPass) weight_ready[at] = end;
             if (!backward && v == last) gradient_ready[at] = end;
             if (kind != kWeightPass && (backward ? v > 0 : v < last)) {
-                const int64_t duration = (backward ? cost.backward_transfer : cost.forward_transfer)[v];
+                const int64_t duration = cost(backward ? kBackwardTransferNs : kForwardTransferNs, v);
                 (backward ? gradient_ready[at - 1] : input_ready[at + 1]) = end + duration;
                 wake((backward ? v - 1 : v + 1) % stages);
             }

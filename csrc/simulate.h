@@ -15,8 +15,8 @@ struct Simulation {
     bool stalled = false;             // `position` says where
 };
 
-// `order` is [stages][passes]; micro-batches and chunks in it are trusted to exist. With `most_idle`, [stages], it stops,
-// stalled, once a stage has waited for longer before its passes.
+// `order` is [stages][passes]; micro-batches and chunks in it are trusted to exist. With `most_idle`, [stages], it
+// stops, stalled, once a stage has waited for longer before its passes.
 Simulation simulate(const PipelineShape& shape, const std::vector<PassCosts>& costs, const std::vector<Pass>& order,
                     const std::vector<int64_t>* most_idle = nullptr);
 

@@ -132,7 +132,9 @@ void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes,
     out.resize(base + (kStageQuantities + ends) * sizes, modules_.empty() ? 0 : kAbsent);
     if (modules_.empty()) return;
     for (size_t k = 0; k < sizes; ++k) {
-        const auto at = [&](size_t kind, Quantity quantity) { return costs[(kind * kQuantities + quantity) * sizes + k]; };
+        const auto at = [&](size_t kind, Quantity quantity) {
+            return costs[(kind * kQuantities + quantity) * sizes + k];
+        };
         if (at(held_[0], kForward) == kAbsent) continue;
         const int64_t entry = at(modules_[0], kEntryStored);
         std::vector<int64_t> stage(kStageQuantities + ends, 0);
@@ -149,6 +151,18 @@ void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes,
         if (*std::max_element(stage.begin(), stage.end()) > kLargestCost) continue;
         for (size_t row = 0; row < stage.size(); ++row) out[base + row * sizes + k] = stage[row];
     }
+}
+
+std::vector<StageModules> divided_at(std::span<const int64_t> modules, std::span<const int64_t> cuts, size_t kinds) {
+    std::vector<StageModules> stages;
+    int64_t first = 0;
+    for (size_t i = 0; i <= cuts.size(); ++i) {
+        const int64_t end = i < cuts.size() ? cuts[i] : static_cast<int64_t>(modules.size());
+        require(first <= end && end <= static_cast<int64_t>(modules.size()), "cuts in order between modules");
+        stages.emplace_back(modules.subspan(first, end - first), kinds);
+        first = end;
+    }
+    return stages;
 }
 
 }  // namespace dynapipe

@@ -1,5 +1,6 @@
 // Costs of modules on a grid of micro-batch shapes, and the costs of a stage that follow from them.
-// cost/tables.py states the rules of interpolation, tests/helpers/stage_costs.py those of stages, with the same rounding.
+// cost/tables.py states the rules of interpolation, tests/helpers/stage_costs.py those of stages, with the same
+// rounding.
 #pragma once
 
 #include <algorithm>
@@ -108,7 +109,8 @@ public:
     // to `out`. A size at which a cost is above kLargestCost is absent.
     //
     // Times and what is stored are sums, with what the stage keeps of its input. The peak is the highest of what is
-    // stored, of that of its first module, and of the `ends`: its modules' peaks, each above what those before it store.
+    // stored, of that of its first module, and of the `ends`: its modules' peaks, each above what those before it
+    // store.
     void append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends, std::vector<int64_t>& out) const;
 
 private:
@@ -121,5 +123,8 @@ private:
     std::vector<size_t> held_;  // kinds that are here
     std::vector<Last> last_;    // of each kind: earlier ones have less before them
 };
+
+// A model's modules, divided between stages at the cuts.
+std::vector<StageModules> divided_at(std::span<const int64_t> modules, std::span<const int64_t> cuts, size_t kinds);
 
 }  // namespace dynapipe

@@ -14,19 +14,21 @@ MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches bat
     };
     for (const MicroBatch* batch : batches)
         for_stages([&](int64_t v, int64_t s) {
-            const int64_t its = 2 * input_message(*batch->costs, v) + 2 * gradient_message(shape, *batch->costs, v);
-            received[s] = std::max(received[s], its);
+            const PassCosts costs = batch->costs();
+            const int64_t messages = 2 * input_message(costs, v) + 2 * gradient_message(shape, costs, v);
+            received[s] = std::max(received[s], messages);
             const int64_t sends = shape.forward_only ? kSentAhead : 1;
-            sent[s] = std::max(sent[s], sends * sent_message(shape, *batch->costs, v));
+            sent[s] = std::max(sent[s], sends * sent_message(shape, batch->costs(), v));
         });
     const auto fit = [&](const MicroBatch* batch) {
         std::vector<int64_t> held(problem.stages(), 0), above = held;
         for_stages([&](int64_t v, int64_t s) {
-            held[s] += batch->costs->stored[v];
-            above[s] = std::max(above[s], batch->costs->peak[v] - batch->costs->stored[v]);
+            held[s] += batch->costs()(kStoredBytes, v);
+            above[s] = std::max(above[s], batch->costs()(kPeakBytes, v) - batch->costs()(kStoredBytes, v));
         });
         bool fits = true;
-        for (int64_t s = 0; s < shape.stages; ++s) fits &= held[s] + above[s] + received[s] + sent[s] <= problem.memory(s);
+        for (int64_t s = 0; s < shape.stages; ++s)
+            fits &= held[s] + above[s] + received[s] + sent[s] <= problem.memory(s);
         return fits;
     };
     for (const MicroBatch*& batch : batches) {
@@ -43,7 +45,8 @@ MicroBatches alone(const Problem& problem, BatchMaker& maker) {
         const MicroBatch* batch = nullptr;
         for (bool packed : {false, true})
             for (size_t mode = 0; !batch && mode < problem.modes.size(); ++mode)
-                if (packed ? problem.may_pack : problem.may_pad) batch = maker.make({static_cast<int32_t>(i)}, mode, packed);
+                if (packed ? problem.may_pack : problem.may_pad)
+                    batch = maker.make({static_cast<int32_t>(i)}, mode, packed);
         if (!batch) return {};
         batches.push_back(batch);
     }
@@ -55,7 +58,7 @@ Blocks neediest_first(const Problem& problem, Blocks blocks) {
         int64_t most = -kUnreachable;
         for (const MicroBatch* batch : block)
             for (int64_t v = 0; v < problem.pipeline.virtual_stages(); ++v)
-                most = std::max(most, batch->costs->peak[v] - problem.memory(v % problem.pipeline.stages));
+                most = std::max(most, batch->costs()(kPeakBytes, v) - problem.memory(v % problem.pipeline.stages));
         return most;
     };
     std::stable_sort(blocks.begin(), blocks.end(),

@@ -1,5 +1,5 @@
-// Where searches begin if memory is short: micro-batches that hold less, and what needs the most before pools of messages
-// have grown.
+// Where searches begin if memory is short: micro-batches that hold less, and what needs the most before pools of
+// messages have grown.
 #pragma once
 
 #include "batches.h"

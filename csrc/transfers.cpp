@@ -92,7 +92,7 @@ void Replay::number() {
             if (gradients ? v == 0 : v == last_) continue;
             std::vector<Message>& channel = channels_[2 * s + gradients];
             sends_[s * passes_ + i] = channel.size();
-            const int64_t* durations = gradients ? costs_[row].backward_transfer : costs_[row].forward_transfer;
+            const int64_t* durations = costs_[row].of(gradients ? kBackwardTransferNs : kForwardTransferNs);
             channel.push_back({durations[v], place[2 * (row * width + (gradients ? v - 1 : v + 1)) + gradients]});
         }
     }

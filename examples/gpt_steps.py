@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES  # noqa: E402
+from megatron_dynapipe.planning.costing import planner_of  # noqa: E402
 from megatron_dynapipe.planning.planner import Planner  # noqa: E402
 from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
@@ -76,7 +77,7 @@ def build_planner() -> Planner:
         vocabulary=VOCABULARY,
     )
     rates = CPU_RATES if ON_CPU else A100_RATES
-    return Planner(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=LONGEST))
+    return planner_of(settings, AnalyticCostModel(shape, rates, max_size=64, max_length=LONGEST))
 
 
 def draw_batch(generator: torch.Generator) -> list[Sample]:

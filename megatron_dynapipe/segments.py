@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.format import FORMAT, Link, Table, is_cost_file
-from megatron_dynapipe.cost.network import Network
+from megatron_dynapipe.cost.format import FORMAT, Table, is_cost_file
+from megatron_dynapipe.cost.network import Link, Network
 from megatron_dynapipe.cost.tables import ABSENT, HEAD, CostTables, IntArray, Kind, ModelState, Quantity, increasing
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.outputs import write_file

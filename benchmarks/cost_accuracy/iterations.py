@@ -21,10 +21,10 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.memory import high_water_marks, message_elements
 from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, time_by_kind
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import LiveStorages
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.units import ModelFamily
 
 cpu.quieten()
@@ -72,7 +72,7 @@ class Bench:
 
         inputs = _plan_inputs(setup)
         models, optimizer = build(setup)
-        self._base = Planner(inputs.planner, inputs.costs.load())
+        self._base = planner_of(inputs.planner, inputs.costs.load())
         self._pipeline = MegatronPipeline(models, optimizer, self._base, seed=setup.args.seed)
         self._sampler = split_sampler(Path(inputs.data_folder), inputs.splits[0])
         self._control = ControlGroup(timeout_s=300)

@@ -32,7 +32,7 @@ from benchmarks.common import markdown
 from megatron_dynapipe.cost import AnalyticCostModel, ModelShape, Network
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.samples import Samples, batch_of_positions
 from megatron_dynapipe.planning.schedules import ScheduleSettings, schedule
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -223,7 +223,7 @@ def _predictions(row: Row) -> Iterator[float]:
             layers_per_stage=None if row.layers % (row.pipeline * chunks) == 0 else _uneven(row, chunks),
         )
         try:
-            planner = Planner(settings, costs)
+            planner = planner_of(settings, costs)
             problem = planner.problem(Samples.of(batch_of_positions([length] * samples, 0), ModelFamily.GPT))
             shapes = np.tile([[size, length, 0]], (samples // size, 1))
             passes, covered = problem.costs(shapes, np.zeros(len(shapes), np.int64))

@@ -32,6 +32,7 @@ from megatron_dynapipe.data.segments import CutSegment
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.plan.memory import peak_bytes
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -51,7 +52,7 @@ def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Plann
         micro_batch_layouts=tuple(BatchLayout),
         slices=slices,
     )
-    return Planner(settings, TableCostModel.load(options.cost_model))
+    return planner_of(settings, TableCostModel.load(options.cost_model))
 
 
 def row_of(micro_batch: MicroBatch) -> tuple[int, pieces.Cuts]:

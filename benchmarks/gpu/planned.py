@@ -24,7 +24,7 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.codec import decode_plan, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, MANY_QUEUES_RULES
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import PACKED_METHODS, Longest, method_settings
@@ -179,7 +179,7 @@ def planned(case: Case, method: str, folder: Path) -> Planned:
     rules = MANY_QUEUES_RULES if case.device == "cuda" else GLOO_RULES
     settings = msgspec.structs.replace(settings, transfers=rules, element_bytes=element)
     if method == PLANNED:
-        how, plan = PLANNED, Planner(settings, cost_model).plan(case.lengths, 0)
+        how, plan = PLANNED, planner_of(settings, cost_model).plan(case.lengths, 0)
     else:
         how, settings, plan = fastest_rows(case, settings, cost_model)
     path = folder / "iteration.plan"
@@ -203,7 +203,7 @@ def fastest_rows(
         for method in PACKED_METHODS:
             of_method = method_settings(method, longest, pipeline)
             try:
-                plan = Planner(of_method, cost_model).plan(case.lengths, 0)
+                plan = planner_of(of_method, cost_model).plan(case.lengths, 0)
             except PlanningError as error:
                 refusal = refusal or error
                 continue

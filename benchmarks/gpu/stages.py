@@ -38,7 +38,8 @@ from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.format import Link, shipped
+from megatron_dynapipe.cost.format import shipped
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.units import BYTES_PER_MB

@@ -27,8 +27,8 @@ from benchmarks.paper.clusters import LAYERS, USUAL_SIZE, Case, global_batches
 from benchmarks.paper.output import arguments, chart, write
 from benchmarks.paper.simulate import Point, chosen_split
 from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.partition import by_length, partition
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import ScheduleSettings
@@ -124,7 +124,7 @@ def compared(case: Case) -> list[Row]:
 def predicted_ns(variant: Variant, settings: PlannerSettings, case: Case, batch: GlobalBatch) -> int | None:
     """Predicted time of the batch; None where the variant has no plan."""
     try:
-        planner = Planner(variant.change(settings), case.costs)
+        planner = planner_of(variant.change(settings), case.costs)
         if variant.order is None:
             return planner.plan(batch, 0).totals.predicted_ns
         samples = planner.samples(batch)

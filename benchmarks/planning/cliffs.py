@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.planning.recorded import BOTH, GB, MODELS, PACKED, _settings, batches, cost_model, half_layers
 from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 
 EVERYTHING = {"micro_batch_layouts": BOTH, "slices": "auto", "split_backward": "auto"}
@@ -53,7 +53,7 @@ def line(usual: PlannerSettings, name: str, costs: str, data: Path) -> str:
         settings = msgspec.structs.replace(usual, **changes)
         began = time.process_time()
         try:
-            plan = Planner(settings, cost_model(costs, data)).plan(batches(data)[name], 0)
+            plan = planner_of(settings, cost_model(costs, data)).plan(batches(data)[name], 0)
         except PlanningError:
             return float("inf")
         seconds.append(time.process_time() - began)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -74,7 +74,7 @@ def over_optimum(random: np.random.Generator) -> float | None:
     lengths = np.clip(lengths, 8, 1500)
     batch = GlobalBatch.of_lengths(lengths)
     try:
-        planner = Planner(settings, costs)
+        planner = planner_of(settings, costs)
         (replica,) = planner.plan(batch, 0).replicas
     except InfeasibleError:
         return None

@@ -25,7 +25,7 @@ from benchmarks.common import markdown
 from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, CostModel, Experts, ModelShape, TableCostModel
 from megatron_dynapipe.errors import PlanError, PlanningError
 from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
@@ -171,7 +171,7 @@ def run(case: Case, data: Path) -> tuple[Outcome, float]:
     """Plan a case; also the seconds of processor time of the plan."""
     lengths = batches(data)[case.batch]
     try:
-        planner = Planner(case.settings, cost_model(case.model.costs, data))
+        planner = planner_of(case.settings, cost_model(case.model.costs, data))
         began = time.process_time()
         plan = planner.plan(lengths, 0)
         seconds = time.process_time() - began

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.planning.recorded import BOTH, MODELS, _settings, batches, cost_model, half_layers
 from megatron_dynapipe.cost import CostModel, CostTables, Quantity
 from megatron_dynapipe.cost.tables import ATTENTION, HEAD, MLP
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -161,11 +161,11 @@ class Planned:
 
     def __init__(self, settings: PlannerSettings, costs: CostModel, batch: GlobalBatch) -> None:
         self._settings = settings
-        self._samples, self.scheduled = Planner(settings, costs)._scheduled(batch, False, {})
+        self._samples, self.scheduled = planner_of(settings, costs).scheduled(batch, forward_only=False, seconds={})
 
     def costs_by(self, costs: CostModel) -> ScheduleProblem:
         """What the micro-batches cost by another cost model."""
-        problem, plan = Planner(self._settings, costs).problem(self._samples), self.scheduled
+        problem, plan = planner_of(self._settings, costs).problem(self._samples), self.scheduled
         return problem.costs_of(plan.members, plan.layouts, plan.modes)[0]
 
     def replayed(self, costs: ScheduleProblem | None = None, *, anew: bool = False) -> int:

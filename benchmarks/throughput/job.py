@@ -19,9 +19,9 @@ from megatron_dynapipe.cost.devices import peak_flops
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, kept_pair
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.units import BYTES_PER_MB
 
 TIMEOUT_S = 1800.0
@@ -63,7 +63,8 @@ class Job:
 
         models, optimizer = build(self._setup)
         self.weights = weights_of_products(models, self._setup.args)
-        planner, seed = Planner(settings, costs.load()), self._setup.args.seed
+        planner = planner_of(settings, costs.load())
+        seed = self._setup.args.seed
         self._pipeline = MegatronPipeline(models, optimizer, planner, tokens=tokens, loss_on=self._loss_on, seed=seed)
 
     def hear(self, driver: Any) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.timeline import MUCH_IDLE, idle_share
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for path in files.values():
         check_replaceable(path, is_ours=is_plan)
     cost_model, settings = costs_and_settings(args)
-    planner = Planner(settings, cost_model)
+    planner = planner_of(settings, cost_model)
     if args.layers_per_stage == "auto" and not args.json:
         say(f"layers per stage: {','.join(map(str, planner.layout.layers_per_stage))}")
     iterations = []

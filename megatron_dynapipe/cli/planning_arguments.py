@@ -27,7 +27,7 @@ from megatron_dynapipe.cost import (
 )
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.pattern import check_stages, kinds_of_pattern, split_of_pattern
 from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError
@@ -228,7 +228,7 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         pattern=kinds_of_pattern(args.pattern) if args.pattern else (),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
-        lockstep=args.expert_parallel > 1 and args.expert_parallel,
+        replicas_in_step=args.expert_parallel,
         network=network_of(args, cost_model.links),
         scatter_gather=ScatterGather(args.scatter_gather),
         schedule=ScheduleSettings(**{name: value for name, value in search.items() if value is not None}),

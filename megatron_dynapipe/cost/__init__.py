@@ -13,6 +13,5 @@ from megatron_dynapipe.cost.layout import (
 )
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.network import Links, Network, ScatterGather
-from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.shape import Experts, ModelShape
 from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, CostTables, Kind, ModelState, PackedTables, Quantity

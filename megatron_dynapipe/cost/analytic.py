@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.division import Division, LayerKind, Rates, division_by_flops
-from megatron_dynapipe.cost.format import Link
 from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import (
     ABSENT,
@@ -27,12 +27,13 @@ from megatron_dynapipe.cost.tables import (
     PREFIX_QUANTITIES,
     CostTables,
     EndState,
+    Floats,
     IntArray,
     ModelState,
     PackedTables,
     Quantity,
 )
-from megatron_dynapipe.cost.work import Floats, LayerWork, Workload
+from megatron_dynapipe.cost.work import LayerWork, Workload
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 

@@ -17,10 +17,6 @@ from megatron_dynapipe.cost.network import Network
 from megatron_dynapipe.cost.tables import ABSENT, CostTables, IntArray, Quantity
 from megatron_dynapipe.units import Recompute
 
-IMBALANCE = 1.25
-"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
-single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
-
 
 class ExpertParallel(NamedTuple):
     """How experts are shared: by how many ranks, of whose tensor-parallel groups; and the imbalance between them."""
@@ -41,7 +37,8 @@ def with_expert_parallel(
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
     """
-    state, ranks = tables.state, parallel.ranks
+    state = tables.state
+    ranks = parallel.ranks
     kind = state.expert_kind
     if kind is None or ranks == 1 or state.expert_parallel > 1:
         return tables
@@ -65,13 +62,17 @@ def with_expert_parallel(
     )
 
 
-class _More(NamedTuple):
-    experts: int
-    """The kind of modules with experts."""
-    parallel: ExpertParallel
-    network: Network
-    exchange_bytes: int
-    recompute: Recompute
+class _More:
+    """What sharing adds to modules with experts, which are of the kind numbered `experts`."""
+
+    def __init__(
+        self, experts: int, parallel: ExpertParallel, network: Network, exchange_bytes: int, recompute: Recompute
+    ) -> None:
+        self.experts = experts
+        self.parallel = parallel
+        self.network = network
+        self.exchange_bytes = exchange_bytes
+        self.recompute = recompute
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
         """A grid's values with those of modules with experts raised at so many positions."""
@@ -99,7 +100,8 @@ class _More(NamedTuple):
 
     def _exchange_ns(self, positions: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         """One all-to-all, from so many positions of every rank."""
-        n, ranks = self.network, self.parallel.ranks
+        n = self.network
+        ranks = self.parallel.ranks
         inside = min(ranks, max(n.devices_per_node // self.parallel.tensor_parallel, 1))
         bits = positions * self.exchange_bytes * 8 * self.parallel.imbalance / ranks  # for one of the ranks
         near = n.intra_node_latency_us * 1e3 + (inside - 1) * bits / n.intra_node_gbps

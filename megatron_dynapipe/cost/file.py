@@ -112,10 +112,8 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
         number = model.get(name)
         if name == "vocabulary" and isinstance(value, int) and isinstance(number, int):
             # Padded numbers are alike if the same number of tokens may be padded to both.
-            low, high = (
-                max(value - _VOCABULARY_MULTIPLE * ranks, number - _padding(tensor_parallel)),
-                min(value, number),
-            )
+            low = max(value - _VOCABULARY_MULTIPLE * ranks, number - _padding(tensor_parallel))
+            high = min(value, number)
             number = value if low < high else number
         if number and value and value != number:
             differ.append(f"{name} {number} in place of the file's {value}")

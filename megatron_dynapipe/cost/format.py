@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind, division_by_flops
 from megatron_dynapipe.cost.modules import Part
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import LARGEST_COST, Quantity
 from megatron_dynapipe.errors import CostModelError
@@ -28,9 +29,6 @@ PACKED_FORMAT = "dynapipe-cost-model/2"
 
 COSTS = Path(__file__).resolve().parents[1] / "costs"
 """Cost model files of the package, measured on GPUs; `configs/costs` of a checkout is the same folder."""
-
-INTRA_NODE, INTER_NODE = "intra-node", "inter-node"
-"""Kinds of links between ranks, as files name them."""
 
 UNITS = {
     "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
@@ -143,7 +141,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: dict[str, msgspec.Raw]
     keys: Annotated[dict[str, CostEntry], msgspec.Meta(min_length=1)]
     provenance: dict[str, str | int | float | bool] = {}
-    links: dict[str, "Link"] = {}
+    links: dict[str, Link] = {}
     peak_covers_backward: bool = False
 
     @property
@@ -182,13 +180,6 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return msgspec.json.decode(self.model.get(name, b"0"), type=int)
         except msgspec.DecodeError as error:
             raise CostModelError(f"{self.name}: expected a whole number under model.{name}: {error}") from error
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""
-
-    latency_us: _NonNegative
-    gbps: Annotated[float, msgspec.Meta(gt=0)]
 
 
 def key_of(tensor_parallel: int, recompute: Recompute) -> str:

@@ -29,11 +29,11 @@ from megatron_dynapipe.cost.tables import (
     EXPERT_MLP,
     HEAD,
     MLP,
+    Floats,
     IntArray,
     Kind,
     Quantity,
 )
-from megatron_dynapipe.cost.work import Floats
 
 _PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""

@@ -4,15 +4,25 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.format import INTER_NODE, INTRA_NODE, Link
-from megatron_dynapipe.cost.tables import IntArray
+from megatron_dynapipe.cost.tables import Floats, IntArray
 from megatron_dynapipe.errors import ConfigError
 
-Reals = npt.NDArray[np.float64]
+INTRA_NODE = "intra-node"
+INTER_NODE = "inter-node"
+"""Kinds of links between ranks, as files name them."""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""
+
+    latency_us: Annotated[float, msgspec.Meta(ge=0, le=2**31 - 1)]
+    gbps: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ScatterGather(enum.StrEnum):
@@ -34,8 +44,8 @@ class Links:
         sharded: per route, whether the message is sharded over the tensor-parallel ranks.
     """
 
-    latency_ns: Reals
-    gbps: Reals
+    latency_ns: Floats
+    gbps: Floats
     sharded: tuple[bool, ...]
 
     def transfer_ns(self, message_bytes: IntArray) -> IntArray:
@@ -122,7 +132,7 @@ class Network:
             sharded=sharded,
         )
 
-    def _link(self, same_node: npt.NDArray[np.generic]) -> tuple[Reals, Reals]:
+    def _link(self, same_node: npt.NDArray[np.generic]) -> tuple[Floats, Floats]:
         """Latency in ns and rate in Gbit/s of links inside a node (true) or between nodes."""
         latency_us = np.where(same_node, self.intra_node_latency_us, self.inter_node_latency_us)
         return latency_us * 1e3, np.where(same_node, self.intra_node_gbps, self.inter_node_gbps)

@@ -21,10 +21,10 @@ from megatron_dynapipe.cost.tables import (
     PREFIX_QUANTITIES,
     PREFIX_UNIT,
     CostTables,
+    Floats,
     IntArray,
     Quantity,
 )
-from megatron_dynapipe.cost.work import Floats
 from megatron_dynapipe.units import Recompute
 
 SUMMED_IN_FP32 = 4

@@ -21,6 +21,7 @@ from megatron_dynapipe.cost.division import Division
 from megatron_dynapipe.errors import CostModelError
 
 IntArray = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 ABSENT = -1
 """Marks a grid point that was never measured or did not fit; every other value is at least 0."""

@@ -13,11 +13,10 @@ A layer is two halves, and its work is their sum:
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_dynapipe.cost.shape import ModelShape
+from megatron_dynapipe.cost.tables import Floats
 
-Floats = npt.NDArray[np.float64]
 _FP32_BYTES = 4
 
 

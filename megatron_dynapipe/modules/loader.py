@@ -22,7 +22,7 @@ from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
 from megatron_dynapipe.plan.codec import decode_entry, encode
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, StageEntry
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cuda_rules
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.samples import batch_of_positions
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.sampling import Batches, LastBatch
@@ -127,10 +127,11 @@ class ModulePlanner:
         if transfers is None:
             transfers = cuda_rules(os.environ) if torch.cuda.is_available() else GLOO_RULES
         settings = msgspec.structs.replace(settings, transfers=transfers)
-        self.planner = Planner(settings, costs.of_stages(stage_of))
+        stage_costs = costs.of_stages(stage_of)
+        self.planner = planner_of(settings, stage_costs)
         self._alone = self.planner
         if replicas > 1:
-            self._alone = Planner(msgspec.structs.replace(settings, data_parallel=1), self.planner.cost_model)
+            self._alone = planner_of(msgspec.structs.replace(settings, data_parallel=1), stage_costs)
 
     @property
     def digest(self) -> str:

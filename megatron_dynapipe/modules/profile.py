@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_dynapipe.cost.format import UNITS, Link, Table
+from megatron_dynapipe.cost.format import UNITS, Table
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters

@@ -12,6 +12,9 @@ _Flags = npt.NDArray[np.bool_]
 CONSTANTS: dict[str, object]
 """Names that Python and the core both number."""
 
+FEW_ROWS: int
+"""Of a replica: a search of so few may end far from where its start promises."""
+
 class BatchProblem:
     """One batch: its samples, costs and pipeline, and the cache of costs that all steps of planning share."""
 
@@ -29,6 +32,7 @@ class BatchProblem:
         kinds: int,
         modules: _Ints,
         cuts: _Ints,
+        every_quantity: bool,
         even_two: bool,
         chunks: int,
         model_state: _Ints,
@@ -56,8 +60,10 @@ class BatchProblem:
     ) -> tuple[list[int], list[tuple[list[int], list[int], int, int]]]:
         """The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits."""
 
-    def begin(self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], most: int) -> tuple[int, int]:
-        """Time of what a search begins with, where it may be less than `most`, else `NEVER`; rows of a replica."""
+    def start(
+        self, *, order: _Ints, partitions: Sequence[tuple[_Ints, _Ints]], most: int | None = None
+    ) -> tuple[int, int] | None:
+        """Time that a search starts with, and rows of a replica there; None where none may be less than `most`."""
 
     def search(
         self,
@@ -79,6 +85,10 @@ class BatchProblem:
 
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""
+
+    def packed_modules(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
+        """What their modules cost, `[rows, kinds * quantities]`, and whether the cost model covers each packed row."""
+
     def uncovered_stage(self, *, size: int, input_length: int, target_length: int, mode: int) -> int:
         """The first virtual stage on which a padded micro-batch has no costs, or -1."""
 
@@ -112,6 +122,30 @@ def list_schedule(
     A stage runs second halves of backward passes where it would wait for at least `least_gap`; -1 keeps passes whole.
     From `bound` on the makespan does not matter. Passes that an earlier run of the micro-batches `before` has, too, are
     not run again, and left out.
+    """
+
+def reschedule(
+    *,
+    values: _Ints,
+    cuts: _Ints,
+    inputs: _Ints,
+    targets: _Ints,
+    chunks: int,
+    model_state: _Ints,
+    memory_limit: int,
+    peak_covers_backward: bool,
+    divided: bool,
+    shares: _Floats,
+    bytes_per_position: int,
+    held_per_position: int,
+    decoder_forward: _Flags,
+    decoder_backward: _Flags,
+    latency_ns: _Floats,
+    gbps: _Floats,
+) -> int:
+    """The least makespan of micro-batches whose modules' costs are `[micro-batches, modules, quantities]`.
+
+    Of some policies; longer by the first of the shares of memory within which one fits. 2^61 where none does.
     """
 
 def fast_verify(

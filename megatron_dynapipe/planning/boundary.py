@@ -10,7 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost.layout import PipelineLayout
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import TensorShape
 from megatron_dynapipe.units import Shape

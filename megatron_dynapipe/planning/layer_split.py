@@ -15,16 +15,20 @@ from itertools import accumulate, chain, islice, pairwise, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, Quantity, Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.layout import Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.tables import ABSENT, Quantity
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.planning.balance import evenest
+from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BoolArray
 from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.planning.ways import ways_of
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import BatchLayout
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +88,8 @@ def choose_layer_split(
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     trials = _Trials(settings, cost_model, batches, to_fit)
-    start, layer = settings.layout.layers_per_stage, trials.modules_of_layer
+    start = settings.layout.layers_per_stage
+    layer = trials.modules_of_layer
     trials.require(start)
     evened = trials.by_work(len(start), (layer,))
     for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
@@ -108,7 +113,8 @@ def choose_layer_split(
 
 def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
     """Splits with so many modules moved from one stage to another."""
-    neighbours, modules = [], in_modules(split)
+    neighbours = []
+    modules = in_modules(split)
     for step in steps:
         for source, destination in permutations(range(len(split)), 2):
             if modules[source] > step:
@@ -132,18 +138,20 @@ class _Trials:
         self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
         # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
         self.modules_of_layer = 4 if settings.pattern else 2
-        self._settings, self._cost_model, self._batches = settings, cost_model, list(batches)
+        self._settings = settings
+        self._tables = tables_of(settings, cost_model)
+        self._costs_digest = cost_model.digest
+        self._batches = list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
-        self._rescheduler = Rescheduler(settings, cost_model, _share_that_counts(batches))
+        self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
         self._scheduled: dict[Split, int] = {}
 
     @property
     def know_modules(self) -> bool:
         """Whether costs of attention and of MLPs are known apart."""
-        settings = self._settings
-        return all(settings.tables(self._cost_model, mode).division for mode in settings.recompute)
+        return all(tables.division for tables in self._tables)
 
     @property
     def required(self) -> bool:
@@ -208,8 +216,11 @@ class _Trials:
             return splits[0]
         while len(self.results) < last:
             if (plans := self.results[best][1]) and self._plans is not plans:
-                self._plans, self._scheduled = plans, {}
-                self._known = [self._rescheduler.module_costs(plan, best) for plan in plans]
+                self._plans = plans
+                self._scheduled = {}
+                planner = self._planner(best)
+                assert planner is not None, "it made these plans"
+                self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
             nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
             promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
             here = self.predicted_ns(best)
@@ -257,7 +268,7 @@ class _Trials:
         """Every sample as a micro-batch of its own, where there are no plans."""
         batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
-        tables = self._settings.tables(self._cost_model, self._settings.recompute[0])
+        tables = self._tables[0]
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
         known = (costs != ABSENT).all(axis=(1, 2))
         return self._rescheduler.of_kinds(costs[known], np.stack([inputs[known], targets[known]]))
@@ -273,7 +284,8 @@ class _Trials:
         """The batches without samples that need not fit, and how many those were."""
         lengths = zip(self._lengths.input_lengths.tolist(), self._lengths.target_lengths.tolist(), strict=True)
         fitting = dict(zip(lengths, self._required.tolist(), strict=True))
-        batches, left_out = [], 0
+        batches = []
+        left_out = 0
         for batch in self._batches:
             pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
             rows = np.array([fitting[pair] for pair in pairs], np.bool_)
@@ -283,17 +295,17 @@ class _Trials:
 
     def _planner(self, split: Split) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
-        packs = BatchLayout.PACKED in self._settings.micro_batch_layouts
+        schedule = self._settings.schedule
+        if BatchLayout.PACKED not in self._settings.micro_batch_layouts:
+            schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
             layers_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
-            schedule=self._settings.schedule
-            if packs
-            else replace(self._settings.schedule, search_evaluations=EVALUATIONS),
+            schedule=schedule,
         )
         try:
-            return Planner(settings, self._cost_model)
+            return Planner(settings, self._tables, ways_of(settings), costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
 

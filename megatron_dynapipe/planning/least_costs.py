@@ -13,9 +13,8 @@ least its positions times the least cost of a position, and the attention of its
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostTables, Quantity
 from megatron_dynapipe.cost.pieces import prefix_costs
-from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.cost.tables import ABSENT, CostTables, Floats, Quantity
 from megatron_dynapipe.planning.problem import IntArray
 
 INPUT, BOTH = len(Quantity), len(Quantity) + 1

@@ -27,17 +27,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynapipe.cost import ModelState, Quantity
-from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.cost.tables import Floats, ModelState, Quantity
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.planning.least_costs import INPUT, LeastCosts
 from megatron_dynapipe.planning.lost_time import rows_alone
-from megatron_dynapipe.planning.pieces import can_cut
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray
 from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.planning.ways.pieces import can_cut
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
 """Of memory, from none."""

@@ -10,11 +10,11 @@ Each is at most the next, and the last is the limit of these micro-batches.
 import numpy as np
 
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan
-from megatron_dynapipe.planning.pieces import Pieces, of_pieces
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.planning.ways.pieces import Pieces, of_pieces
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 
 def rows_alone(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> tuple[int, int] | None:

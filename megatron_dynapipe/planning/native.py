@@ -22,8 +22,8 @@ __all__ = ["FEW_ROWS", "NEVER", "agree", "core", "fast_verify"]
 
 NEVER = 2**61
 """Above every time that the core predicts; what it returns where there is no time."""
-FEW_ROWS = 8
-"""Of a replica: a search of so few may end far from where its beginning promises."""
+FEW_ROWS = core.FEW_ROWS
+"""Of a replica: a search of so few may end far from where its start promises."""
 
 
 def agree(name: str, expected: object) -> None:
@@ -40,7 +40,6 @@ for _name, _constant in (
     ("LARGEST_COST", LARGEST_COST),
     ("LARGEST_COORDINATE", LARGEST_COORDINATE),
     ("NEVER", NEVER),
-    ("FEW_ROWS", FEW_ROWS),
     ("Instruction", {kind.__name__: kind.__struct_config__.tag for kind in EFFECTS}),
     ("InstructionFields", {kind.__name__: 1 + len(kind.__struct_fields__) for kind in EFFECTS}),
     ("Buffer", dict(Buffer.__members__)),

@@ -20,11 +20,13 @@ best known partition are skipped, no candidate is thinned away (`csrc/partition.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.units import BatchLayout
 
 BAND_RATIO = 5
@@ -129,3 +131,30 @@ def partition(problem: BatchProblem, orders: Sequence[IntArray], *, improve: boo
             if sizes
         ),
     )
+
+
+@runtime_checkable
+class Partitioner(Protocol):
+    """A rule by which another trainer, or an earlier paper, makes micro-batches, for plans to compare with.
+
+    A frozen `msgspec.Struct`, whose values are part of the settings' digest.
+    """
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The layout of the micro-batches that it makes."""
+        ...
+
+    def pad(self, samples: Samples) -> Samples:
+        """The samples with the lengths that they are padded to; raises DataError where one is longer."""
+        ...
+
+    def partitions(self, problem: BatchProblem, order: IntArray, *, hidden_size: int) -> OrderedPartitions:
+        """Every partition that the rule offers and that fits with one micro-batch in flight.
+
+        Args:
+            problem: samples, costs, memory.
+            order: every sample once, the longest first: int64[samples].
+            hidden_size: of the model, for rules that count floating-point operations.
+        """
+        ...

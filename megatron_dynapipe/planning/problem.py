@@ -14,8 +14,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import CostTables, Links, PipelineLayout, Quantity
-from megatron_dynapipe.cost.tables import HEAD
+from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.cost.network import Links
+from megatron_dynapipe.cost.tables import HEAD, CostTables, Quantity
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules
@@ -80,6 +81,18 @@ def native_rules(rules: TransferRules) -> dict[str, Any]:
     return {"receive_ahead": ahead, "ordered_starts": rules.ordered_starts}
 
 
+def native_links(layout: PipelineLayout, links: Links, sent: int, held: int) -> dict[str, Any]:
+    """Messages between stages as the native core takes them; `sent` and `held` are bytes of one position."""
+    return {
+        "bytes_per_position": sent,
+        "held_per_position": held,
+        "decoder_forward": np.array(layout.decoder_state_forward, np.bool_),
+        "decoder_backward": np.array(layout.decoder_state_backward, np.bool_),
+        "latency_ns": links.latency_ns.ravel(),
+        "gbps": links.gbps.ravel(),
+    }
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchProblem:
     """One batch to be planned. All steps share `native`, and with it one cache of costs.
@@ -108,6 +121,7 @@ class BatchProblem:
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
             None where all do.
         label_experts: whether experts are among those.
+        every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
     """
 
     inputs: IntArray
@@ -132,6 +146,7 @@ class BatchProblem:
     split_backward: SplitBackward = "off"
     labels: IntArray | None = None
     label_experts: bool = False
+    every_quantity: bool = False
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -140,7 +155,8 @@ class BatchProblem:
         Raises:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
-        layout, kinds = self.layout, self.modes[0].kinds if self.modes else ()
+        layout = self.layout
+        kinds = self.modes[0].kinds if self.modes else ()
         modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
         labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
         if self.labels is not None:
@@ -163,6 +179,7 @@ class BatchProblem:
                 labels=labels,
                 labelled=labelled,
                 cuts=layout.cuts,
+                every_quantity=self.every_quantity,
                 even_two=layout.decoder_layers > 0 or len(layout.expert_layers) > 0,
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
@@ -171,12 +188,7 @@ class BatchProblem:
                 replicas=self.replicas,
                 forward_only=self.forward_only,
                 peak_covers_backward=self.peak_covers_backward,
-                bytes_per_position=self.bytes_per_position,
-                held_per_position=self.held_per_position,
-                decoder_forward=np.array(layout.decoder_state_forward, np.bool_),
-                decoder_backward=np.array(layout.decoder_state_backward, np.bool_),
-                latency_ns=self.links.latency_ns.ravel(),
-                gbps=self.links.gbps.ravel(),
+                **native_links(layout, self.links, self.bytes_per_position, self.held_per_position),
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),

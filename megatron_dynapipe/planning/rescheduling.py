@@ -4,27 +4,25 @@ A choice of a layer split compares hundreds of splits. What each comes to with t
 millisecond; a plan of its own, which may have other micro-batches and modes, takes hundreds.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, CostModel, CostTables, PipelineLayout, Quantity, Split, packed_costs
+from megatron_dynapipe.cost.layout import PipelineLayout, Split
+from megatron_dynapipe.cost.network import Links
+from megatron_dynapipe.cost.tables import ABSENT, CostTables, Quantity
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.planning.native import NEVER, core
-from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.schedules.list_scheduling import Rule
-from megatron_dynapipe.planning.schedules.one_f_one_b import filling_depths
+from megatron_dynapipe.planning.native import core
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.problem import IntArray, native_links
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.units import BatchLayout, Recompute, input_positions, target_positions
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
+from megatron_dynapipe.units import BatchLayout, Recompute
 
-_DEEPENINGS, _RULES = (1, 8), (Rule.BACKWARD_FIRST, Rule.FORWARD_FIRST)
-"""Of the policies that are tried, as a search begins with them."""
-_UNDIVIDED, _LEAST_GAP = -1, 2
-"""Quarters of a second half of a backward pass that a wait must last for the half to run, as a search begins; whole
-passes."""
-
-_MEMORY = (1.0, 1.05, 1.1, 1.2, 1.4, 2.0)
+_MEMORY = np.array([1.0, 1.05, 1.1, 1.2, 1.4, 2.0])
 """Of what there is, tried in turn: a plan of its own would recompute more, or run smaller micro-batches."""
 
 
@@ -44,31 +42,36 @@ class ModuleCosts:
 class Rescheduler:
     """Schedules micro-batches under layer splits."""
 
-    def __init__(self, settings: PlannerSettings, cost_model: CostModel, counting: float) -> None:
+    def __init__(self, settings: PlannerSettings, tables: Sequence[CostTables], counting: float) -> None:
         """Schedules for a run.
 
         Args:
             settings: of the run; their layer split does not matter.
-            cost_model: what layers cost.
+            tables: modules' costs under every recompute mode of the settings.
             counting: share of positions that count, over which alone the last MLP and the head run.
         """
-        self.settings, self._counting = settings, counting
-        self._tables: dict[Recompute, CostTables] = {
-            mode: settings.tables(cost_model, mode) for mode in settings.recompute
-        }
-        tables = next(iter(self._tables.values()))
-        self._state = tables.state
-        self._modules = [tables.kinds.index(kind) for kind in settings.layout.modules]
+        self.settings = settings
+        self._counting = counting
+        self._tables: dict[Recompute, CostTables] = dict(zip(settings.recompute, tables, strict=True))
+        self._state = tables[0].state
+        self._modules = [tables[0].kinds.index(kind) for kind in settings.layout.modules]
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self._tables.values())
 
-    def module_costs(self, plan: IterationPlan, split: Split) -> list[ModuleCosts]:
-        """The micro-batches of the replicas of a plan under a split, every module with its stage's recompute mode."""
-        replicas, layout = [], self._layout(split)
+    def module_costs(self, plan: IterationPlan, planner: Planner) -> list[ModuleCosts]:
+        """The micro-batches of a plan's replicas, every module with its stage's recompute mode.
+
+        Args:
+            plan: of some batch.
+            planner: made the plan.
+        """
+        layout = planner.layout
         stage_of = np.searchsorted(layout.cuts, np.arange(len(layout.modules)), side="right")
+        replicas = []
         for replica in plan.replicas:
             batches = [batch for batch in replica.micro_batches if not batch.is_filler]
             if batches:
-                values = np.stack([self._module_costs(batch, stage_of) for batch in batches])
+                under = self._costs_under_modes(batches, planner)
+                values = np.stack([self._by_module(row, batch, under, stage_of) for row, batch in enumerate(batches)])
                 positions = [(size * inputs, size * targets) for size, inputs, targets in (b.shape for b in batches)]
                 replicas.append(self.of_modules(values, np.array(positions, np.int64).T))
         return replicas
@@ -99,88 +102,64 @@ class Rescheduler:
         return replace(self.settings.layout, layers_per_stage=split, chunks=chunks)
 
     def makespan_ns(self, micro_batches: ModuleCosts, split: Split) -> int:
-        """Predicted time under a split, longer by the share of memory that lacks; `NEVER` where too much does."""
-        s, layout = self.settings, self._layout(split)
+        """Predicted time under a split, longer by the share of memory that lacks; 2^61 where too much does."""
+        s = self.settings
+        layout = self._layout(split)
         state = np.array(s.model_state_bytes or (), np.int64)
         if s.model_state_bytes is None:
-            replicas, sharded = s.data_parallel, s.distributed_optimizer
-            state = layout.model_state_bytes(self._state, data_parallel=replicas, distributed_optimizer=sharded)
-        costs = self._stage_costs(micro_batches, layout.cuts, 2 * s.encoder_layers)
-        filling = filling_depths(layout.stages, layout.chunks)[:-1]
-        depths = [np.array([*(depth + more for depth in filling), 1], np.int64) for more in _DEEPENINGS]
-        for memory in _MEMORY:
-            best = NEVER
-            for depth, rule in product(depths, _RULES):
-                makespan, _ = core.list_schedule(
-                    costs,
-                    layout.chunks,
-                    state,
-                    int(s.memory_limit_bytes * memory),
-                    False,
-                    depth,
-                    int(rule),
-                    self._peak_covers_backward,
-                    _UNDIVIDED if s.effective_split_backward == "off" else _LEAST_GAP,
-                    best,
-                )
-                best = min(best, makespan)
-            if best < NEVER:
-                return int(best * memory)
-        return NEVER
-
-    def _stage_costs(self, micro_batches: ModuleCosts, cuts: IntArray, encoder_modules: int) -> list[IntArray]:
-        """Costs on every virtual stage, in the order of `ScheduleProblem.cost_arrays`."""
-        s, values = self.settings, micro_batches.values
-        before = np.concatenate([np.zeros_like(values[:, :1]), np.cumsum(values, axis=1)], axis=1)
-        starts, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [values.shape[1]]])
-        sums, first_module = before[:, ends] - before[:, starts], values[:, starts]
-        entry = first_module[:, :, Quantity.ENTRY_STORED]
-        sums[:, :, Quantity.STORED] += entry
-        stored = before[:, :, Quantity.STORED]
-        peaks = np.maximum.reduceat(stored[:, :-1] + values[:, :, Quantity.PEAK], starts, axis=1)
-        peaks = np.maximum(peaks - stored[:, starts] + entry, first_module[:, :, Quantity.ENTRY_PEAK])
-        inputs, targets = micro_batches.positions[:, :, None]
-        forward, backward = inputs + targets * (cuts > encoder_modules), inputs + targets * (cuts >= encoder_modules)
-        links = s.network.links(
-            virtual_stages=len(starts),
-            stages=s.pipeline_parallel,
-            ranks_per_stage=s.data_parallel * s.tensor_parallel,
-            tensor_parallel=s.tensor_parallel,
-            sequence_parallel=s.sequence_parallel,
-            scatter_gather=s.scatter_gather,
+            state = layout.model_state_bytes(
+                self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
+            )
+        return core.reschedule(
+            values=np.ascontiguousarray(micro_batches.values),
+            cuts=layout.cuts,
+            inputs=np.ascontiguousarray(micro_batches.positions[0]),
+            targets=np.ascontiguousarray(micro_batches.positions[1]),
+            chunks=layout.chunks,
+            model_state=state,
+            memory_limit=s.memory_limit_bytes,
+            peak_covers_backward=self._peak_covers_backward,
+            divided=s.effective_split_backward != "off",
+            shares=_MEMORY,
+            **native_links(layout, self._links(layout.virtual_stages), s.sent_per_position, s.held_per_position),
         )
-        sent = s.hidden_size * s.element_bytes
-        kept = sent // (s.tensor_parallel if s.sequence_parallel else 1)
-        first, last = ((0, 0), (1, 0)), ((0, 0), (0, 1))
-        weights = sums[:, :, Quantity.WEIGHT] * (s.effective_split_backward != "off")
-        costs = [
-            sums[:, :, Quantity.FORWARD],
-            sums[:, :, Quantity.BACKWARD],
-            sums[:, :, Quantity.STORED],
-            np.maximum(peaks, sums[:, :, Quantity.STORED]),
-            np.pad(links.transfer_ns(forward * sent), last),
-            np.pad(links.transfer_ns(backward * sent), first),
-            np.minimum(weights, sums[:, :, Quantity.BACKWARD]),
-            np.pad(forward * kept, last),
-            np.pad(backward * kept, first),
-        ]
-        return [np.ascontiguousarray(array) for array in costs]
 
-    def _module_costs(self, micro_batch: MicroBatch, stage_of: IntArray) -> IntArray:
-        """Costs of a planned micro-batch's modules, given their virtual stages: int64[modules, len(Quantity)]."""
-        under = {mode: self._costs_under(mode, micro_batch) for mode in set(micro_batch.recompute)}
+    @cache  # noqa: B019 -- of a few numbers, and a rescheduler lives as long as a choice
+    def _links(self, virtual_stages: int) -> Links:
+        return self.settings.links_of(virtual_stages)
+
+    def _by_module(
+        self, row: int, micro_batch: MicroBatch, under: Mapping[Recompute, IntArray], stage_of: IntArray
+    ) -> IntArray:
+        """Costs of a micro-batch's modules, given their virtual stages: int64[modules, len(Quantity)]."""
         stages = zip(self._modules, stage_of.tolist(), strict=True)
-        return np.stack([under[micro_batch.recompute[stage]][kind] for kind, stage in stages])
+        return np.stack([under[micro_batch.recompute[stage]][row, kind] for kind, stage in stages])
 
-    def _costs_under(self, mode: Recompute, micro_batch: MicroBatch) -> IntArray:
-        """Costs of a planned micro-batch by kind of module, under one mode: int64[kinds, len(Quantity)]."""
-        tables, family = self._tables[mode], self.settings.family
-        if micro_batch.layout is BatchLayout.PACKED:
-            inputs = np.array([input_positions(family, n) for n in micro_batch.input_lengths], np.int64)
-            targets = np.array([target_positions(family, n) for n in micro_batch.target_lengths], np.int64)
-            row = packed_costs(tables, inputs, targets)
-            assert row is not None
-            return row
-        size, inputs, targets = (np.array([number], np.int64) for number in micro_batch.shape)
-        costs: IntArray = tables.at_sizes(tables.at_lengths(inputs, targets), size)[0]
+    def _costs_under_modes(self, batches: Sequence[MicroBatch], planner: Planner) -> dict[Recompute, IntArray]:
+        """Costs by kind of module, under every mode that is used: int64[micro-batches, kinds, len(Quantity)]."""
+        used = {mode for batch in batches for mode in batch.recompute}
+        packed = np.array([batch.layout is BatchLayout.PACKED for batch in batches], np.bool_)
+        shapes = np.array([batch.shape for batch in batches], np.int64)[~packed].T
+        rows = [batch for batch in batches if batch.layout is BatchLayout.PACKED]
+        costs = {}
+        for number, (mode, tables) in enumerate(self._tables.items()):
+            if mode not in used:
+                continue
+            values = np.zeros((len(batches), len(tables.kinds), len(Quantity)), np.int64)
+            if not packed.all():
+                values[~packed] = tables.at_sizes(tables.at_lengths(shapes[1], shapes[2]), shapes[0])
+            if rows:
+                values[packed] = _packed_costs(rows, number, planner).reshape(-1, *values.shape[1:])
+            costs[mode] = values
         return costs
+
+
+def _packed_costs(rows: Sequence[MicroBatch], mode: int, planner: Planner) -> IntArray:
+    """Costs of packed rows by kind of module and quantity, as the core prices them: a row of it for each."""
+    inputs = np.concatenate([row.input_lengths for row in rows])
+    targets = np.concatenate([row.target_lengths for row in rows])
+    samples = Samples.of(GlobalBatch.of_lengths(inputs, targets), planner.settings.family)
+    problem = replace(planner.problem(samples), every_quantity=True)
+    sizes = np.array([len(row.input_lengths) for row in rows], np.int64)
+    modes = np.full(len(rows), mode, np.int64)
+    return problem.native.packed_modules(samples=np.arange(len(inputs)), sizes=sizes, modes=modes)[0]

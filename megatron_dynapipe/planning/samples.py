@@ -6,11 +6,11 @@ from typing import Self
 
 import numpy as np
 
-from megatron_dynapipe.cost import ABSENT, LARGEST_COST
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import (
     LENGTH_MULTIPLE,
     ModelFamily,
@@ -27,7 +27,7 @@ class Samples:
 
     Attributes:
         labels: positions of each that count; None where all do.
-        starts: where samples are cut: the first position of each entry, which may be a piece (`planning.pieces`).
+        starts: where samples are cut: the first position of each entry, which may be a piece (`planning.ways.pieces`).
     """
 
     ids: IntArray
@@ -44,7 +44,8 @@ class Samples:
         """The positions of each of some entries, if one of them is a piece; else none."""
         if self.starts is None:
             return ()
-        starts, ends = self.starts[members], (self.starts + self.input_positions)[members]
+        starts = self.starts[members]
+        ends = starts + self.input_positions[members]
         whole = np.maximum(self.input_tokens[members] - 1, 1)
         if ((ends - starts) == whole).all():
             return ()
@@ -110,6 +111,18 @@ def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
     """Positions rounded up as lengths of micro-batches are."""
     return np.asarray(-(-positions // multiple) * multiple)
+
+
+def problem_of(problem: BatchProblem, samples: Samples) -> BatchProblem:
+    """The problem of planning these samples in place of its own."""
+    return replace(
+        problem,
+        inputs=samples.inputs,
+        targets=samples.targets,
+        input_positions=samples.input_positions,
+        target_positions=samples.target_positions,
+        labels=samples.labels,
+    )
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:

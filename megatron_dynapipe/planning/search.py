@@ -31,6 +31,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,13 +88,21 @@ def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Parti
     return [partition for partition in partitioned.partitions if len(partition.sizes) >= problem.replicas]
 
 
-def begin(problem: BatchProblem, partitioned: OrderedPartitions, most: int) -> tuple[int, int]:
-    """What a search begins with: its ns, `NEVER` where nothing is about as fast as `most`; rows of a replica."""
+class Start(NamedTuple):
+    """Where a search starts: the time of the best of its first solutions, and the most micro-batches of a replica."""
+
+    makespan_ns: int
+    rows: int
+
+
+def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | None = None) -> Start | None:
+    """Where a search from the given partitions starts; None where no start fits, or is about as fast as `most` ns."""
     partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
     try:
-        return problem.native.begin(order=partitioned.order, partitions=partitions, most=most)
+        found = problem.native.start(order=partitioned.order, partitions=partitions, most=most)
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
+    return None if found is None else Start(*found)
 
 
 def search(
@@ -110,7 +119,7 @@ def search(
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
-    layout, order = problem.layout, partitioned.order
+    layout = problem.layout
     enough = _enough(problem, partitioned)
     if evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
@@ -120,7 +129,9 @@ def search(
             notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
     partitions = [(partition.sizes, partition.modes) for partition in enough]
     try:
-        replicas = problem.native.search(order=order, partitions=partitions, evaluations=evaluations, seed=seed)
+        replicas = problem.native.search(
+            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed
+        )
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
     return [

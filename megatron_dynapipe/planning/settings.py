@@ -6,16 +6,19 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, CostTables, Kind, Links, Network, PipelineLayout, ScatterGather, Split
-from megatron_dynapipe.cost.experts import IMBALANCE, ExpertParallel, with_expert_parallel
-from megatron_dynapipe.cost.pattern import each_alone
-from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.cost.layout import PipelineLayout, Split
+from megatron_dynapipe.cost.network import Links, Network, ScatterGather
+from megatron_dynapipe.cost.tables import Kind
+from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.planning.partitioner import Partitioner
+from megatron_dynapipe.planning.partition import Partitioner
 from megatron_dynapipe.planning.problem import SplitBackward
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
+
+IMBALANCE = 1.25
+"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
+single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -30,7 +33,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         hidden_size: width of the states that cross stage boundaries.
         data_parallel, tensor_parallel, pipeline_parallel: the layout.
         chunks: virtual stages per pipeline rank.
-        layers_per_stage: layers per virtual stage in model order, in halves; None splits them equally.
+        layers_per_stage: layers per virtual stage in model order, in halves (of a `pattern`: modules); None splits them
+            equally.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
         distributed_optimizer: whether optimizer state is sharded over the replicas.
         recompute: modes that a micro-batch may be given on a virtual stage.
@@ -50,8 +54,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
             many times.
         label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
-        lockstep: whether replicas run in step, as many micro-batches on each, alike in time: all of them, or
-            neighbours in groups of so many (`planning.lockstep`).
+        replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
+            (`planning.ways.in_step`); 1 for none.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -84,7 +88,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expert_parallel: _AtLeastOne = 1
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     label_experts: bool = False
-    lockstep: bool | int = False
+    replicas_in_step: _AtLeastOne = 1
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
 
@@ -115,8 +119,10 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not 1 <= self.expert_imbalance < math.inf:
             raise ConfigError(f"expected an imbalance of experts of at least 1, got {self.expert_imbalance}")
-        if self.in_step < 1 or self.data_parallel % self.in_step:
-            raise ConfigError(f"expected groups in step that divide {self.data_parallel} replicas, got {self.lockstep}")
+        if self.replicas_in_step < 1 or self.data_parallel % self.replicas_in_step:
+            raise ConfigError(
+                f"expected groups in step that divide {self.data_parallel} replicas, got {self.replicas_in_step}"
+            )
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
@@ -147,11 +153,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.partition is None and self.schedule.method == "adaptive"
 
     @property
-    def in_step(self) -> int:
-        """Neighbouring replicas that run in step, 1 for none."""
-        return self.data_parallel if self.lockstep is True else self.lockstep or 1
-
-    @property
     def may_cut(self) -> bool:
         """Whether samples may be cut along their sequence."""
         return self.slices != "off" and self._whole_samples_because is None
@@ -165,7 +166,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def divides_apart(self) -> bool:
         """Whether one replica may divide a backward pass that another runs whole."""
-        return self.effective_split_backward != "off" and self.in_step < self.data_parallel
+        return self.effective_split_backward != "off" and self.replicas_in_step < self.data_parallel
 
     @property
     def layout(self) -> PipelineLayout:
@@ -184,23 +185,25 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             pattern=self.pattern,
         )
 
-    def tables(self, cost_model: CostModel, recompute: Recompute) -> CostTables:
-        """Modules' costs under this layout, tokens' way to experts on other ranks included; raises CostModelError."""
-        tables = cost_model.tables(tensor_parallel=self.tensor_parallel, recompute=recompute)
-        if ATTENTION in tables.kinds and self.pattern:
-            tables = each_alone(tables)
-        has_experts, kinds = bool(self.expert_layers), set(tables.kinds)
-        if not set(self.layout.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
-            model = f"experts in layers {list(self.expert_layers)}" if self.expert_layers else "layers of one kind"
-            raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
-        parallel = ExpertParallel(self.expert_parallel, self.tensor_parallel, self.expert_imbalance)
-        return with_expert_parallel(tables, parallel, self.network, recompute)
+    @property
+    def sent_per_position(self) -> int:
+        """Bytes of a position's state, as stages send it."""
+        return self.hidden_size * self.element_bytes
+
+    @property
+    def held_per_position(self) -> int:
+        """Bytes of them that a rank holds."""
+        return self.sent_per_position // (self.tensor_parallel if self.sequence_parallel else 1)
 
     @property
     def links(self) -> Links:
         """The links between virtual stages."""
+        return self.links_of(self.layout.virtual_stages)
+
+    def links_of(self, virtual_stages: int) -> Links:
+        """The links between so many virtual stages."""
         return self.network.links(
-            virtual_stages=self.layout.virtual_stages,
+            virtual_stages=virtual_stages,
             stages=self.pipeline_parallel,
             ranks_per_stage=self.data_parallel * self.tensor_parallel,
             tensor_parallel=self.tensor_parallel,

@@ -2,7 +2,8 @@
 
 from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.sampling.cutting import Cutter, TruncationSide
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples
-from megatron_dynapipe.sampling.sampler import GlobalBatch, Sampler, SamplerSettings
+from megatron_dynapipe.sampling.sampler import Sampler, SamplerSettings
 from megatron_dynapipe.sampling.spans import SpanTable, spans_path

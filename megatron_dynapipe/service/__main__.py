@@ -14,7 +14,8 @@ from types import FrameType
 
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.loop import PlannedSplits, PlannerLoop
+from megatron_dynapipe.service.loop import PlannerLoop
+from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.store import open_store
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import decode_failure, describe_failure
-from megatron_dynapipe.service.loop import PlannedSplits
+from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import PlanKeys, Store
 

@@ -15,14 +15,22 @@ from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
 from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
 
 _MOST = 100_000
 """Layers, or ranks of one kind, that anybody has."""
-_SET_HERE = {"family", "encoder_layers", "decoder_layers", "memory_limit_bytes", "lockstep", "slices", "pattern"}
+_SET_HERE = {
+    "family",
+    "encoder_layers",
+    "decoder_layers",
+    "memory_limit_bytes",
+    "replicas_in_step",
+    "slices",
+    "pattern",
+}
 """Fields of `PlannerSettings` that follow from the other arguments."""
 _LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
 
@@ -75,7 +83,7 @@ def plan_batch(
         InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
     """
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
-    planner = Planner(_settings(model, layers, memory_mb, equal_counts, settings), model)
+    planner = planner_of(_settings(model, layers, memory_mb, equal_counts, settings), model)
     batch = _batch(lengths, model.family)
     plan = planner.plan(batch, 0)
     if any(micro_batch.is_filler for replica in plan.replicas for micro_batch in replica.micro_batches):
@@ -92,7 +100,7 @@ def plan_batch(
 
 
 def _settings(
-    model: CostModel, layers: int | tuple[int, int], memory_mb: float, lockstep: bool, settings: Mapping[str, Any]
+    model: CostModel, layers: int | tuple[int, int], memory_mb: float, in_step: bool, settings: Mapping[str, Any]
 ) -> PlannerSettings:
     known = [name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE]
     if unknown := sorted(set(settings) - set(known)):
@@ -117,7 +125,7 @@ def _settings(
         "encoder_layers": encoder,
         "decoder_layers": decoder,
         "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
-        "lockstep": lockstep,
+        "replicas_in_step": settings.get("data_parallel", 1) if in_step else 1,
     }
     try:
         return msgspec.convert(chosen, PlannerSettings)

@@ -254,7 +254,7 @@ def _emergency_folder(args: argparse.Namespace) -> Path:
 def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], ranks: int) -> TunedLayout:
     """The fastest layout of so many ranks, by the costs and the first batches of a run of one rank."""
     from megatron_dynapipe.integration.flags import command_line
-    from megatron_dynapipe.service.loop import split_sampler
+    from megatron_dynapipe.service.planned_splits import split_sampler
 
     lock_folder(Path(args.save), wait_s=args.dynapipe_timeout_s * LOCK_SHARE)
     delete_unfinished(_emergency_folder(args))

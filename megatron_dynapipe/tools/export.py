@@ -8,6 +8,7 @@ from megatron_dynapipe.cost import CostModel, Split, even_split
 from megatron_dynapipe.cost.pattern import megatron_layout, pattern_of
 from megatron_dynapipe.cost.tables import MLP
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -39,7 +40,7 @@ def megatron_flags(
             "Megatron divides no T5 over a pipeline: there is nothing to export", hint="leave out --export"
         )
     layout = settings.layout
-    state = settings.tables(cost_model, settings.recompute[0]).state
+    state = tables_of(settings, cost_model)[0].state
     flags = {"--pipeline-model-parallel-size": str(settings.pipeline_parallel)}
     pattern = {PATTERN: pattern_of(layout, experts=state.expert_kind == MLP)}
     if settings.pattern:

@@ -26,7 +26,7 @@ from megatron_dynapipe.plan.instructions import (
     RecvWait,
 )
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.benchmark_data import A100_COSTS
 from tests.helpers.commands import run_python
@@ -67,7 +67,7 @@ def test_passes_that_take_what_was_predicted_compose_the_prediction():
     gpt, t5 = ModelFamily.GPT, ModelFamily.T5
     for family, changes in ((gpt, {}), (gpt, {"chunks": 2}), (gpt, {"split_backward": "on"}), (t5, {})):
         of_run = settings(family, **changes)
-        plan = Planner(of_run, cost_model(family)).plan(batch(family, 24), 0)
+        plan = planner_of(of_run, cost_model(family)).plan(batch(family, 24), 0)
         times = composed.predicted_times(plan)
         assert composed.compose(plan, of_run, times).makespan_ns == plan.totals.predicted_ns
         slower = [{step: 2 * took for step, took in stage.items()} for stage in times]

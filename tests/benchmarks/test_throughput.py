@@ -12,7 +12,7 @@ from benchmarks.throughput import comparison, devices, methods, report, rows, ru
 from megatron_dynapipe import config
 from megatron_dynapipe.cost import A100_RATES
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.sampling import LengthTable
 from megatron_dynapipe.units import BatchLayout, ModelFamily
 from tests.planning.planner_cases import batch_of, cost_model, settings
@@ -263,4 +263,4 @@ def test_every_method_plans():
     run = settings(t5, hidden_size=64, micro_batch_layouts=tuple(BatchLayout))
     batch = batch_of(*((n, n // 4 + 1) for n in (9, 200, 30, 77, 120, 31)))
     for method in (methods.METHODS | methods.ABLATIONS).values():
-        assert Planner(method.planner(run, (256, 64)), costs).plan(batch, 0).totals.samples == 6
+        assert planner_of(method.planner(run, (256, 64)), costs).plan(batch, 0).totals.samples == 6

@@ -82,7 +82,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
 
     from megatron_dynapipe.integration.entry.bootstrap import environment
     from megatron_dynapipe.integration.flags import command_line, from_megatron
-    from megatron_dynapipe.planning.planner import Planner
+    from megatron_dynapipe.planning.costing import planner_of
     from megatron_dynapipe.planning.schedules import ScheduleSettings
     from megatron_dynapipe.units import ModelFamily
 
@@ -101,7 +101,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
         run = from_megatron.run_config(args, kind, torch.device("cuda", 0))  # costs of a GPU: there is none here
     inputs = run.inputs
     quickly = msgspec.structs.replace(inputs.planner, schedule=ScheduleSettings(search_evaluations=0))
-    planner = Planner(quickly, inputs.costs.load())
+    planner = planner_of(quickly, inputs.costs.load())
     needed, failures = [], []
     longest = (args.seq_length, (args.decoder_seq_length or 2) - 2)
     for index, batch in enumerate(batches):

@@ -4,12 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity, packed_costs
+from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity
 from megatron_dynapipe.cost.analytic import geometric, layer_costs
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
+from tests.helpers.packed_costs import packed_costs
 
 GPT = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)
 T5 = ModelShape(family=ModelFamily.T5, hidden=64, heads=4, kv_channels=16, ffn=256, vocabulary=1000)

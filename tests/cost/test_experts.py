@@ -16,7 +16,7 @@ from megatron_dynapipe.cost import (
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.tables import EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning import Space, tune
 from megatron_dynapipe.tools.tuning.validate import layout_flags
@@ -108,6 +108,6 @@ def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
 def test_costs_of_another_kind_of_model_are_refused() -> None:
     one_kind = PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=10**10)
     with pytest.raises(CostModelError, match="expected costs of a model with layers of one kind"):
-        Planner(one_kind, COSTS)
+        planner_of(one_kind, COSTS)
     with pytest.raises(ConfigError, match=r"an imbalance of experts of at least 1, got 0\.5"):
         PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=1, expert_imbalance=0.5)

@@ -18,13 +18,13 @@ from megatron_dynapipe.cost import (
     ModelShape,
     Quantity,
     TableCostModel,
-    packed_costs,
 )
 from megatron_dynapipe.cost.format import decode_file, encode_file, read_file
 from megatron_dynapipe.cost.tables import DECODER_ATTENTION
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cost.models import gpt_file
+from tests.helpers.packed_costs import packed_costs
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 
 GOOD: dict[str, Any] = json.loads(encode_file(gpt_file()))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import Network, ScatterGather
-from megatron_dynapipe.cost.format import Link
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.errors import ConfigError
 
 SLOW = Link(latency_us=60.0, gbps=25.0)

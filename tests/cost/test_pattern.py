@@ -15,7 +15,7 @@ from megatron_dynapipe.cost.pattern import (
 )
 from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of, tables_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.cli.conftest import cost_model
@@ -108,7 +108,7 @@ def test_a_gpt_as_a_pattern_has_the_gpt_s_times(mode, split):
     layers = settings(encoder_layers=4, layers_per_stage=split, **common)
     counts = tuple(int(2 * layers) for layers in split)
     modules = settings(encoder_layers=8, layers_per_stage=counts, pattern=kinds_of_pattern("*-" * 4), **common)
-    plans = [Planner(each, costs).plan(batch(GPT, 60), 0) for each in (layers, modules)]
+    plans = [planner_of(each, costs).plan(batch(GPT, 60), 0) for each in (layers, modules)]
     times = [plan.totals.predicted_ns for plan in plans]
     assert times[1] == pytest.approx(times[0], rel=0.01)
     stored = [[mb.stored_bytes for mb in plan.replicas[0].micro_batches] for plan in plans]
@@ -120,7 +120,7 @@ def test_a_gpt_as_a_pattern_has_the_gpt_s_times(mode, split):
 
 def test_an_mlp_after_an_mlp_has_a_peak_of_its_own():
     costs = AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=1024)
-    tables = settings(encoder_layers=2, pattern=(ATTENTION, MLP)).tables(costs, Recompute.FULL)
+    (tables,) = tables_of(settings(encoder_layers=2, pattern=(ATTENTION, MLP), recompute=(Recompute.FULL,)), costs)
     attention, mlp = (tables.values[tables.kinds.index(kind)] for kind in (ATTENTION, MLP))
     known = (mlp >= 0).all(axis=0)
     assert (mlp[Quantity.STORED][known] == attention[Quantity.STORED][known]).all()
@@ -131,4 +131,4 @@ def test_a_pattern_needs_costs_of_attention_and_mlp_apart():
     costs = TableCostModel.decode(json.dumps(cost_model()).encode())
     pattern = settings(encoder_layers=4, hidden_size=32, pattern=kinds_of_pattern("*--*"), recompute=(Recompute.NONE,))
     with pytest.raises(CostModelError, match="expected costs of attention and MLP apart, for a pattern of them; tiny"):
-        Planner(pattern, costs)
+        planner_of(pattern, costs)

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape
 from megatron_dynapipe.cost.shape import Experts
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -36,7 +37,7 @@ def settings(family: ModelFamily, **changes: Any) -> PlannerSettings:
 
 
 def planner(family: ModelFamily, **changes: Any) -> Planner:
-    return Planner(settings(family, **changes), cost_model(family))
+    return planner_of(settings(family, **changes), cost_model(family))
 
 
 def batch(family: ModelFamily, samples: int, *, seed: int = 0) -> GlobalBatch:

@@ -17,7 +17,7 @@ GPT = ModelFamily.GPT
 
 
 def planned(lengths: list[int], *, ids: list[int] | None = None, **changes: object) -> IterationPlan:
-    settings = {"data_parallel": 2, "lockstep": 2, "micro_batch_layouts": tuple(BatchLayout)} | changes
+    settings = {"data_parallel": 2, "replicas_in_step": 2, "micro_batch_layouts": tuple(BatchLayout)} | changes
     tokens = np.array(lengths, np.int32)
     sample_ids = np.arange(len(tokens)) if ids is None else np.array(ids)
     batch = GlobalBatch(iteration=0, sample_ids=sample_ids, input_lengths=tokens, target_lengths=0 * tokens)
@@ -43,7 +43,7 @@ def test_groups_of_replicas_are_free_of_each_other() -> None:
     plan = planned(lengths, data_parallel=4, memory_limit_bytes=10**8)
     first, second = counts(plan)[::2]
     assert counts(plan) == [first, first, second, second] and plan.in_step == 2
-    together = planned(lengths, data_parallel=4, memory_limit_bytes=10**8, lockstep=True)
+    together = planned(lengths, data_parallel=4, memory_limit_bytes=10**8, replicas_in_step=4)
     assert len(set(counts(together))) == 1 and together.in_step == 4
 
 

@@ -39,6 +39,7 @@ def good() -> dict[str, Any]:
         "modules": ints(0, 0, 1),
         "cuts": ints(1),
         "even_two": False,
+        "every_quantity": False,
         "chunks": 1,
         "model_state": ints(0, 0),
         "memory_limit": 100,
@@ -166,6 +167,8 @@ CALLS = {
     "search": search_arguments(),
     "costs": {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0), "labels": ints(0)},
     "packed_costs": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
+    "packed_modules": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
+    "start": {"order": ints(0, 1, 2), "partitions": []},
 }
 
 
@@ -191,11 +194,55 @@ CALLS = {
         ("packed_costs", {"samples": ints(0, 3)}, "samples that there are"),
         ("packed_costs", {"modes": ints(1)}, "modes that there are"),
         ("packed_costs", {"modes": ints()}, "a mode for every row"),
+        ("packed_modules", {"sizes": ints(0)}, "samples of every row"),
+        ("packed_modules", {"modes": ints(1)}, "modes that there are"),
+        ("start", {"order": ints(0, 1)}, "name every sample once"),
     ],
 )
 def test_wrong_calls_raise(method: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(core.BatchProblem(**good()), method)(**(CALLS[method] | change))
+
+
+def known() -> dict[str, Any]:
+    """Two micro-batches of three modules on two stages, every cost 1."""
+    given = good()
+    links = ("bytes_per_position", "held_per_position", "decoder_forward", "decoder_backward", "latency_ns", "gbps")
+    return {name: given[name] for name in (*links, "chunks", "model_state", "memory_limit")} | {
+        "values": np.ones((2, 3, len(Quantity)), np.int64),
+        "cuts": ints(2),
+        "inputs": ints(8, 8),
+        "targets": ints(0, 0),
+        "peak_covers_backward": False,
+        "divided": False,
+        "shares": np.array([1.0, 2.0]),
+    }
+
+
+def test_known_micro_batches_take_the_time_of_their_stages_and_more_where_memory_lacks() -> None:
+    whole = core.reschedule(**known())
+    assert whole == core.reschedule(**(known() | {"memory_limit": 10**9})) >= 2 * (2 + 2)
+    assert core.reschedule(**(known() | {"memory_limit": 4})) > whole, "one at a time, in twice the memory"
+    assert core.reschedule(**(known() | {"memory_limit": 1})) == 2**61
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": np.ones((2, 3, 2), np.int64)}, "every quantity of every module"),
+        ({"values": np.full((2, 3, len(Quantity)), -1)}, "costs of a module from 0"),
+        ({"inputs": ints(8)}, "positions of every micro-batch"),
+        ({"targets": ints(8, -1)}, "positions from 0"),
+        ({"cuts": ints(1, 2)}, "a cut between virtual stages"),
+        ({"cuts": ints(4)}, "cuts in order between modules"),
+        ({"shares": np.array([0.5])}, "shares of the memory from 1 to 3"),
+        ({"gbps": np.zeros(1)}, "a rate above 0 on every link"),
+        ({"chunks": 0}, "between 1 and 64 chunks"),
+    ],
+)
+def test_wrong_known_micro_batches_raise(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        core.reschedule(**(known() | change))
 
 
 @pytest.mark.parametrize(

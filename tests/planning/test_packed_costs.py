@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import ABSENT, PackedTables, Quantity, packed_costs
+from megatron_dynapipe.cost import ABSENT, PackedTables, Quantity
 from megatron_dynapipe.cost.shape import Experts
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.helpers.packed_costs import packed_costs
 from tests.planning.packed_oracle import derived_costs
 from tests.planning.partition_oracle import batch_problems
 from tests.planning.planner_cases import batch, cost_model, planner
@@ -126,7 +127,7 @@ def test_experts_of_the_last_layer_cost_what_counts_where_they_run_that(
     """Where their routers look at all positions, labels change the head's costs alone."""
     experts = Experts(count=4, per_token=2, ffn=512, layers=with_experts)
     given = settings_of(ModelFamily.GPT, micro_batch_layouts=tuple(BatchLayout), expert_layers=with_experts)
-    made = Planner(given, cost_model(ModelFamily.GPT, experts=experts))
+    made = planner_of(given, cost_model(ModelFamily.GPT, experts=experts))
     problem = made.problem(made.samples(batch(ModelFamily.GPT, 12)))
     positions = problem.input_positions
 

@@ -11,8 +11,8 @@ from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.partition import OrderedPartitions
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.search import search
@@ -51,7 +51,7 @@ def plan(
     **changes: object,
 ) -> IterationPlan:
     costs = _Derived(family) if derived else cost_model(family)
-    planner = Planner(settings_of(family, micro_batch_layouts=layouts, **changes), costs)
+    planner = planner_of(settings_of(family, micro_batch_layouts=layouts, **changes), costs)
     return planner.plan(given, 0, forward_only=forward_only)
 
 

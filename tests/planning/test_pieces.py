@@ -14,7 +14,6 @@ from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.cost import A100_RATES, TableCostModel, even_split
 from megatron_dynapipe.cost.division import PEAK_UNIT, Division, Peak, Rates
-from megatron_dynapipe.cost.packed import packed_costs
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.cost.tables import PREFIX_UNIT, Quantity
 from megatron_dynapipe.errors import ConfigError, InfeasibleError, PlanningError
@@ -23,15 +22,16 @@ from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
 from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.pieces import MOST_PIECES, cut, cut_batch, within_bound
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways.pieces import MOST_PIECES, cut, cut_batch, within_bound
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
+from tests.helpers.packed_costs import packed_costs
 from tests.planning.planner_cases import cost_model, of_lengths
 
 GPT = ModelFamily.GPT
@@ -58,7 +58,7 @@ def batch(lengths: list[int]) -> GlobalBatch:
 
 
 def plan(lengths: list[int] = LENGTHS, *, forward_only: bool = False, **changes: object) -> IterationPlan:
-    return Planner(settings(**changes), COSTS).plan(batch(lengths), 0, forward_only=forward_only)
+    return planner_of(settings(**changes), COSTS).plan(batch(lengths), 0, forward_only=forward_only)
 
 
 def cut_samples(planned: IterationPlan) -> int:
@@ -110,7 +110,7 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
     )
     keys = {name: msgspec.structs.replace(key, division={"encoder": division}) for name, key in COSTS.file.keys.items()}
     measured = TableCostModel(msgspec.structs.replace(COSTS.file, keys=keys), digest="")
-    planner = Planner(settings(pipeline_parallel=2, layers_per_stage=(15.5, 16.5)), measured)
+    planner = planner_of(settings(pipeline_parallel=2, layers_per_stage=(15.5, 16.5)), measured)
     samples = planner.samples(batch(LENGTHS))
     found = cut_batch(samples, planner.problem(samples), 1000, 16, recompute=tuple(Recompute), element_bytes=2)
     assert found is not None
@@ -236,7 +236,7 @@ def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
         input_lengths=twice.input_lengths,
         target_lengths=twice.target_lengths,
     )
-    assert cut_samples(Planner(settings(slices=1000), COSTS).plan(twice, 0)) == 0
+    assert cut_samples(planner_of(settings(slices=1000), COSTS).plan(twice, 0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def _from_0(report: dict[str, Any]) -> dict[str, Any]:
 def test_a_batch_has_a_bounded_number_of_pieces(caplog) -> None:
     """Pieces of 16 positions would be 3,000: they have 32."""
     notice.cache_clear()
-    samples = Planner(settings(slices=16), COSTS).samples(batch([6000] * 8))
+    samples = planner_of(settings(slices=16), COSTS).samples(batch([6000] * 8))
     assert within_bound(samples, 16) == 32 and within_bound(samples, 24) == 24
     made = plan([6000] * 8, slices=16, memory_limit_bytes=80_000_000_000)
     pieces = [sample for replica in made.replicas for mb in replica.micro_batches for sample in mb.sample_ids]
@@ -312,7 +312,7 @@ def test_samples_may_be_as_long_as_a_grid(positions) -> None:
     """Costs of rows were asked for up to 16 times as long; pieces of a million cost more than the core takes."""
     costs = cost_model(GPT, hidden=64, heads=1, max_length=positions, max_size=2, rates=A100_RATES)
     layout = {"encoder_layers": 4, "hidden_size": 64, "tensor_parallel": 1, "pipeline_parallel": 2}
-    planner = Planner(settings(memory_limit_bytes=80 * 10**9, **layout), costs)
+    planner = planner_of(settings(memory_limit_bytes=80 * 10**9, **layout), costs)
     made = planner.plan(batch([positions + 1, 300]), 0)
     assert sorted({n for mb in made.replicas[0].micro_batches for n in mb.sample_ids}) == [100, 101]
     assert 0 < limits(planner, batch([positions + 1, 300]), made).devices <= made.totals.predicted_ns
@@ -321,5 +321,5 @@ def test_samples_may_be_as_long_as_a_grid(positions) -> None:
 def test_a_longer_sample_is_refused_by_its_length() -> None:
     costs = cost_model(GPT, max_length=2**20)
     with pytest.raises(PlanningError, match=r"at most 1048576 positions \(2\^20\), got 1048584") as caught:
-        Planner(settings(encoder_layers=4, hidden_size=128), costs).plan(batch([2**20 + 2]), 0)
+        planner_of(settings(encoder_layers=4, hidden_size=128), costs).plan(batch([2**20 + 2]), 0)
     assert "--seq-length" in str(caught.value.hint)

@@ -17,7 +17,7 @@ from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, Inf
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.simulate import simulate
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
@@ -92,7 +92,7 @@ def test_labels_are_even_over_replicas(layouts: tuple[BatchLayout, ...], seed: i
     assert abs(first - second) < many / 2
 
 
-IN_STEP = {"lockstep": 2}
+IN_STEP = {"replicas_in_step": 2}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_settings_and_costs_are_part_of_the_digest() -> None:
     base = planner(ModelFamily.GPT)
     assert base.digest == planner(ModelFamily.GPT).digest
     assert base.digest != planner(ModelFamily.GPT, data_parallel=2).digest
-    assert base.digest != Planner(base.settings, cost_model(ModelFamily.GPT, max_length=1024)).digest
+    assert base.digest != planner_of(base.settings, cost_model(ModelFamily.GPT, max_length=1024)).digest
 
 
 EMPTY = of_lengths([])
@@ -199,7 +199,7 @@ def test_model_state_larger_than_memory() -> None:
 
 def test_a_cost_model_of_another_family() -> None:
     with pytest.raises(CostModelError, match="expected a cost model of a gpt model, got analytic t5"):
-        Planner(settings(ModelFamily.GPT), cost_model(ModelFamily.T5))
+        planner_of(settings(ModelFamily.GPT), cost_model(ModelFamily.T5))
 
 
 def of(algorithm: str) -> PartitionSettings:

@@ -14,7 +14,7 @@ from megatron_dynapipe.cost import (
 )
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.stage_costs import boundary_bytes, stage_costs
@@ -65,7 +65,7 @@ def test_ninety_six_layers_on_one_stage_are_planned() -> None:
     gpt = ModelFamily.GPT
     costs = cost_model(gpt, hidden=12288, heads=96, vocabulary=50304, rates=A100_RATES)
     sizes = {"encoder_layers": 96, "hidden_size": 12288, "tensor_parallel": 8, "pipeline_parallel": 1}
-    plan = Planner(settings_of(gpt, memory_limit_bytes=10**13, **sizes), costs).plan(batch(gpt, 20), 0)
+    plan = planner_of(settings_of(gpt, memory_limit_bytes=10**13, **sizes), costs).plan(batch(gpt, 20), 0)
     verify(plan, expected_samples=range(100, 120))
 
 
@@ -84,7 +84,7 @@ def test_a_stage_above_the_limit_is_named_with_the_shape_and_a_remedy() -> None:
     shape = ModelShape(family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=128, vocabulary=512)
     split = {"encoder_layers": 6, "hidden_size": 64, "layers_per_stage": (2, 4)}
     options = settings_of(ModelFamily.GPT, memory_limit_bytes=10**12, **split)
-    planner = Planner(options, _Slow(shape, A100_RATES))
+    planner = planner_of(options, _Slow(shape, A100_RATES))
     message = r"sample 0 of padded shape 1x24 takes over 73 minutes or 4\.4 TB on stage 1, which has 4 layers"
     with pytest.raises(InfeasibleError, match=message) as caught:
         planner.plan(batch_of((20, 0)), 0)

@@ -12,11 +12,11 @@ from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning import search as search_module
-from megatron_dynapipe.planning.native import NEVER
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition, by_length
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.search import begin, default_evaluations
+from megatron_dynapipe.planning.search import default_evaluations, start
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import cost_model, of_lengths, settings
@@ -47,7 +47,7 @@ def planner(family, pp, dp=1, *, chunks=1, memory_gb=40.0, choices=None, **sched
         schedule=ScheduleSettings(**schedule),
         **choices or {},
     )
-    return Planner(made, cost_model(family, hidden=1024, heads=16, vocabulary=32768, rates=A100_RATES, max_size=64))
+    return planner_of(made, cost_model(family, hidden=1024, heads=16, vocabulary=32768, rates=A100_RATES, max_size=64))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_beginning_is_known_not_to_be_as_fast_as_asked():
     samples = made.samples(batch(60, GPT, 0))
     rows = OrderedPartitions(order=by_length(samples.inputs, samples.targets), partitions=())
     problem = made.problem(samples)
-    begun, micro_batches = begin(problem, rows, NEVER)
-    assert begin(problem, rows, begun) == (begun, micro_batches)
-    assert 0 < micro_batches < 60 and begun < NEVER and begin(problem, rows, begun // 2) == (NEVER, 0)
+    begun = start(problem, rows)
+    assert begun is not None and start(problem, rows, begun.makespan_ns) == begun
+    assert 0 < begun.rows < 60 and start(problem, rows, begun.makespan_ns // 2) is None
 
 
 def test_another_seed_may_give_another_plan():

@@ -7,7 +7,7 @@ from megatron_dynapipe.cost import A100_RATES, TableCostModel
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
@@ -26,7 +26,7 @@ def plan(split_backward="auto", *, forward_only=False, **changes):
         split_backward=split_backward,
         **({"pipeline_parallel": 4} | changes),
     )
-    return Planner(settings, COSTS).plan(of_lengths(LENGTHS), 0, forward_only=forward_only)
+    return planner_of(settings, COSTS).plan(of_lengths(LENGTHS), 0, forward_only=forward_only)
 
 
 def passes(planned, kind):
@@ -54,7 +54,7 @@ def test_a_plan_that_division_gains_nothing_is_searched_without_it_too():
     of = of_lengths(batch["input"], batch["target"])
     costs = TableCostModel.load(A100_COSTS["t5"])
     whole, found = (
-        Planner(msgspec.structs.replace(settings, split_backward=how), costs).plan(of, 0) for how in ("off", "auto")
+        planner_of(msgspec.structs.replace(settings, split_backward=how), costs).plan(of, 0) for how in ("off", "auto")
     )
     assert found.totals.predicted_ns <= whole.totals.predicted_ns
 

@@ -170,7 +170,7 @@ def test_a_planner_takes_the_rules_of_a_device_unless_it_has_its_own() -> None:
     plain = planner(ModelFamily.GPT)
     assert plain.under(GLOO_RULES) is plain
     ruled = plain.under(CUDA_RULES)
-    assert ruled.settings.transfers == CUDA_RULES and ruled.cost_model is plain.cost_model
+    assert ruled.settings.transfers == CUDA_RULES and ruled.tables is plain.tables
     own = planner(ModelFamily.GPT, transfers=TransferRules(receive_ahead=3))
     assert own.under(CUDA_RULES) is own
     with pytest.raises(msgspec.ValidationError, match="receive_ahead"):

@@ -14,7 +14,7 @@ from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.service import PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.failure import decode_failure
-from megatron_dynapipe.service.loop import PlannedSplits
+from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.store import Store, StoreServer, open_store
 from tests.helpers.waiting import is_running, until

@@ -13,8 +13,8 @@ from megatron_dynapipe.errors import PlannerFailedError, StoreError
 from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.loop import PlannedSplits, drawn_by
-from megatron_dynapipe.store import PlanKeys, new_job_name
+from megatron_dynapipe.service.planned_splits import PlannedSplits, drawn_by
+from megatron_dynapipe.store import PlanKeys, Store, new_job_name
 from tests.helpers.samples import write_samples
 
 PLACES = [(0, 0), (1, 1)]

@@ -57,7 +57,12 @@ def test_pairs_may_be_those_of_json() -> None:
         ([10, 20, 30], {}, PlanningError, "3 samples cannot be divided into equally many"),
         ([900] * 5, ONE_BY_ONE, PlanningError, "5 samples cannot be divided into equally many"),
         (LENGTHS, {"stages": 2}, ConfigError, "expected settings among hidden_size, .*, got stages"),
-        (LENGTHS, {"slices": 256, "lockstep": True}, ConfigError, "got lockstep, slices\nhint: samples are whole"),
+        (
+            LENGTHS,
+            {"slices": 256, "replicas_in_step": 2},
+            ConfigError,
+            "got replicas_in_step, slices\nhint: samples are",
+        ),
         (LENGTHS, {"memory_mb": float("nan")}, ConfigError, "expected memory_mb above 0, .* got nan"),
         (LENGTHS, {"family": "t5"}, ConfigError, "got family"),
         (LENGTHS, {"recompute": ("some",)}, ConfigError, "Invalid enum value 'some'"),

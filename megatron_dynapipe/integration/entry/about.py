@@ -26,8 +26,8 @@ def about(run: RunConfig) -> dict[str, str]:
     if plans.layers_per_stage is not None:
         layout += f", layers per stage {'+'.join(map(str, plans.layers_per_stage))}"
     experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
-    if plans.in_step > 1:
-        layout += f", experts over {plans.in_step} replicas"
+    if plans.replicas_in_step > 1:
+        layout += f", experts over {plans.replicas_in_step} replicas"
     if not plans.searches:
         layout += f", schedule {plans.schedule.method}"
     samples = meta.split_samples.get("train", 0)

@@ -19,10 +19,10 @@ from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.sampling import Sampler, read_task_ids
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.units import ModelFamily, amount
 
@@ -156,6 +156,6 @@ def _check_longest_samples(sampler: Sampler, inputs: PlanInputs, costs: CostMode
     """Plan the samples of the longest input and the longest target: what fits them fits all."""
     longest = sampler.longest(max(2, inputs.planner.data_parallel))
     try:
-        Planner(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
+        planner_of(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
     except PlanningError as error:
         raise ConfigError(error.message, hint=error.hint) from error

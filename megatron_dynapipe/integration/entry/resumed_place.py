@@ -14,7 +14,7 @@ from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.active_run import counters
 from megatron_dynapipe.sampling import LastBatch, SamplerSettings
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 
 _SAMPLER = "splits.train.sampler."

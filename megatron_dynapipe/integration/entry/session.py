@@ -40,13 +40,13 @@ from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts, reserve
-from megatron_dynapipe.service.loop import check_unchanged, drawn_by, split_sampler
+from megatron_dynapipe.service.planned_splits import check_unchanged, drawn_by, split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.units import NS_PER_MS, Shape, input_positions, target_positions
 
@@ -362,7 +362,7 @@ class Session:
         check_unchanged(self._inputs)
         costs, split = self._inputs.costs.load(), self._inputs.splits[0]
         planner, batch = (
-            Planner(self._inputs.planner, costs),
+            planner_of(self._inputs.planner, costs),
             split_sampler(self._run.data, split).batch(record.iteration),
         )
         bounds = limits(planner, batch, planner.plan(batch, record.iteration))

@@ -43,7 +43,7 @@ from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
@@ -200,7 +200,7 @@ def _planner(
         expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
-        lockstep=in_step > 1 and in_step,
+        replicas_in_step=in_step,
         split_backward=split_backward(args),
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),

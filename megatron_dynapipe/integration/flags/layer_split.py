@@ -22,7 +22,7 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.planning.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.sampling import LastBatch
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.units import ModelFamily
 

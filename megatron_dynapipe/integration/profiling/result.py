@@ -19,12 +19,12 @@ from megatron_dynapipe.cost.format import (
     PACKED_FORMAT,
     UNITS,
     CostFile,
-    Link,
     PackedEntry,
     PackedPart,
     Points,
     key_of,
 )
+from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix

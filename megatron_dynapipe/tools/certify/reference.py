@@ -24,7 +24,7 @@ from megatron_dynapipe.integration.execution.step_functions import masked_loss, 
 from megatron_dynapipe.integration.models.experts import finish_iteration, forget_iteration, routers_of
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
-from megatron_dynapipe.service.loop import split_sampler
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
 from megatron_dynapipe.tools.certify.records import GRADIENTS, REVERSED, SAMPLES, RankRecord
 from megatron_dynapipe.tools.conversion import checkpoint

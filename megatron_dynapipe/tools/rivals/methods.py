@@ -28,8 +28,8 @@ from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -133,7 +133,7 @@ def predict(
     if method == DYNAMIC_CP or method in PADDED:
         return _predict_rows(method, batch, longest, settings, cost_model)
     planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
-    planner = Planner(method_settings(method, longest, settings), cost_model)
+    planner = planner_of(method_settings(method, longest, settings), cost_model)
     plan = planner.plan(planned, 0)
     prediction = prediction_of(plan, tokens=batch.tokens)
     if method != "dynapipe":
@@ -147,7 +147,7 @@ def _predict_rows(
     method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
 ) -> Prediction:
     """Rows that are no plan, of the best size; `default_dynamic_cp`'s hold the longest sample over all replicas."""
-    planner = Planner(method_settings("packed_rows", longest, settings), cost_model)
+    planner = planner_of(method_settings("packed_rows", longest, settings), cost_model)
     samples = planner.samples(batch)
     lengths = (samples.input_positions + samples.target_positions).tolist()
     most = max(longest.inputs, *lengths)

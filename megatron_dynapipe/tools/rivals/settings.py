@@ -46,7 +46,7 @@ class PartitionAlgorithm(enum.StrEnum):
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `planning.partitioner.Partitioner`: how micro-batches are made in place of the planner's own search.
+    """A `planning.partition.Partitioner`: how micro-batches are made in place of the planner's own search.
 
     Attributes:
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of

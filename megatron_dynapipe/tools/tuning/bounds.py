@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
-from megatron_dynapipe.cost.work import Floats
+from megatron_dynapipe.cost.tables import Floats
 from megatron_dynapipe.planning.balance import evenest
+from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -53,7 +54,7 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
     samples = Samples.of(batch, settings.family)
     lengths = samples.input_positions, samples.target_positions
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
-    tables = [settings.tables(cost_model, mode) for mode in settings.recompute]
+    tables = tables_of(settings, cost_model)
     modes = [LeastCosts(of_mode, padded=pads, packed=packs) for of_mode in tables]
     by_measure = [
         _known([mode.share(BOTH, *lengths, charged=charged) for mode in modes])

@@ -29,6 +29,7 @@ from megatron_dynapipe.cost.tables import HEAD
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.plan.timeline import idle_share
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -79,7 +80,7 @@ class Evaluator:
         """The plan of a batch, or why there is none."""
         try:
             if settings not in self._planners:
-                self._planners[settings] = Planner(settings, self._cost_model)
+                self._planners[settings] = planner_of(settings, self._cost_model)
             plan = self._planners[settings].plan(self._batches[batch], batch)
         except DynaPipeError as error:
             return Outcome(error=error.message)

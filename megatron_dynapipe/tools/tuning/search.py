@@ -19,9 +19,9 @@ import msgspec
 
 from megatron_dynapipe.cost import CostModel, Network
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.planning.costing import planner_of, tables_of
 from megatron_dynapipe.planning.layer_split import choose_layer_split
 from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -132,7 +132,7 @@ def tune(
     best, *others = tuning.layouts
     if best.predicted_ms is None:
         return tuning
-    planner = Planner(tuning.settings[0], cost_model)
+    planner = planner_of(tuning.settings[0], cost_model)
     plan = planner.plan(batches[0], 0)
     causes = limits(planner, batches[0], plan).causes(plan.totals.predicted_ns)
     return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *others))
@@ -303,7 +303,7 @@ def _evaluations(
         any_split = candidate.split is Split.AUTO
         bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
         one = _Evaluation(candidate, bounds)
-        state = candidate.settings.tables(cost_model, candidate.settings.recompute[0]).state
+        state = tables_of(candidate.settings, cost_model)[0].state
         one.reduction = Reduction.of(candidate.settings, state, rates)
         _, one.optimizer_ns = step_ns(candidate.settings, state, rates)
         if rates.peak_flops is not None and state.expert_kind is None:
@@ -312,7 +312,7 @@ def _evaluations(
             one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state, counted)
         if not one.unsplit:
             try:
-                Planner(candidate.settings, cost_model)
+                planner_of(candidate.settings, cost_model)
             except DynaPipeError as error:
                 one.error = error.message
         evaluations.append(one)

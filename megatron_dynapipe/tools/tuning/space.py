@@ -212,7 +212,7 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
         settings = msgspec.structs.replace(
             base,
             **layout.sizes,
-            lockstep=experts > 1 and experts,
+            replicas_in_step=experts,
             layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO and not base.pattern),
             distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,

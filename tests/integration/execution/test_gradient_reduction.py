@@ -74,8 +74,8 @@ def test_all_start_at_the_end_where_replicas_would_start_in_two_orders(last):
         ({}, False),
         ({"split_backward": "auto"}, True),
         ({"split_backward": "auto", "data_parallel": 1}, False),
-        ({"split_backward": "auto", "lockstep": 2}, True),
-        ({"split_backward": "auto", "lockstep": True}, False),
+        ({"split_backward": "auto", "replicas_in_step": 2}, True),
+        ({"split_backward": "auto", "replicas_in_step": 4}, False),
         ({"split_backward": "auto", "pipeline_parallel": 1}, False),
     ],
 )

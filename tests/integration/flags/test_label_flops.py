@@ -5,8 +5,9 @@ import pytest
 from megatron_dynapipe.cost.pattern import expert_modules, kinds_of_pattern
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.integration.flags.run_config import label_flops
+from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.tools.tuning.evaluate import token_flops
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.units import ModelFamily
 from tests.planning.planner_cases import cost_model, settings
 
 HIDDEN, FFN, VOCABULARY, EXPERTS, EXPERT_FFN = 128, 512, 4096, 4, 256
@@ -44,5 +45,5 @@ def test_operations_of_modules_over_labels(
     expected = 6 * HIDDEN * (VOCABULARY + mlp)
     assert label_flops(planned, model.shape) == expected
     if experts is None:  # of which tune counts no operations
-        state = planned.tables(model, Recompute.NONE).state
+        state = tables_of(planned, model)[0].state
         assert token_flops(planned, state) - token_flops(planned, state, 0.0) == pytest.approx(expected, rel=0.01)

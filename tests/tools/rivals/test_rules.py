@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import InfeasibleError, PlanningError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.scheduling import schedule_batch
 from megatron_dynapipe.tools.rivals.dynamic_cp import RowsRun, dynamic_cp, fastest_run
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
@@ -54,7 +54,7 @@ def test_rows_by_hand(name: str, lengths: list[int], replicas: int, group: int, 
 def test_rows_of_a_fixed_shape_cost_their_padding() -> None:
     """Megatron-LM's of the most positions, NeMo-RL's of the longest row; neither is faster than rows that end."""
     settings, costs = model(ModelFamily.GPT)
-    planner = Planner(method_settings("packed_rows", Longest(512, 0), settings), costs)
+    planner = planner_of(method_settings("packed_rows", Longest(512, 0), settings), costs)
     samples = planner.samples(batch_of(*((n + 1, 0) for n in (300, 300, 100, 40))))
     shapes, times = {}, {}
     for rival in PADDED:
@@ -115,7 +115,7 @@ def test_sizes_of_rows() -> None:
 def test_of_all_sizes_and_of_its_own_replicas_and_better_ones_a_rival_has_the_fastest(name, lengths, counts) -> None:
     settings, costs = model(ModelFamily.GPT)
     run = method_settings(name, Longest(512, 0), msgspec.structs.replace(settings, data_parallel=2))
-    planner, batch = Planner(run, costs), batch_of(*((n + 1, 0) for n in lengths))
+    planner, batch = planner_of(run, costs), batch_of(*((n + 1, 0) for n in lengths))
     problem = planner.problem(planner.samples(batch))
     offered = run.partition.partitions(problem, np.arange(len(lengths)), hidden_size=64)
     assert {tuple(sorted(one.sizes.tolist())) for one in offered.partitions} == {tuple(sorted(each)) for each in counts}
@@ -184,7 +184,7 @@ def test_a_divided_sample_costs_each_rank_its_share() -> None:
     settings, costs = model(ModelFamily.GPT)
 
     def run(data_parallel: int, *lengths: int) -> RowsRun:
-        planner = Planner(msgspec.structs.replace(settings, data_parallel=data_parallel), costs)
+        planner = planner_of(msgspec.structs.replace(settings, data_parallel=data_parallel), costs)
         return fastest_run(planner, planner.samples(batch_of(*((n + 1, 0) for n in lengths))), [512])
 
     whole, divided = run(1, 512, 512), run(2, 1024, 1024)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.segments import divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning import tune_segments
@@ -41,7 +41,7 @@ def test_every_division_is_planned_and_the_fastest_is_first() -> None:
             schedule=QUICK,
         )
         model = costs.of_stages(stage_of)
-        plans = [Planner(settings, model).plan(each, number) for number, each in enumerate(batches)]
+        plans = [planner_of(settings, model).plan(each, number) for number, each in enumerate(batches)]
         state = model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
         expected = sum(plan.totals.predicted_ns for plan in plans) / 2 + sum(step_ns(settings, state, StepRates()))
         assert layout.predicted_ms == pytest.approx(expected / 1e6)

@@ -21,7 +21,7 @@ from megatron_dynapipe.cost import (
 )
 from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import ConfigError, DynaPipeError, InfeasibleError
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
@@ -61,7 +61,7 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
             split = even_work_split(wanted, [least_work(wanted, costs, each) for each in batches])
             wanted = msgspec.structs.replace(wanted, layers_per_stage=split)
         try:
-            planner = Planner(wanted, costs)
+            planner = planner_of(wanted, costs)
             ns = sum(planner.plan(each, at).totals.predicted_ns for at, each in enumerate(batches))
         except DynaPipeError:
             continue
@@ -131,7 +131,7 @@ def test_no_plan_is_faster_than_its_bound(seed, family, layouts, layout, chunks,
     costs, one = cost_model(family), batch(family, 9, seed=seed)
     if labelled and family is GPT:
         one = replace(one, labels=one.input_lengths // 10)
-    planned = Planner(wanted, costs).plan(one, 0).totals.predicted_ns
+    planned = planner_of(wanted, costs).plan(one, 0).totals.predicted_ns
     work = least_work(wanted, costs, one)
     assert 0 < least_ns(wanted, work) <= planned
     assert least_ns(wanted, work, any_split=True) <= planned
@@ -171,7 +171,7 @@ def test_bounds_hold_whatever_was_measured(seed, lengths, layouts, layout):
     wanted = base(GPT, data_parallel=data, pipeline_parallel=pipeline, micro_batch_layouts=layouts)
     costs, one = Uneven(seed), of_lengths(lengths)
     try:
-        planned = Planner(wanted, costs).plan(one, 0).totals.predicted_ns
+        planned = planner_of(wanted, costs).plan(one, 0).totals.predicted_ns
     except InfeasibleError:
         return
     assert least_ns(wanted, least_work(wanted, costs, one)) <= planned
@@ -187,7 +187,7 @@ def test_bounds_hold_whatever_was_measured(seed, lengths, layouts, layout):
 def test_sizes_that_were_not_measured_are_no_bug_of_the_planner(seed: int, lengths: list[int], said: str) -> None:
     """Fewer micro-batches than replicas, and nothing known of a half of one."""
     with pytest.raises(InfeasibleError, match=said):
-        Planner(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(of_lengths(lengths), 0)
+        planner_of(base(GPT, data_parallel=2, pipeline_parallel=1), Uneven(seed)).plan(of_lengths(lengths), 0)
 
 
 class Divided(Uneven):
@@ -224,7 +224,7 @@ def test_bounds_hold_and_tell_something_with_measured_costs(family: ModelFamily,
         **layers,
     )
     costs = TableCostModel.load(A100_COSTS[family])
-    planned = Planner(wanted, costs).plan(one, 0).totals.predicted_ns
+    planned = planner_of(wanted, costs).plan(one, 0).totals.predicted_ns
     bound = least_ns(wanted, least_work(wanted, costs, one))
     assert 0.5 * planned < bound <= planned
 

@@ -12,26 +12,35 @@ Where the longest sample of a row is cut, all of the row are cut at the same pos
 pieces.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 
+from megatron_dynapipe.planning.candidates import Candidate, Way
 from megatron_dynapipe.planning.partition import candidate_orders
-from megatron_dynapipe.planning.pieces import CutBatch, Pieces, of_pieces
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray, ScheduleProblem
-from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.planning.samples import Samples, problem_of
 from megatron_dynapipe.planning.schedules import predict
 from megatron_dynapipe.planning.scheduling import ScheduledBatch
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways.pieces import CutCandidate, Pieces, of_pieces
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Lockstep:
-    """Samples in rows of one for each replica of a group, int64[rows, replicas]; the last row may lack some."""
+    """Samples in rows of one for each replica of a group.
 
-    rows: IntArray
-    present: BoolArray
+    Args:
+        rows: int64[rows, replicas], samples of the batch.
+        present: bool[rows, replicas], whether there is such a sample: the last row may lack some.
+    """
+
+    def __init__(self, rows: IntArray, present: BoolArray) -> None:
+        self.rows = rows
+        self.present = present
 
     @classmethod
     def of(cls, samples: Samples, replicas: int) -> Self:
@@ -70,28 +79,29 @@ class Lockstep:
         self,
         samples: Samples,
         problem: BatchProblem,
-        cut: CutBatch | None,
-        planned: ScheduledBatch,
+        candidate: Candidate,
         settings: PlannerSettings,
+        planned: ScheduledBatch,
     ) -> tuple[Samples, ScheduledBatch]:
         """The planned replicas' micro-batches and orders of passes for all of their groups, and what they are made of.
 
         Args:
             samples: of the batch.
             problem: of all of them.
-            cut: where the longest ones are cut; None for nowhere.
-            planned: of the longest ones, one replica for each group.
+            candidate: of the longest ones.
             settings: of the planner.
+            planned: the candidate's schedule, one replica for each group.
         """
-        if cut is None:
+        if not isinstance(candidate, CutCandidate):
             return samples, self._spread(problem, planned)
-        pieces, places = self._cut(samples, cut.pieces)
+        pieces, places = self._cut(samples, candidate.pieces)
         cut = of_pieces(samples, problem, pieces, recompute=settings.recompute, element_bytes=settings.element_bytes)
         return cut.samples, places._spread(cut.problem, planned)
 
     def _cut(self, samples: Samples, longest: Pieces) -> tuple[Pieces, "Lockstep"]:
         """Every sample's part of the pieces of its row's longest one, and these parts in rows."""
-        sample, start = self.rows[longest.sample], np.repeat(longest.start[:, None], self.rows.shape[1], axis=1)
+        sample = self.rows[longest.sample]
+        start = np.repeat(longest.start[:, None], self.rows.shape[1], axis=1)
         length = samples.input_positions[sample]
         there = self.present[longest.sample] & (start < length)
         end = np.minimum(longest.end[:, None], length)
@@ -108,10 +118,12 @@ class Lockstep:
             for replica in range(group)
             for members in planned.members
         ]
-        layouts, modes = planned.layouts * group, np.tile(planned.modes, (group, 1))
+        layouts = planned.layouts * group
+        modes = np.tile(planned.modes, (group, 1))
         costs, _ = problem.costs_of(every, layouts, modes)
         copies = np.arange(count * group).reshape(group, count)
-        replicas, schedules = [], []
+        replicas = []
+        schedules = []
         for order, passes in zip(planned.replicas, planned.schedules, strict=True):
             positions = copies[:, order]
             replicas += list(positions)
@@ -125,6 +137,24 @@ class Lockstep:
             replicas=replicas,
             schedules=schedules,
         )
+
+
+class InStep:
+    """Other ways, for one replica of each group of neighbours that run in step."""
+
+    def __init__(self, settings: PlannerSettings, ways: Sequence[Way]) -> None:
+        self._settings = settings
+        self._ways = ways
+
+    def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
+        """Those of the other ways for the longest samples of each group, which are spread over its replicas."""
+        together = Lockstep.of(samples, self._settings.replicas_in_step)
+        longest = together.longest(samples)
+        proposed = [way.candidates(longest, problem_of(problem, longest)) for way in self._ways]
+        return [
+            replace(candidate, spread=partial(together.spread, samples, problem, candidate, self._settings))
+            for candidate in chain.from_iterable(proposed)
+        ]
 
 
 def _rows(order: IntArray, replicas: int) -> IntArray:

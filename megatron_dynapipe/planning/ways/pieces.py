@@ -6,23 +6,22 @@ A piece is planned like a sample of its own positions that costs a little more (
 row, each piece of a sample into another, and the search keeps their order (`csrc/chains.h`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.cost.pieces import piece_costs, prefix_costs
-from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, Quantity
+from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, CostTables, Quantity
+from megatron_dynapipe.planning.candidates import Candidate
 from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.samples import Samples, round_up_all
-from megatron_dynapipe.units import Recompute
+from megatron_dynapipe.planning.samples import Samples, problem_of, round_up_all
+from megatron_dynapipe.planning.search import notice
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.units import LENGTH_MULTIPLE, Recompute
 
-LEAST_GAIN = 0.01
-"""Of cut samples over whole ones where searches begin, from which the cut ones are searched, and not the whole ones."""
-MARGIN_OF_FEW = 0.25
-"""By which cut samples may take longer where searches begin, and are searched too, where whole ones make few rows."""
 MOST_PIECES = 2048
 """Of a batch whose pieces have a size that was asked for, unless it has more than half as many samples: they take about
 2 s to plan, and eight times as many a minute."""
@@ -107,21 +106,57 @@ def _linear_share(tables: CostTables) -> float:
     return max(float(times[:, feasible[-1]].sum()) / longest / g - longest, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CutBatch:
-    """A batch with pieces in place of its long samples.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutCandidate(Candidate):
+    """A batch with pieces in place of its long samples, which a search starts with in packed rows alone.
 
     Attributes:
-        pieces: where the batch's samples are cut.
-        samples: whole ones and pieces; ids and tokens are those of the whole samples.
-        problem: of planning them.
-        partitioned: where their search begins: with packed rows alone.
+        pieces: where the batch's samples are cut; ids and tokens of `samples` are those of the whole ones.
     """
 
     pieces: Pieces
-    samples: Samples
-    problem: BatchProblem
-    partitioned: OrderedPartitions
+
+
+class CutSamples:
+    """Long samples in pieces, of a few sizes to choose from or of one.
+
+    Args:
+        settings: of the planner.
+        is_needed: try smaller ones, since whole samples do not fit.
+    """
+
+    def __init__(self, settings: PlannerSettings, *, is_needed: bool = False) -> None:
+        self._settings = settings
+        self._most = settings.slices if isinstance(settings.slices, int) else None
+        self._is_needed = is_needed
+
+    def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
+        """One for every size of pieces; none where nothing can be cut, or no sample is long for its pipeline."""
+        if problem.forward_only or not can_cut(problem):
+            return []
+        if self._most is not None:
+            missed = f"no order of pieces of at most {self._most} positions was found: samples stay whole"
+            most = within_bound(samples, self._most)
+            if most > self._most:
+                notice(
+                    f"pieces of at most {self._most} positions would be more than {MOST_PIECES} of a batch, or twice"
+                    " its samples: where they would, pieces are longer"
+                )
+            cut = self._of_size(samples, problem, most)
+            return [] if cut is None else [replace(cut, is_default=True, missed=missed)]
+        limits = piece_limits(samples, problem, needed=self._is_needed)
+        return [cut for most in limits if (cut := self._of_size(samples, problem, most)) is not None]
+
+    def _of_size(self, samples: Samples, problem: BatchProblem, most: int) -> CutCandidate | None:
+        return cut_batch(
+            samples,
+            problem,
+            most,
+            LENGTH_MULTIPLE * self._settings.tensor_parallel,
+            recompute=self._settings.recompute,
+            element_bytes=self._settings.element_bytes,
+            strict=self._is_needed or self._most is not None,  # for memory, the longest piece counts
+        )
 
 
 def can_cut(problem: BatchProblem) -> bool:
@@ -162,7 +197,7 @@ def cut_batch(
     recompute: tuple[Recompute, ...],
     element_bytes: int,
     strict: bool = False,
-) -> CutBatch | None:
+) -> CutCandidate | None:
     """The batch with samples of more than `most` positions cut; None where there are none.
 
     A sample that the batch holds twice stays whole, so that pieces are known by their sample.
@@ -181,14 +216,15 @@ def cut_batch(
     pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
     if not pieces.is_piece.any():
         return None
-    kept, whole = once[pieces.sample], samples.input_positions[pieces.sample]
+    kept = once[pieces.sample]
+    whole = samples.input_positions[pieces.sample]
     pieces = replace(pieces, end=np.where(kept, pieces.end, whole), length=np.where(kept, pieces.length, whole))
     return of_pieces(samples, problem, pieces, recompute=recompute, element_bytes=element_bytes)
 
 
 def of_pieces(
     samples: Samples, problem: BatchProblem, pieces: Pieces, *, recompute: tuple[Recompute, ...], element_bytes: int
-) -> CutBatch:
+) -> CutCandidate:
     """The batch with these pieces in place of its samples; arguments as of `cut_batch`."""
     positions = pieces.end - pieces.start
     entries = replace(
@@ -213,17 +249,10 @@ def of_pieces(
         for tables, mode in zip(problem.modes, recompute, strict=True)
     ]
     cut_problem = replace(
-        problem,
-        inputs=entries.inputs,
-        targets=entries.targets,
-        input_positions=entries.input_positions,
-        target_positions=entries.target_positions,
-        labels=entries.labels,
-        chains=pieces.chains.astype(np.int32),
-        piece_costs=np.stack(extras),
+        problem_of(problem, entries), chains=pieces.chains.astype(np.int32), piece_costs=np.stack(extras)
     )
-    partitioned = OrderedPartitions(order=by_length(entries.inputs, entries.targets), partitions=())
-    return CutBatch(pieces=pieces, samples=entries, problem=cut_problem, partitioned=partitioned)
+    longest_first = OrderedPartitions(order=by_length(entries.inputs, entries.targets))
+    return CutCandidate(pieces=pieces, samples=entries, problem=cut_problem, partitioned=longest_first)
 
 
 def _labels(of_samples: IntArray, pieces: Pieces) -> IntArray:

@@ -1,0 +1,65 @@
+"""Planners of runs: a cost model's tables under a run's settings, and the ways that these allow.
+
+Whatever makes or changes tables stands here, on this side of the planner, which reads them.
+"""
+
+from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.pattern import each_alone
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables
+from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways import ways_of
+from megatron_dynapipe.units import Recompute
+
+
+def planner_of(settings: PlannerSettings, cost_model: CostModel) -> Planner:
+    """The planner of a run.
+
+    Args:
+        settings: model, layout, memory, choices.
+        cost_model: what layers cost.
+
+    Raises:
+        CostModelError: the cost model is of another kind of model or another hidden size, or lacks a table that the
+            settings ask for.
+        InfeasibleError: a stage's model state alone exceeds the memory limit.
+    """
+    return Planner(settings, tables_of(settings, cost_model), ways_of(settings), costs_digest=cost_model.digest)
+
+
+def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTables, ...]:
+    """Modules' costs under every recompute mode of the settings; raises CostModelError as `planner_of` does."""
+    if cost_model.family is not settings.family:
+        raise CostModelError(
+            f"expected a cost model of a {settings.family} model, got {cost_model.name} of a {cost_model.family}"
+        )
+    if cost_model.hidden_size not in (None, settings.hidden_size):
+        raise CostModelError(
+            f"expected costs of a model of hidden size {settings.hidden_size}, {cost_model.name} was measured at"
+            f" {cost_model.hidden_size}",
+            hint="give the hidden size of the measured model, or measure this one with `megatron-dynapipe profile`",
+        )
+    tables = tuple(_tables_under(settings, cost_model, mode) for mode in settings.recompute)
+    if settings.layout.cuts_layers and not all(under_mode.division for under_mode in tables):
+        raise CostModelError(
+            "expected costs of attention and MLP apart, for a"
+            f" {'pattern of them' if settings.pattern else f'layer split of {settings.layers_per_stage}'};"
+            f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
+            hint="give whole layers to a GPT, or measure the model with `megatron-dynapipe profile`",
+        )
+    return tables
+
+
+def _tables_under(settings: PlannerSettings, cost_model: CostModel, recompute: Recompute) -> CostTables:
+    """Modules' costs under the layout, tokens' way to experts on other ranks included."""
+    tables = cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=recompute)
+    if ATTENTION in tables.kinds and settings.pattern:
+        tables = each_alone(tables)
+    has_experts, kinds = bool(settings.expert_layers), set(tables.kinds)
+    if not set(settings.layout.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
+        model = f"experts in layers {list(settings.expert_layers)}" if has_experts else "layers of one kind"
+        raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
+    parallel = ExpertParallel(settings.expert_parallel, settings.tensor_parallel, settings.expert_imbalance)
+    return with_expert_parallel(tables, parallel, settings.network, recompute)

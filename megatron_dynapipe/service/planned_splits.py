@@ -1,0 +1,82 @@
+"""Plans of a dataset on disk, as the planner process makes them, and any node where it is late."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_dynapipe.digests import file_digest
+from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.plan.codec import encode_entries
+from megatron_dynapipe.planning.costing import planner_of
+from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+
+logger = logging.getLogger(__name__)
+
+_DRAWN_BY = (".idx", ".ends.npy", ".tasks.npy", ".spans.npy")
+"""Ends of the names of files by which samples are drawn: lengths and ends, tasks, what is learned of inputs."""
+
+
+class PlannedSplits:
+    """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for."""
+
+    def __init__(self, inputs: PlanInputs) -> None:
+        """Read lengths and costs.
+
+        Raises:
+            DataError: the dataset is missing or damaged, holds samples that are too long, or is not the one that the
+                run began with.
+            CostModelError: the cost model is damaged or does not fit the settings.
+            InfeasibleError: the model alone does not fit.
+        """
+        self._planner = planner_of(inputs.planner, inputs.costs.load())
+        self._evaluations = {split.name: split.evaluation for split in inputs.splits}
+        self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
+        check_unchanged(inputs)  # after they were opened: a folder that is replaced later does not matter
+        for name, sampler in self._samplers.items():
+            logger.info("%s: %s", name, sampler.report)
+
+    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+        """(replica, stage, bytes) for every rank's share of one iteration."""
+        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        place = iteration
+        if evaluation is not None:
+            place = iteration % evaluation % (sampler.batches.count or evaluation)
+        return encode_entries(self._planner.plan(sampler.batch(place), iteration, forward_only=evaluation is not None))
+
+
+def drawn_by(files: Mapping[str, str]) -> dict[str, str]:
+    """Of digests of a dataset's files, by name, those of the files by which samples are drawn."""
+    return {name: digest for name, digest in files.items() if name.endswith(_DRAWN_BY)}
+
+
+def check_unchanged(inputs: PlanInputs) -> None:
+    """Raise a DataError where a file by which samples are drawn is not the one that the run began with."""
+    folder = Path(inputs.data_folder)
+    for name, began_with in inputs.files.items():
+        path = folder / name
+        digest = file_digest(path) if path.exists() else "none"
+        if digest != began_with:
+            raise DataError(
+                f"expected the dataset {folder} that the run began with, found another: the digest of {name} is"
+                f" {digest}, it was {began_with}",
+                hint="prepare a dataset in a new folder while a run reads this one; the run goes on from its last"
+                " checkpoint with the dataset that it began with",
+            )
+
+
+def split_sampler(folder: Path, split: SplitSettings) -> Sampler:
+    """The sampler of a split of a dataset folder; raises DataError and ConfigError as it does."""
+    lengths = LengthTable.read(folder, split.name, split.sampler.family)
+    tasks = read_task_ids(folder, split.name, len(lengths)) if split.sampler.needs_tasks else None
+    try:
+        return Sampler(
+            lengths,
+            split.sampler,
+            tasks,
+            SpanTable.read(folder / split.name),
+            first_iteration=split.first_iteration,
+            first_sample=split.first_sample,
+        )
+    except DataError as error:
+        raise DataError(f"{split.name}: {error.message}", hint=error.hint) from None
