@@ -47,14 +47,11 @@ def run_iteration(
     """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
-        runner: of this rank.
-        plan: of this rank's stage.
-        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
-        forward_step: Megatron's step function.
+        runner, plan: of this rank and its stage.
+        models, forward_step: this rank's chunks, in Megatron's `DistributedDataParallel`, and Megatron's step function.
         load: makes a micro-batch's device tensors.
         prepare: called with each pass before it runs (`MicroBatchContext.begin`).
-        warm_up: runs the models before the first training step on a GPU (`warm_up`).
-        warmed: called before every training step's list, once it may run.
+        warm_up: runs the models before the first training step on a GPU (`warm_up`); `warmed` is called when that is done.
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.

@@ -19,7 +19,8 @@ one of the next turn. What follows the last answer teaches nothing and is left o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_dynapipe.sampling.long_samples import TruncationSide, kept_ranges
+from megatron_dynapipe.sampling.cutting import TruncationSide
+from megatron_dynapipe.sampling.long_samples import kept_ranges
 from megatron_dynapipe.tools.prepare.chat import Written
 from megatron_dynapipe.tools.prepare.encoded import Encoded
 
