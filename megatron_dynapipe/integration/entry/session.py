@@ -159,7 +159,7 @@ class Session:
             longest=self._longest,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
-            warmed=lambda: self._clock.ends("kernels and warm-up"),
+            on_first_pass=lambda: self._clock.ends("kernels and warm-up"),
         )
         if self._run.checks_losses and not self._run.in_checkout:
             check_losses(losses)

@@ -38,7 +38,6 @@ def run_iteration(
     *,
     prepare: PrepareMicroBatch = lambda _: None,
     warm_up: Callable[[], None] = lambda: None,
-    warmed: Callable[[], None] = lambda: None,
     forward_only: bool = False,
     force_all_reduce: bool = False,
     has_idle_replica: bool = False,
@@ -47,11 +46,13 @@ def run_iteration(
     """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
-        runner, plan: of this rank and its stage.
-        models, forward_step: this rank's chunks, in Megatron's `DistributedDataParallel`, and Megatron's step function.
+        runner: of this rank.
+        plan: of this rank's stage.
+        models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
+        forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
         prepare: called with each pass before it runs (`MicroBatchContext.begin`).
-        warm_up: runs the models before the first training step on a GPU (`warm_up`); `warmed` is called when that is done.
+        warm_up: runs the models before the first training step on a GPU (`warm_up`).
         forward_only: an evaluation.
         force_all_reduce: whole gradients on every replica, also with the distributed optimizer.
         has_idle_replica: some replica has no micro-batches, so that collectives among them run outside of passes.
@@ -62,7 +63,6 @@ def run_iteration(
     make_stage = partial(MegatronStage, models, forward_step, load, is_last=is_last, prepare=prepare, divided=divided)
     if not forward_only:
         runner.warm_up(lambda: _before_first_list(warm_up, runner, plan, models, make_stage))
-        warmed()
     config, instructions = get_model_config(models[0]), plan.instructions
     reduction = _GradientReduction(
         config,

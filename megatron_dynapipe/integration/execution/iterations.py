@@ -47,6 +47,7 @@ class IterationRunner:
         self._seed = seed
         self._context: MicroBatchContext | None = None
         self.shape: Shape | None = None
+        self._has_begun = False
 
     def run(
         self,
@@ -58,18 +59,21 @@ class IterationRunner:
         longest: Shape,
         forward_only: bool = False,
         force_all_reduce: bool = False,
-        warmed: Callable[[], None] = lambda: None,
+        on_first_pass: Callable[[], None] = lambda: None,
     ) -> tuple[StepTotals, list[dict[str, torch.Tensor]], torch.Tensor | None]:
         """Run an entry as `run_iteration` does, with the host tensors of the micro-batch of each index.
 
         `longest` is the shape of the longest samples, for the warm-up before the first training iteration on a GPU;
-        `warmed` is called after it.
+        `on_first_pass` is called after it.
         """
         context = self.context(models)
 
         def prepare(instruction: Pass) -> None:
             index = instruction.micro_batch
             virtual_stage = instruction.chunk * self.steps.stages + self.steps.stage
+            if self.steps.is_warm and not self._has_begun:
+                self._has_begun = True
+                on_first_pass()
             micro_batch = entry.micro_batches[index]
             self.shape = micro_batch.shape
             context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage])
@@ -82,7 +86,6 @@ class IterationRunner:
             lambda index: self.make_batch(host(index), self.steps.device),
             prepare=prepare,
             warm_up=lambda: self.warm_up(models, forward_step, iteration=entry.iteration, longest=longest),
-            warmed=warmed,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
             has_idle_replica=0 in entry.totals.micro_batches,
