@@ -113,7 +113,8 @@ def search(
     Args:
         problem: samples, costs, memory, replicas.
         partitioned: where to begin.
-        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`.
+        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
+            stage of one replica.
         seed: of the mutations.
 
     Raises:
@@ -121,7 +122,10 @@ def search(
     """
     layout = problem.layout
     enough = _enough(problem, partitioned)
-    if evaluations is None and BatchLayout.PACKED in problem.layouts:
+    if evaluations is None and layout.virtual_stages == 1 and problem.replicas == 1:
+        # Nobody waits for anybody: rows of least work are all there is to find, and partitions are those.
+        evaluations = 0
+    elif evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
     elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
