@@ -23,8 +23,8 @@ kept as it is, takes less time over a few draws of jitter in the passes' times. 
 no such part.)
 
 The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
-1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with are made
-natively (`csrc/search/packed_starts.h`); of the best six, three and then one go on.
+1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with
+are made natively (`csrc/search/packed_starts.h`); of the best six, three and then one go on.
 """
 
 import logging
