@@ -73,7 +73,9 @@ def test_the_examples_run_one_after_another(tmp_path, monkeypatch, capsys):
             words = [match for word in shlex.split(line) for match in (sorted(map(str, Path().glob(word))) or [word])]
             status = main.main(words)
         assert status == 0, f"{example}: {capsys.readouterr()}"
-        assert not file or json.loads(Path(file).read_text())
+        if file:
+            text = Path(file).read_text()
+            assert all(map(json.loads, text.splitlines() if file.endswith(".jsonl") else [text]))
 
 
 def test_patching_as_the_examples_do(tmp_path, monkeypatch, capsys):

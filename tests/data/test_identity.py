@@ -44,7 +44,7 @@ def test_a_prepared_dataset_describes_its_files(prepared: Path) -> None:
     assert sorted(meta.files) == sorted(
         f"{split}{ending}"
         for split in ("train", "valid", "test")
-        for ending in (".bin", ".idx", ".tasks.npy", ".crc32.npy")
+        for ending in (".bin", ".idx", ".ends.npy", ".tasks.npy", ".crc32.npy")
     )
     assert check_files(prepared, ("train", "valid", "test"), meta.files) == {
         name: digests.quick for name, digests in meta.files.items()

@@ -88,7 +88,7 @@ def _same_runs(*, rank: int, world_size: int, cases: list[tuple[list[str], list[
             costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=4, max_length=128),
         )
         with pytest.raises(DynaPipeError, match=said) if said else nullcontext():
-            check_same_run(control, argparse.Namespace(data=Path(folders[rank])), inputs)
+            check_same_run(control, argparse.Namespace(data=Path(folders[rank]), files={}), inputs)
 
 
 def test_nodes_with_other_data_of_equal_lengths_or_other_settings_do_not_train(tmp_path):

@@ -177,7 +177,8 @@ class Session:
 
     def stepped(self) -> None:
         """Megatron has stepped its optimizer after the latest training iteration."""
-        self._recorder.add_step()
+        if self._trained is not None:
+            self._recorder.add_step()
 
     def _finish_task_losses(self) -> None:
         """At the end of an interval of the log: one reduction over replicas, for all tasks."""

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture import templates
-from megatron_dynapipe.tools.mixture.fields import read_rows, row_reader
+from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import TaskSpec
 
@@ -25,27 +25,35 @@ def block(*rows: dict) -> Block:
     return Block(file="rows.jsonl", unit="line", first=1, lines=lines, done=0)
 
 
+def rows_of(template: str, block: Block) -> list[tuple[int, tuple]]:
+    spec = TaskSpec(name="n", source="x", template=template)
+
+    def refuse(number, error):
+        raise row_error(block, number, error, spec) from error
+
+    return list(read_rows(block, row_reader(spec), refuse))
+
+
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_an_end_is_an_error_of_its_row(monkeypatch, template: str) -> None:
     monkeypatch.setattr(templates, "MOST_STEPS", 10_000)
-    read = row_reader(TaskSpec(name="n", source="x", template=f"{{% if long %}}{template}{{% endif %}}|||a"))
+    template_of_long = f"{{% if long %}}{template}{{% endif %}}|||a"
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: ") as caught:
-        list(read_rows(block({"long": ""}, {"long": "abc" * 300}), read))
+        rows_of(template_of_long, block({"long": ""}, {"long": "abc" * 300}))
     assert ENDLESS[template] in caught.value.message and "\n" not in caught.value.message
 
 
 def test_a_template_that_takes_too_long_is_one_too(monkeypatch) -> None:
-    read = row_reader(TaskSpec(name="n", source="x", template="{% for c in text %}{{ c }}{% endfor %}|||a"))
     monkeypatch.setattr(templates, "MOST_SECONDS", -1.0)
     with pytest.raises(DataError, match="line 1: the template cannot be rendered: it does not end within -1 s"):
-        list(read_rows(block({"text": "abc"}), read))
+        rows_of("{% for c in text %}{{ c }}{% endfor %}|||a", block({"text": "abc"}))
 
 
 def test_every_row_has_the_whole_bound(monkeypatch) -> None:
     monkeypatch.setattr(templates, "MOST_STEPS", 1000)
     text = "{% for c in text %}{{ loop.index }}{{ c * 2 }}{% else %}none{% endfor %}"
-    read = row_reader(TaskSpec(name="n", source="x", template=f"{text}|||{{{{ 2 ** 3 * [1, 2] | length }}}}"))
-    rows = [values for _, values in read_rows(block(*[{"text": "ab"}] * 800, {"text": ""}), read)]
+    template = f"{text}|||{{{{ 2 ** 3 * [1, 2] | length }}}}"
+    rows = [values for _, values in rows_of(template, block(*[{"text": "ab"}] * 800, {"text": ""}))]
     assert rows[0] == rows[799] == ("n", "1aa2bb", "16") and rows[800] == ("n", "none", "16")
 
 

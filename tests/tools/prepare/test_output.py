@@ -42,7 +42,7 @@ PROJECT = {"package.json": b"{}", "src/index.ts": b"main()"}
         ({"letter.txt": b"dear"}, "expected a dataset folder with a manifest.json"),
         (PROJECT | {"manifest.json": b'{"name": "my app", "icons": []}'}, "expected dynapipe-dataset/3"),
         (PROJECT | {"meta.json": b'{"format": "mine"}'}, "expected dynapipe-dataset/1"),
-        (PROJECT | {"manifest.json": b'{"format": "dynapipe-dataset/3"}'}, "Invalid enum value"),
+        (PROJECT | {"manifest.json": b'{"format": "dynapipe-dataset/4"}'}, "Invalid enum value"),
         (PROJECT | {"manifest.json": b"[" * 100_000}, "expected dynapipe-dataset/3"),
     ],
 )
@@ -102,9 +102,20 @@ def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
     assert notes == (f"replaced another dataset in {folder}: 40 samples of test",)
     assert "nothing to do" in prepare_dataset(text_samples(30), folder, settings)[1][0]
     old = msgspec.json.decode((folder / "manifest.json").read_bytes())
-    for name in ("read", "skipped", "truncated", "rates", "loss", "lengths", "content_hash", "recipe", "files"):
+    for name in (
+        "read",
+        "skipped",
+        "truncated",
+        "rates",
+        "sides",
+        "loss",
+        "lengths",
+        "content_hash",
+        "recipe",
+        "files",
+    ):
         del old[name]
-    samples = {split: sum(counts.values()) for split, counts in old["samples"].items()}
+    samples = {split: sum(by_task.values()) for split, by_task in old["samples"].items()}
     old |= {"format": "dynapipe-dataset/1", "samples": samples, "tokenizer": "tokenizer"}
     (folder / "manifest.json").unlink()
     (folder / "meta.json").write_bytes(msgspec.json.encode(old))
