@@ -39,7 +39,7 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
-from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
+from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
@@ -228,7 +228,7 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
             split, is_kept = choose_or_recall(run)
             why = " (chosen at an earlier start of the same run)" if is_kept else ""
         text = ",".join(map(str, split))
-        print(f"layers per stage: {text}{why}", flush=True)
+        say(f"layers per stage: {text}{why}")
         return text
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
