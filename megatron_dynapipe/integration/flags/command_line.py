@@ -324,14 +324,39 @@ def megatron_arguments(
     return args
 
 
-def check_by_megatron(args: argparse.Namespace) -> None:
-    """Megatron's own checks alone, as for one rank, of arguments that `settle` has seen."""
-    from megatron.training.arguments import validate_args
+def check_again(
+    args: argparse.Namespace, parsed: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]
+) -> None:
+    """Check flags of which some have changed since they were parsed, and give the results to `args`.
 
-    args.rank, args.world_size = 0, 1  # these three are set by Megatron once it has parsed
+    Args:
+        args: what Megatron's global variables hold; its vocabulary and cost model file stay.
+        parsed: the flags as they were before `settle`, but for those that have changed.
+        family: kind of model.
+        known: as `settle`.
+
+    Raises:
+        ConfigError: as `parse`.
+    """
+    stay = {name: getattr(args, name) for name in ("padded_vocab_size", "dynapipe_cost_model")}
+    settle(parsed, family, known)
+    check_by_megatron(parsed, rank=args.rank, world_size=args.world_size)
+    vars(args).update(vars(parsed) | stay)
+
+
+def check_by_megatron(args: argparse.Namespace, *, rank: int = 0, world_size: int = 1) -> None:
+    """Megatron's own checks alone, by default as for one rank, of arguments that `settle` has seen."""
+    from megatron.training.arguments import validate_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    # As Megatron does between its parser and its checks.
+    args.rank, args.world_size = rank, world_size
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     positions = _hide_relative(args)
     with _refusals():
+        if args.use_checkpoint_args:
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
         validate_args(args)
     args.position_embedding_type = positions
     pad_vocabulary(args, read_meta(args.dynapipe_data).vocabulary_size)
