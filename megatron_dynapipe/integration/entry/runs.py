@@ -44,6 +44,9 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
+_SETTLED = ("padded_vocab_size", "dynapipe_cost_model")
+"""Arguments that are known only after Megatron's checks: by its tokenizer, and by what was measured."""
+
 
 def t5_run(
     fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
@@ -126,7 +129,10 @@ def _checked(
         """Have Megatron's namespace be as if its flag asked for so many virtual stages on every rank."""
         parsed, known = unchecked.pop()
         parsed.num_virtual_stages_per_pipeline_rank = chunks
-        command_line.check_again(args, parsed, family, known)
+        command_line.settle(parsed, family, known)
+        command_line.check_by_megatron(parsed, rank=args.rank, world_size=args.world_size)
+        settled = {name: getattr(args, name) for name in _SETTLED}
+        vars(args).update(vars(parsed) | settled)  # the namespace that Megatron's global variables hold
 
     def check() -> RunConfig:
         start.compare_flags(flags, timeout_s=timeout_s)

@@ -1,8 +1,8 @@
 """The command line: DynaPipe's flags, and one parse of them with Megatron's into Megatron's checked namespace.
 
-    argv, in which run files are written out ─ Megatron's parser ─ settled: checked, ours said in Megatron's words ─┐
-                                                                                                                 │
-    RunConfig ◄─ from_megatron ◄─ Megatron's own checks, its tokenizer and global variables ◄──────────────────┘
+    argv, run files written out ─ Megatron's parser ─ settled: checked, ours said in Megatron's words ─┐
+                                                                                                       │
+    RunConfig ◄─ from_megatron ◄─ Megatron's own checks, its tokenizer and global variables ◄──────────┘
 
 Nothing of Megatron is imported before it is needed: in a patched checkout its own modules import this one.
 """
@@ -322,26 +322,6 @@ def megatron_arguments(
         args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
     args.position_embedding_type = positions
     return args
-
-
-def check_again(
-    args: argparse.Namespace, parsed: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]
-) -> None:
-    """Check flags of which some have changed since they were parsed, and give the results to `args`.
-
-    Args:
-        args: what Megatron's global variables hold; its vocabulary and cost model file stay.
-        parsed: the flags as they were before `settle`, but for those that have changed.
-        family: kind of model.
-        known: as `settle`.
-
-    Raises:
-        ConfigError: as `parse`.
-    """
-    stay = {name: getattr(args, name) for name in ("padded_vocab_size", "dynapipe_cost_model")}
-    settle(parsed, family, known)
-    check_by_megatron(parsed, rank=args.rank, world_size=args.world_size)
-    vars(args).update(vars(parsed) | stay)
 
 
 def check_by_megatron(args: argparse.Namespace, *, rank: int = 0, world_size: int = 1) -> None:
