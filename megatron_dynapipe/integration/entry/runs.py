@@ -44,8 +44,8 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
 
-_SETTLED = ("padded_vocab_size", "dynapipe_cost_model")
-"""Arguments that are known only after Megatron's checks: by its tokenizer, and by what was measured."""
+_SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
+"""Arguments that are settled after Megatron's checks: by its tokenizer, by the devices, and by what was measured."""
 
 
 def t5_run(
