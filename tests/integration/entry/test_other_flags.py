@@ -37,7 +37,7 @@ ROWS = {
     "--dynapipe-softmax-scale 2": "--dynapipe-softmax-scale not given on rank 0 and 2.0 on rank 1",
     "--init-method-std 0.5": "--init-method-std 0.02 on rank 0 and 0.5 on rank 1",
     "--attention-output-gate": "--attention-output-gate not given on rank 0 and given on rank 1",
-    "--dynapipe-truncate left": "--dynapipe-truncate right on rank 0 and left on rank 1",
+    "--dynapipe-truncate left": "--dynapipe-truncate not given on rank 0 and left on rank 1",
     "--bf16": "--bf16 not given on rank 0 and given on rank 1",
     "--log-interval 2": "--log-interval 1 on rank 0 and 2 on rank 1",
     "--seed 8": "--seed 7 on rank 0 and 8 on rank 1",
