@@ -94,7 +94,7 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
         path = ours
     known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
     hint = f"pass the path of a YAML file, or one of {known}"
-    keys = _mapping(path, "cluster file", "its keys to numbers", hint)
+    keys, _ = _mapping(path, "cluster file", "its keys to numbers", hint)
     for name in keys:
         if name not in (*CLUSTER_KEYS, DEVICES):
             near = near_name(str(name), (*CLUSTER_KEYS, DEVICES))
@@ -133,7 +133,6 @@ def expand(arguments: Sequence[str]) -> list[str]:
     flags: dict[str, object] = {}
     for file in files:
         flags |= read(Path(file))
-        _PLACES.update(_places(Path(file)))
     dropped = [*unset, *(name for name, value in flags.items() if value is False and name not in unset)]
     written = [word for name, value in flags.items() if name not in dropped for word in _as_arguments(name, value)]
     return [*written, *(word for name in dropped for word in (UNSET_FLAG, name)), *rest]
@@ -141,7 +140,8 @@ def expand(arguments: Sequence[str]) -> list[str]:
 
 def read(path: Path) -> dict[str, object]:
     """The mapping of a run file: of names to switches, texts, numbers, or lists of these two; raises ConfigError."""
-    loaded = _mapping(path, "run file", "flags to values")
+    loaded, text = _mapping(path, "run file", "flags to values")
+    _PLACES.update(_places(path, text))
     return {str(name): _checked(str(name), value, path) for name, value in loaded.items()}
 
 
@@ -149,8 +149,8 @@ _PLACES: dict[str, str] = {}
 """For each flag that a run file of this process gave, the file and the line: what a parser refuses is named by them."""
 
 
-def _places(path: Path) -> Iterator[tuple[str, str]]:
-    node = yaml.compose(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
+def _places(path: Path, text: str) -> Iterator[tuple[str, str]]:
+    node = yaml.compose(text, _WithoutAliases)
     assert node is not None, "it has been read as a mapping"
     for key, _ in node.value:
         yield f"--{key.value}", f"{path}, line {key.start_mark.line + 1}"
@@ -211,9 +211,11 @@ def refuse_with_one_line(parser: argparse.ArgumentParser) -> None:
 
 def _mapping(
     path: Path, kind: str, of: str, hint: str = "pass the path of a YAML file, such as those in configs/"
-) -> dict[Any, Any]:
+) -> tuple[dict[Any, Any], str]:
+    """The mapping that a file holds, and its text; raises ConfigError."""
     try:
-        loaded = load_yaml(path)
+        text = _text(path)
+        loaded = yaml.load(text, _WithoutAliases)
     except FileNotFoundError:
         raise ConfigError(f"{kind} {path} does not exist", hint=hint) from None
     except _UNREADABLE as error:
@@ -221,7 +223,7 @@ def _mapping(
         raise ConfigError(f"{kind} {path} cannot be read: {reason}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected {kind} {path} to be a mapping of {of}, got {type(loaded).__name__}")
-    return loaded
+    return loaded, text
 
 
 class _WithoutAliases(yaml.SafeLoader):
@@ -235,7 +237,11 @@ class _WithoutAliases(yaml.SafeLoader):
 
 def load_yaml(path: Path) -> object:
     """The contents of a YAML file; raises OSError, ValueError, RecursionError or YAMLError."""
-    return yaml.load(read_bounded(path, most_bytes=MOST_BYTES).decode(), _WithoutAliases)
+    return yaml.load(_text(path), _WithoutAliases)
+
+
+def _text(path: Path) -> str:
+    return read_bounded(path, most_bytes=MOST_BYTES).decode()
 
 
 def _take(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

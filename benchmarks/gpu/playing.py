@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import fake_pg as _registered  # noqa: F401
 
 from benchmarks.gpu.planned import Case, Planned
-from megatron_dynapipe import cpu
+from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import Collator
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Channel, Pass
@@ -169,7 +169,7 @@ def prepared_stages(planned: Planned) -> Iterator[Any]:
 
     layout = planned.settings.layout
     with prepared(
-        planned.case.flags,
+        config.expand(planned.case.flags),
         planned.case.family,
         pipeline_parallel=layout.stages,
         layers_per_stage=layout.layers_per_stage,

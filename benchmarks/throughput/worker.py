@@ -24,14 +24,15 @@ cpu.quieten()
 def main() -> None:
     """Run the commands of the driver until it closes the connection."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
-    device = config.early_flags(config.expand(spec.flags)).dynapipe_device
+    flags = config.expand(spec.flags)
+    device = config.early_flags(flags).dynapipe_device
     bootstrap.prepare_environment(spec.tensor_parallel, device)
     cpu.enable(device)
     from megatron_dynapipe.integration.profiling.setup import prepared
     from megatron_dynapipe.units import ModelFamily
 
     with prepared(
-        spec.flags,
+        flags,
         ModelFamily(spec.model),
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,

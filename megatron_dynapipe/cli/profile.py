@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
-import os
 import sys
 from pathlib import Path
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.cost.format import is_cost_file
 from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
-from megatron_dynapipe.outputs import check_replaceable
+from megatron_dynapipe.outputs import check_replaceable, is_first_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; print the file's path on rank 0."""
     flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
-    if int(os.environ.get("RANK", "0")) == 0:  # which writes the file
+    if is_first_rank():  # which writes the file
         check_replaceable(args.output, is_ours=is_cost_file)
     with contextlib.redirect_stdout(sys.stderr):  # Megatron logs there
         cpu.quieten()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.outputs import is_first_rank
 
 _SAY_S = 5.0
 _POLL_S = 0.05
@@ -135,7 +136,7 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     def answer(**fields: str | None) -> None:
         store.set(name, msgspec.json.encode(fields).decode())
 
-    if os.environ["RANK"] == "0":
+    if is_first_rank():
         try:
             text = make()
         except DynaPipeError as error:

@@ -32,7 +32,7 @@ from megatron_dynapipe.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
-from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, unwritten
+from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
@@ -220,8 +220,8 @@ def make_resumable(args: argparse.Namespace) -> None:
             would begin anew from those of this job.
     """
     dropped = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(dropped)}", flush=True)
+    if dropped:
+        say(f"without effect with {ELASTIC}, which chooses the layout: {', '.join(dropped)}")
     vars(args).update(LAYOUT)
     if not args.save:
         raise ConfigError(f"expected --save DIR with {ELASTIC}, got none", hint="a folder that all nodes see")

@@ -80,6 +80,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
 
+    from megatron_dynapipe.config import expand
     from megatron_dynapipe.integration.entry.bootstrap import environment
     from megatron_dynapipe.integration.flags import command_line, from_megatron
     from megatron_dynapipe.planning.costing import planner_of
@@ -94,7 +95,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     kind = ModelFamily("t5" if "t5" in Path(config).stem else "gpt")
     global_vars.destroy_global_vars()  # of the run file before
     unset_num_microbatches_calculator()
-    args, run = command_line.parse(kind, argv)
+    args, run = command_line.parse(kind, expand(argv))
     if gpus > 2:
         queues = environment(tensor_parallel=args.tensor_model_parallel_size, capability=9, environ={})
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues["CUDA_DEVICE_MAX_CONNECTIONS"]

@@ -12,6 +12,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version
 from megatron_dynapipe.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry.failure import reported
+from megatron_dynapipe.outputs import say
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime import driver
 
@@ -25,7 +26,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
     """Prepare `device` (None: that of `--dynapipe-device`), then call `main`; a `DynaPipeError` ends the process."""
     end_with_launcher()
     with reported():
-        sys.argv[1:] = config.expand(sys.argv[1:])  # run files are read here, and nowhere else
+        sys.argv[1:] = config.expand(sys.argv[1:])  # unless `required` has written run files out
         early = config.early_flags(sys.argv[1:])
         device = device or early.dynapipe_device
         prepare_environment(early.tensor_model_parallel_size, device)  # before anything asks for a device
@@ -78,5 +79,5 @@ def prepare_environment(tensor_parallel: int, device: str) -> None:
         return
     chosen = environment(tensor_parallel=tensor_parallel, capability=min(majors), environ=os.environ)
     os.environ.update(chosen)
-    if chosen and os.environ.get("RANK", "0") == "0":
-        print(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}", flush=True)
+    if chosen:
+        say(f"environment: set {' '.join(f'{name}={value}' for name, value in chosen.items())}")

@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.profiling.result import noise
-from megatron_dynapipe.outputs import replace_bytes, write_file
+from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import amount
@@ -44,11 +44,10 @@ COST_FILE = "cost-model.json"
 def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
 
-    What keeps it from that is printed. Call it on every rank, inside the check of `start.start_together`.
+    What keeps it from that is said. Call it on every rank, inside the check of `start.start_together`.
     """
     if start.ranks_stand_alone():
-        if os.environ["RANK"] == "0":
-            print("the model's layers are not measured: this takes ranks that torchrun started", flush=True)
+        say("the model's layers are not measured: this takes ranks that torchrun started")
         return None
     kept, own = user_cache_folder() / f"costs-{_identity(run)}.json", (run.report_folder / COST_FILE).absolute()
 
@@ -63,7 +62,7 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     if not digest:
         return None
     path = own if whose == "own" else kept
-    if os.environ.get("RANK", "0") == "0" or not path.exists() or _digest(path) != digest:
+    if is_first_rank() or not path.exists() or _digest(path) != digest:
         _share(path, timeout_s)
     return path
 
@@ -72,10 +71,9 @@ def _kept(run: RunConfig, path: Path) -> str:
     """Say how old the kept costs are, and what measures again; as `measure` answers."""
     digest, days = _digest(path), int((time.time() - path.stat().st_mtime) / _DAY_S)
     age = "today" if days < 1 else f"{amount(days, 'day')} ago"
-    print(
+    say(
         f"costs: measured {age}, kept in {path}; --dynapipe-calibrate {2 * run.calibrate_s:g}, for twice as long,"
-        " measures again, and so does this one once that file is deleted",
-        flush=True,
+        " measures again, and so does this one once that file is deleted"
     )
     return f"{digest} kept"
 
@@ -107,10 +105,7 @@ def _processes(run: RunConfig) -> int:
 def _profile(run: RunConfig, flags: Sequence[str], path: Path, own: Path) -> Path | None:
     """Measure into `path`, or while the machine is busy into `own`; which it was. None, and why, if that failed."""
     seconds = run.calibrate_s
-    print(
-        f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)",
-        flush=True,
-    )
+    say(f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)")
     started = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".measuring-") as folder:
@@ -127,12 +122,12 @@ def _profile(run: RunConfig, flags: Sequence[str], path: Path, own: Path) -> Pat
             if busy is not None:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 write_file(own, output.read_bytes())
-                print(f"{took} on a busy machine ({busy}): for this run alone, the next one measures again", flush=True)
+                say(f"{took} on a busy machine ({busy}): for this run alone, the next one measures again")
                 return own
             output.replace(path)
-            print(f"{took}: {path}", flush=True)
+            say(f"{took}: {path}")
             return path
-    print(f"warning: the model's layers could not be measured, costs are computed: {failure or 'no file'}", flush=True)
+    warn(f"the model's layers could not be measured, costs are computed: {failure or 'no file'}")
     return None
 
 

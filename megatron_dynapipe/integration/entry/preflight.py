@@ -18,7 +18,7 @@ from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder
+from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.sampling import Sampler, read_task_ids
@@ -64,13 +64,13 @@ def check_run(run: RunConfig) -> None:
             "loss: of what the model will have to write alone: targets, and what assistants say"
             f" (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
         )
-    _print(run, notes)
+    _say(notes)
     if note := check_resumed(run.checkpoints, record_of(run, inputs)):
-        _print(run, [note])
+        say(note)
     costs = inputs.costs.load()
     for split in inputs.splits:
         sampler = split_sampler(run.data, split)
-        _print(run, (f"{split.name}: {line}" for line in _surprises(sampler, run.data, split)))
+        _say(f"{split.name}: {line}" for line in _surprises(sampler, run.data, split))
         _check_longest_samples(sampler, inputs, costs, forward_only=split.evaluation is not None)
 
 
@@ -88,9 +88,9 @@ def _describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) 
     )
 
 
-def _print(run: RunConfig, lines: Iterable[str]) -> None:
-    for line in lines if run.rank == 0 else ():
-        print(line, flush=True)
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """Flags that every run needs, looked for before torch is imported, which takes seconds: all that lack at once."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
+from megatron_dynapipe.outputs import is_first_rank
 from megatron_dynapipe.units import ModelFamily
 
 _RUN = (
@@ -32,12 +32,13 @@ _FROM_CHECKPOINT, _HELP = "--use-checkpoint-args", ("--help", "-h")
 def check_command_line(family: ModelFamily) -> None:
     """End a script whose command line lacks required flags, with one line and status 2. Call it before torch's import.
 
-    Run files are read, and `sys.argv` stays as it is.
+    Run files are read here: `sys.argv` is the command line with them written out afterwards.
     """
     try:
-        check_required(config.expand(sys.argv[1:]), family)
+        sys.argv[1:] = config.expand(sys.argv[1:])
+        check_required(sys.argv[1:], family)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             leave_report_to_another_rank(2)
         hint = "" if error.hint is None else f"\nhint: {error.hint}"
         print(f"error: {error.message}{hint}", file=sys.stderr, flush=True)

@@ -1,20 +1,19 @@
 """The run of an entry script: its session, and the arguments of Megatron's `pretrain`."""
 
 import argparse
+import copy
 import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.global_vars import destroy_global_vars
 
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.cost import Split, parse_split
@@ -39,11 +38,14 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
-from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder
+from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 from megatron_dynapipe.units import ModelFamily
+
+_SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
+"""Arguments that are settled after Megatron's checks: by its tokenizer, by the devices, and by what was measured."""
 
 
 def t5_run(
@@ -113,20 +115,31 @@ def _checked(
     clock.ends("imports")
     timeout_s = early_flags(words).dynapipe_timeout_s
     flags: dict[str, str] = {}
+    unchecked: list[tuple[argparse.Namespace, Sequence[argparse.Action]]] = []
 
     def noting(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
         flags.update(comparable(args, known))
         if fit is not None:
             fit(args, family, known)
+        unchecked.append((copy.deepcopy(args), known))
 
     args, run = start.start_together(lambda: _parsed(family, words, noting, fit), timeout_s=timeout_s, name="flags")
 
-    def check() -> tuple[argparse.Namespace, RunConfig]:
+    def set_chunks(chunks: int) -> None:
+        """Have Megatron's namespace be as if its flag asked for so many virtual stages on every rank."""
+        parsed, known = unchecked.pop()
+        parsed.num_virtual_stages_per_pipeline_rank = chunks
+        command_line.settle(parsed, family, known)
+        command_line.check_by_megatron(parsed, rank=args.rank, world_size=args.world_size)
+        settled = {name: getattr(args, name) for name in _SETTLED}
+        vars(args).update(vars(parsed) | settled)  # the namespace that Megatron's global variables hold
+
+    def check() -> RunConfig:
         start.compare_flags(flags, timeout_s=timeout_s)
         clock.ends("arguments")
-        return _settled(args, run, words, fit, clock)
+        return _settled(args, run, words, set_chunks, clock)
 
-    return *start.start_together(check, timeout_s=timeout_s), flags
+    return args, start.start_together(check, timeout_s=timeout_s), flags
 
 
 def _parsed(
@@ -143,28 +156,24 @@ def _parsed(
 
 
 def _settled(
-    args: argparse.Namespace, run: RunConfig, words: Sequence[str], fit: command_line.Fit | None, clock: StartClock
-) -> tuple[argparse.Namespace, RunConfig]:
-    """What is parsed, with costs and layers per stage that are measured and planned where they are not given."""
-    family, measured = run.family, None
+    args: argparse.Namespace, run: RunConfig, words: Sequence[str], set_chunks: Callable[[int], None], clock: StartClock
+) -> RunConfig:
+    """The run, with costs and layers per stage that are measured and planned where they are not given."""
+    measured = None
     if run.calibrate_s > 0:
         from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
         measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = from_megatron.run_config(args, family)
+        run = from_megatron.run_config(args, run.family)
     clock.ends("costs")
     if run.plans_layer_split:
-        planned = _plan_layer_split(run)
-        if planned.planner.chunks != run.planner.chunks:  # of several Megatron checks and settles more
-            destroy_global_vars()
-            unset_num_microbatches_calculator()
-            args, run = command_line.parse(family, words, _with_chunks(fit, planned.planner.chunks))
-            if measured is not None:
-                args.dynapipe_cost_model = measured
-                run = from_megatron.run_config(args, family)
-            planned = run.with_layers_per_stage(planned.planner.layout.layers_per_stage)
-        run = planned
+        split = _planned_layer_split(run)
+        chunks = len(split) // run.planner.pipeline_parallel
+        if chunks != run.planner.chunks:  # of several Megatron checks and settles more
+            set_chunks(chunks)
+            run = from_megatron.run_config(args, run.family)
+        run = run.with_layers_per_stage(split)
     clock.ends("layer split")
     if (folder := resumed(run.checkpoints)) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
@@ -173,18 +182,7 @@ def _settled(
     if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
         shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
     clock.ends("checks of data and memory")
-    return args, run
-
-
-def _with_chunks(fit: command_line.Fit | None, chunks: int) -> command_line.Fit:
-    """The fit, and as many virtual stages on every rank, as if Megatron's flag said so."""
-
-    def fitted(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-        if fit is not None:
-            fit(args, family, known)
-        args.num_virtual_stages_per_pipeline_rank = chunks
-
-    return fitted
+    return run
 
 
 def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
@@ -219,8 +217,8 @@ def _preflight(run: RunConfig) -> None:
         lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 
-def _plan_layer_split(run: RunConfig) -> RunConfig:
-    """The run with the layers per stage that are predicted to be fastest, or that its checkpoint has."""
+def _planned_layer_split(run: RunConfig) -> Split:
+    """The layers per virtual stage that are predicted to be fastest, or that the run's checkpoint has."""
 
     def choose() -> str:
         split, why = _kept_split(run), " (the checkpoint loads in no others)"
@@ -228,11 +226,11 @@ def _plan_layer_split(run: RunConfig) -> RunConfig:
             split, is_kept = choose_or_recall(run)
             why = " (chosen at an earlier start of the same run)" if is_kept else ""
         text = ",".join(map(str, split))
-        print(f"layers per stage: {text}{why}", flush=True)
+        say(f"layers per stage: {text}{why}")
         return text
 
     split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
-    return run.with_layers_per_stage(parse_split(split, expected="numbers of layers"))
+    return parse_split(split, expected="numbers of layers")
 
 
 def patched_session(args: argparse.Namespace) -> Session:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.leaving import GRACE_S, leave_report_to_another_rank
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags
+from megatron_dynapipe.outputs import is_first_rank
 from megatron_dynapipe.runtime.start_store import StartGroup, has_store, start_store
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def ranks_stand_alone() -> bool:
 
 def checks_for_all() -> bool:
     """Whether this rank runs the checks that one rank can run for all: rank 0, or every rank without a start store."""
-    return os.environ.get("RANK", "0") == "0" or not has_store()
+    return is_first_rank() or not has_store()
 
 
 def reports_for_all() -> bool:

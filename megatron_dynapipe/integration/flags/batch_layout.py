@@ -36,6 +36,9 @@ Slices = int | Literal["auto", "off"]
 type Layouts = tuple[tuple[BatchLayout, ...], str]
 """The layouts that micro-batches may have, and why not packed where that was left open."""
 
+type Backward = tuple[SplitBackward, str]
+"""Whether plans may divide backward passes, and why not where that was left open."""
+
 
 def describe(layouts: Layouts) -> str:
     """The layouts, for a run's log."""
@@ -143,18 +146,18 @@ def undivided_because(args: argparse.Namespace) -> str:
     )
 
 
-def split_backward(args: argparse.Namespace) -> SplitBackward:
-    """Whether plans may divide backward passes.
+def split_backward(args: argparse.Namespace) -> Backward:
+    """Whether plans may divide backward passes, as flags ask for it and the model's layers can.
 
     Raises:
         ConfigError: they are to, and the model's layers cannot.
     """
     asked: SplitBackward = args.dynapipe_split_backward
-    reason = undivided_because(args)
+    reason = "" if asked == "off" else undivided_because(args)
     if asked == "on" and reason:
         flag = "--dynapipe-split-backward"
         raise ConfigError(f"{flag} on cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
-    return "off" if reason else asked
+    return "off" if reason else asked, reason
 
 
 def schedule(args: argparse.Namespace) -> ScheduleSettings:

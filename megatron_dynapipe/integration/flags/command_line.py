@@ -1,8 +1,8 @@
 """The command line: DynaPipe's flags, and one parse of them with Megatron's into Megatron's checked namespace.
 
-    argv ─ expanded: run files written out ─ Megatron's parser ─ settled: checked, ours said in Megatron's words ─┐
-                                                                                                                 │
-    RunConfig ◄─ from_megatron ◄─ Megatron's own checks, its tokenizer and global variables ◄──────────────────┘
+    argv, run files written out ─ Megatron's parser ─ settled: checked, ours said in Megatron's words ─┐
+                                                                                                       │
+    RunConfig ◄─ from_megatron ◄─ Megatron's own checks, its tokenizer and global variables ◄──────────┘
 
 Nothing of Megatron is imported before it is needed: in a patched checkout its own modules import this one.
 """
@@ -31,6 +31,8 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.outputs import is_first_rank, say
+from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.store.address import FORM
 from megatron_dynapipe.units import ModelFamily, round_up
@@ -47,9 +49,6 @@ ARGS_DEFAULTS: dict[str, Any] = {
 
 type Fit = Callable[[argparse.Namespace, ModelFamily, Sequence[argparse.Action]], None]
 """Changes parsed flags before they are checked, of a family of models, beside Megatron's own arguments."""
-
-REPORT_FOLDER = Path("dynapipe-report")
-"""Where records and pictures go if no other folder is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -215,33 +214,27 @@ def _values(choices: type[Any]) -> list[str]:
     return [choice.value for choice in choices]
 
 
-def expanded(arguments: Sequence[str]) -> list[str]:
-    """The command line with its run files written out; raises ConfigError for them, and for the published fork's."""
-    written = config.expand(arguments)
-    fork.check(written, os.environ)
-    return written
-
-
 def parse(
     family: ModelFamily, arguments: Sequence[str], fit: Fit | None = None
 ) -> "tuple[argparse.Namespace, RunConfig]":
     """Megatron's namespace, changed by `fit` before it is checked, and the run's configuration made of it.
 
-    `sys.argv` is `arguments` afterwards, with run files written out.
+    `arguments` have run files written out (`config.expand`); `sys.argv` is they afterwards.
 
     Raises:
-        ConfigError: the run file or a flag is wrong, or an option cannot be used with DynaPipe.
+        ConfigError: a flag is wrong, or an option cannot be used with DynaPipe.
         CostModelError: the cost model's file cannot be read.
         DataError: there is no dataset where `--dynapipe-data` says.
     """
-    written = [argument for argument in expanded(arguments) if argument != "--use-dynapipe"]  # is for checkouts
+    fork.check(arguments, os.environ)
+    words = [argument for argument in arguments if argument != "--use-dynapipe"]  # is for checkouts
 
     def settled(args: argparse.Namespace, known: Sequence[argparse.Action]) -> None:
         if fit is not None:
             fit(args, family, known)
         settle(args, family, known)
 
-    args = megatron_arguments(written, settled)
+    args = megatron_arguments(words, settled)
     return args, configured(args, family)
 
 
@@ -287,8 +280,8 @@ def _settle_defaults(args: argparse.Namespace, family: ModelFamily) -> None:
     if args.global_batch_size is None and args.tokens_per_global_batch is not None and not args.dynapipe_elastic:
         args.global_batch_size = from_megatron.nominal_batch(args, family)
         said.append(f"--global-batch-size {args.global_batch_size} (learning rates and evaluations count by it)")
-    if said and os.environ.get("RANK", "0") == "0":
-        print(f"set for a planned run: {', '.join(said)}", flush=True)
+    if said:
+        say(f"set for a planned run: {', '.join(said)}")
 
 
 def megatron_arguments(
@@ -317,6 +310,7 @@ def megatron_arguments(
         def parse_and_settle(*words: Any, **keywords: Any) -> argparse.Namespace:
             nonlocal positions
             args: argparse.Namespace = parse_args(*words, **keywords)
+            assert args.dynapipe_config is None, "run files are written out"
             settle(args, known)
             positions = _hide_relative(args)
             return args
@@ -330,14 +324,19 @@ def megatron_arguments(
     return args
 
 
-def check_by_megatron(args: argparse.Namespace) -> None:
-    """Megatron's own checks alone, as for one rank, of arguments that `settle` has seen."""
+def check_by_megatron(args: argparse.Namespace, *, rank: int = 0, world_size: int = 1) -> None:
+    """Megatron's own checks alone, by default as for one rank, of arguments that `settle` has seen."""
     from megatron.training.arguments import validate_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
 
-    args.rank, args.world_size = 0, 1  # these three are set by Megatron once it has parsed
+    # As Megatron does between its parser and its checks.
+    args.rank, args.world_size = rank, world_size
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     positions = _hide_relative(args)
     with _refusals():
+        if args.use_checkpoint_args:
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
         validate_args(args)
     args.position_embedding_type = positions
     pad_vocabulary(args, read_meta(args.dynapipe_data).vocabulary_size)
@@ -373,7 +372,7 @@ def _refusals() -> Iterator[None]:
 
 def _prepare_help(parser: argparse.ArgumentParser) -> None:
     """Make `--help` print: on rank 0, and with the help texts of Megatron's in which a percent sign stands alone."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     for action in parser._actions:  # argparse has no public list of its options
         try:

@@ -22,6 +22,7 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import (
+    Backward,
     Layouts,
     batch_layouts,
     core_attention,
@@ -29,10 +30,8 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     schedule,
     slices,
     split_backward,
-    undivided_because,
 )
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
-from megatron_dynapipe.integration.flags.command_line import REPORT_FOLDER
 from megatron_dynapipe.integration.flags.model_record import model_fields, schedule_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
@@ -42,6 +41,7 @@ from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -76,14 +76,17 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
     layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
+    backward = split_backward(args)
     model = model_config(args, family)
-    costs = _costs(args, model, device)
+    shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
+    costs = _costs(args, model, shape, device)
+    network = machine.network(costs.load().links, cluster)
     return RunConfig(
         model=model,
         inputs=PlanInputs(
             data_folder=str(args.dynapipe_data),
             splits=_splits(args, family),
-            planner=_planner(args, model, layouts, machine.network(costs.load().links, cluster), cluster, device),
+            planner=_planner(args, model, layouts, backward, network, cluster, device),
             costs=costs,
         ),
         files=read_meta(args.dynapipe_data).files,
@@ -95,7 +98,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
         store_bind=args.dynapipe_store_bind,
-        shape=ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu"),
+        shape=shape,
         planners=1 if args.dynapipe_planners is None else args.dynapipe_planners * machine.nodes(),
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
@@ -105,7 +108,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         plans_chunks=_plans_chunks(args),
         optimizer=optimizer_in_words(args.optimizer),
-        notes=_notes(args, cluster, layouts),
+        notes=_notes(args, cluster, layouts, backward),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
         log_interval=args.log_interval,
         metrics_interval=args.tensorboard_log_interval,
@@ -122,7 +125,7 @@ def _plans_chunks(args: argparse.Namespace) -> bool:
     return not unordered_because(args.dynapipe_schedule, stages=args.pipeline_model_parallel_size, chunks=2)
 
 
-def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) -> tuple[str, ...]:
+def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts, backward: Backward) -> tuple[str, ...]:
     """Lines of the log on the settings, for the run's start."""
     notes = [] if cluster is None else [f"cluster: {machine.describe(cluster)}"]
     notes.append(f"layout of micro-batches: {describe(layouts)}")
@@ -130,22 +133,22 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts) 
     evaluates = bool(args.eval_iters or args.full_validation)
     if evaluates and not read_meta(args.dynapipe_data).split_samples["test"]:
         notes.append("test: the dataset has no samples for it: there is no test at the end")
-    if args.dynapipe_split_backward != "off" and (reason := undivided_because(args)):
-        notes.append(f"backward passes: whole ({reason})")
+    if whole_because := backward[1]:
+        notes.append(f"backward passes: whole ({whole_because})")
     return tuple(notes)
 
 
-def _costs(args: argparse.Namespace, model: ModelConfig, device: torch.device) -> MeasuredCosts | AnalyticCosts:
+def _costs(
+    args: argparse.Namespace, model: ModelConfig, shape: ModelShape, device: torch.device
+) -> MeasuredCosts | AnalyticCosts:
     """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
-    on_cpu = device.type == "cpu"
-    shape = ModelShape.of_megatron(vars(args), model.family, on_cpu=on_cpu)
     if args.dynapipe_cost_model is not None:
         costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
         fields = msgspec.structs.asdict(shape)
         tensor_parallel = args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
         return costs
-    rates = CPU_RATES if on_cpu else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
     by_tokens = args.tokens_per_global_batch is not None
     return AnalyticCosts(
         shape=shape,
@@ -169,6 +172,7 @@ def _planner(
     args: argparse.Namespace,
     model: ModelConfig,
     layouts: Layouts,
+    backward: Backward,
     network: Network,
     cluster: Cluster | None,
     device: torch.device,
@@ -201,7 +205,7 @@ def _planner(
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
         replicas_in_step=in_step,
-        split_backward=split_backward(args),
+        split_backward=backward[0],
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
         sequence_parallel=model.sequence_parallel,

@@ -21,7 +21,7 @@ from megatron_dynapipe.cost import PipelineLayout
 from megatron_dynapipe.cost.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import checks, command_line, from_megatron, layer_split, machine
+from megatron_dynapipe.integration.flags import checks, command_line, fork, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
@@ -82,7 +82,7 @@ def prepared(
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
 
     Args:
-        flags: of Megatron and DynaPipe, `--dynapipe-config` among them; the layout's are replaced.
+        flags: of Megatron and DynaPipe, run files written out (`config.expand`); the layout's are replaced.
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
@@ -161,7 +161,8 @@ def _parse(
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 
-    words = [*without_flags(command_line.expanded(flags), _OTHER_LAYOUTS), *layout]
+    fork.check(flags, os.environ)
+    words = [*without_flags(flags, _OTHER_LAYOUTS), *layout]
     before = sys.argv[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a thousand lines of arguments

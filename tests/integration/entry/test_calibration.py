@@ -52,6 +52,7 @@ def measured_twice(rank: int, world_size: int, cache: str, file: bytes) -> list[
         patch.dict(os.environ, {"XDG_CACHE_HOME": cache, "WORLD_SIZE": "1"}),
         patch.object(calibration, "_run", write),
         contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
     ):
         report = f"{cache}/report"
         paths = [calibration.measured_costs(run_of(hidden, report), ["--some", "flag"]) for hidden in (32, 32, 64)]

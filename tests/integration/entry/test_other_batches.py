@@ -28,7 +28,8 @@ def samples_trained(*, rank: int, world_size: int, argv: list[str]) -> dict[str,
 
     def noting(session: Session, **keywords: Any) -> Any:
         reports = forward_backward(session, **keywords)
-        trained = session._trained
+        assert session._log is not None
+        trained = session._log.latest
         assert trained is not None
         iterations.append([sample for batch in trained.entry.micro_batches for sample in batch.sample_ids])
         return reports

@@ -1,5 +1,8 @@
-"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser once."""
+"""Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser and global
+variables once, also where its virtual stages are chosen.
+"""
 
+import re
 import sys
 import traceback
 from collections import Counter
@@ -14,10 +17,10 @@ from tests.helpers.processes import run_ranks
 
 
 def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]) -> dict[str, object]:
-    """On a forked rank: a run, how often it opened each of the paths, and how often it built Megatron's parser."""
+    """On a forked rank: a run, how often it opened each of the paths, built Megatron's parser and set its variables."""
     from megatron.training import arguments
 
-    counted, build = Counter[str](), arguments.add_megatron_arguments
+    counted, build, set_all = Counter[str](), arguments.add_megatron_arguments, arguments.set_global_variables
 
     def count_open(event: str, details: tuple) -> None:
         if event == "open" and str(details[0]) in paths:
@@ -28,8 +31,13 @@ def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]
         counted["parser"] += "pretrain" not in callers  # where Megatron builds one more, for its fault tolerance
         return build(parser)
 
+    def count_variables(args):
+        counted["variables"] += 1
+        set_all(args)
+
     sys.addaudithook(count_open)
     arguments.add_megatron_arguments = count_parser
+    arguments.set_global_variables = count_variables
     run = run_entry(
         rank=rank, world_size=world_size, script="pretrain_gpt_multitask.py", argv=argv, kill=None, pictures=False
     )
@@ -48,4 +56,16 @@ def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch
     (run,) = run_ranks(run_counted, 1, arguments, deadline_s=120)
     assert run["status"] == 0, run["stderr"][-3000:]
     assert list(run["losses"]) == ["1"]
-    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1}
+    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1, "variables": 1}
+
+
+def test_choosing_virtual_stages_parses_nothing_again(data, tmp_path):
+    flags = "--pipeline-model-parallel-size 2 --num-layers 5 --dynapipe-layers-per-stage auto --train-iters 1"
+    flags += " --dynapipe-timeout-s 100"  # rank 1 waits while rank 0 chooses
+    argv = words("gpt", data, flags, report=tmp_path / "report")
+    runs = run_ranks(run_counted, 2, {"argv": argv, "paths": []}, deadline_s=250)
+    assert [run["status"] for run in runs] == [0, 0], runs[0]["stderr"][-3000:]
+    (layers,) = re.findall(r"layers per stage: (\S+)", runs[0]["stdout"])
+    assert layers.count(",") > 1, "several virtual stages on each rank are faster"
+    assert [run["counted"] for run in runs] == [{"parser": 1, "variables": 1}] * 2
+    assert list(runs[-1]["losses"]) == ["1"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry.required import check_required
+from megatron_dynapipe.integration.entry.required import check_command_line, check_required
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.commands import ROOT
 
@@ -46,6 +46,15 @@ def test_lacking_flags_are_named_at_once(lacking: str, instead: str, said: str |
 def test_a_t5_needs_both_of_its_stacks() -> None:
     with pytest.raises(ConfigError, match="expected --decoder-seq-length, got none"):
         check_required(GPT.split(), ModelFamily.T5)
+
+
+def test_a_run_file_is_read_for_the_whole_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("num-layers: 2\n")
+    monkeypatch.setattr(sys, "argv", ["script", "--dynapipe-config", str(path), *GPT.split()[:-4], "--eval-iters", "0"])
+    check_command_line(ModelFamily.GPT)
+    path.unlink()
+    assert "--num-layers=2" in config.expand(sys.argv[1:])
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: expected --dynapipe-data, "), ("1", "")])

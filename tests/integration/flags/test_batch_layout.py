@@ -143,7 +143,11 @@ def test_backward_passes_are_divided_where_layers_can(changes, version, reason, 
     given = args(**(defaults | changes))
     assert reason in undivided_because(given) and bool(reason) == bool(undivided_because(given))
     if not reason:
-        assert split_backward(given) == "on"
+        assert split_backward(given) == ("on", "")
         return
     with pytest.raises(ConfigError, match=f"on cannot be honoured: .*{reason}"):
         split_backward(given)
+    given.dynapipe_split_backward = "auto"
+    assert split_backward(given) == ("off", undivided_because(given))
+    given.dynapipe_split_backward = "off"
+    assert split_backward(given) == ("off", "")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe import config
 from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.flags import command_line, fork
+from megatron_dynapipe.integration.flags import fork
 
 GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"
 FLAGS = {words: instead for words, instead in fork.NOT_TAKEN.items() if words.startswith("--")}
@@ -47,7 +48,7 @@ def test_a_key_of_a_run_file_is_refused_as_the_flag_is(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("sort-dataset: true\n")
     with pytest.raises(ConfigError, match=r"--sort-dataset is not taken: the order of samples follows"):
-        command_line.expanded(["--dynapipe-config", str(path)])
+        fork.check(config.expand(["--dynapipe-config", str(path)]), {})
 
 
 def test_the_migration_guide_has_the_table() -> None:

@@ -1,0 +1,219 @@
+"""What a run says of itself on this rank: lines of iterations, losses of tasks, FLOPs, records, the report."""
+
+import functools
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_dynapipe.cost.devices import peak_flops
+from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.entry.about import about
+from megatron_dynapipe.integration.execution.task_losses import TaskLosses, named_losses
+from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
+from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
+from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.outputs import say
+from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.planning.costing import planner_of
+from megatron_dynapipe.planning.limits import limits
+from megatron_dynapipe.report.records import IterationRecord, RunRecord
+from megatron_dynapipe.runtime import Trace, platform_of
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.runtime.memory import memory_counts
+from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
+from megatron_dynapipe.units import NS_PER_MS, Shape
+
+
+class RunLog:
+    """The log and the records of a run that has been started. Made on all ranks together.
+
+    Args:
+        run: what was asked for.
+        inputs: of its plans, as they are on all ranks.
+        control: the group of all ranks.
+        longest: the shape that a run without planning would pad every sample to.
+        stage: this rank's.
+        stages: of the pipeline.
+
+    Attributes:
+        latest: the latest training iteration; None before the first.
+    """
+
+    def __init__(
+        self, run: RunConfig, inputs: PlanInputs, control: ControlGroup, *, longest: Shape, stage: int, stages: int
+    ) -> None:
+        self._run = run
+        self._inputs = inputs
+        self._is_computed = isinstance(inputs.costs, AnalyticCosts)
+        names = read_meta(run.data).tasks
+        self._tasks: Sequence[str] = names if len(names) > 1 else ()
+        self._task_losses = TaskLosses(self._tasks, is_last=stage == stages - 1)
+        self._peak_flops = _peak_flops(run)
+        self._knows_lengths = False
+        self.latest: PlannedIteration | None = None
+        self._trace: Trace | None = None
+        self._labels: torch.Tensor | None = None
+        # On rank 0 first, which moves earlier records.
+        self._recorder = control.run_on_all(lambda: self._make_recorder(control, longest, stages))
+
+    def _make_recorder(self, control: ControlGroup, longest: Shape, stages: int) -> Recorder:
+        run = self._run
+        planner = self._inputs.planner
+        return Recorder(
+            run.report_folder,
+            RunRecord(
+                world_size=torch.distributed.get_world_size(),
+                stages=stages,
+                memory_limit_bytes=planner.memory_limit_bytes,
+                model_state_bytes=planner.model_state_bytes or (),
+                maximum=longest,
+                first_iteration=self._inputs.splits[0].first_iteration,
+                computed_costs=self._is_computed,
+                samples=read_meta(run.data).samples,
+                about=about(run),
+            ),
+            control.collect,
+            rank=control.rank,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            write_metrics=functools.partial(
+                write_metrics, platform=platform_of(run.device), interval=run.metrics_interval
+            ),
+            memory=functools.partial(memory_counts, run.device),
+            reserves_all=run.reserves_all_memory,
+            of_limits=self._of_limits,
+        )
+
+    def add_start(self, spent: str | None) -> None:
+        """Once the first iteration is over: where the time since the launch went; None if that has been told."""
+        if spent is not None:
+            self._recorder.add_start(spent)
+            say(f"the start took {spent}")
+
+    def add(
+        self,
+        item: PlannedIteration,
+        trace: Trace,
+        losses: list[dict[str, torch.Tensor]],
+        labels: torch.Tensor | None,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Take in a training iteration that has run.
+
+        Args:
+            item: what was planned.
+            trace: what was measured.
+            losses: reports of this rank's micro-batches, with every task's losses.
+            labels: whether any position had a label, on the last stage; read once Megatron has waited for the loss.
+
+        Returns:
+            The reports for Megatron.
+        """
+        self.latest = item
+        self._trace = trace
+        self._labels = labels
+        reports = self._task_losses.add(losses)
+        self._recorder.add(item, trace, reports)
+        if (item.entry.iteration + 1) % self._run.log_interval == 0:
+            # One reduction over replicas, for all tasks.
+            self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True))
+            self._recorder.add_task_losses(self._read_task_losses)
+        self._knows_lengths = count_flops(item, self._run.device)
+        return reports
+
+    def stepped(self) -> None:
+        """Megatron has stepped its optimizer after the latest training iteration."""
+        self._recorder.add_step()
+
+    def _read_task_losses(self) -> dict[str, tuple[float, float]]:
+        """The losses of this replica, by the names that evaluations give them, after the whole."""
+        by_task = self._task_losses.read(whole=False)
+        whole = {LOSS_NAME: (sum(loss for loss, _ in by_task.values()), sum(count for _, count in by_task.values()))}
+        return whole | {f"{LOSS_NAME} {task}": sums for task, sums in by_task.items()} if by_task else {}
+
+    def begin_evaluation(self, split: str) -> None:
+        """Megatron begins an evaluation on a split."""
+        self._recorder.begin_evaluation(split)
+
+    def add_evaluation(self, split: str, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """The loss reports of an evaluation's iteration, with every task's, for Megatron and the records."""
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        named = named_losses(losses, self._tasks, replicas=replicas)
+        self._recorder.add_evaluation(split, named)
+        return named
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
+        return self._labels is None or bool(self._labels)
+
+    def flops(self, count: float) -> float:
+        """Floating-point operations of the latest training iteration, from their number over whole samples.
+
+        Positions without labels leave out those of the last MLP and the head.
+        """
+        left_out = 0 if self.latest is None else self.latest.entry.totals.left_out
+        executed = count - left_out * label_flops(self._run.planner, self._run.shape)
+        if self._peak_flops and self._knows_lengths:
+            self._recorder.at_peak_ns = round(executed / self._peak_flops * 1e9)
+        return executed
+
+    def text(self) -> str:
+        """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
+
+        Times are from the first pass of this stage, the last, to its last one; those of the summary and pictures are
+        of all stages. Megatron has waited for the loss, so they are known.
+        """
+        if self.latest is None or self._trace is None:
+            return ""
+        totals = self.latest.entry.totals
+        micro_batches = "+".join(map(str, totals.micro_batches))
+        cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
+        sums = self._task_losses.read(whole=True)
+        by_task = {task: total / count for task, (total, count) in sums.items()}
+        write_task_losses(by_task, self.latest.entry.iteration + 1)
+        tasks = (" %s: %.6E |" * len(by_task)) % (*chain.from_iterable(by_task.items()),)  # half the time of f-strings
+        return (
+            f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
+            f" last stage predicted (ms): {self._predicted(self.latest.entry)} |"
+            f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
+            f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}"
+            + (f"\n loss by task |{tasks}" if tasks else "")
+        )
+
+    def _predicted(self, entry: StageEntry) -> str:
+        """The predicted time of this stage's passes, or that computed costs do not predict this machine."""
+        if self._is_computed:
+            return "not calibrated"
+        events = entry.stage_plan.predicted
+        return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
+
+    def _of_limits(self, record: IterationRecord) -> str:
+        """How near an iteration of training came to what no plan can beat; of computed costs, how near its plan did."""
+        check_unchanged(self._inputs)
+        planner = planner_of(self._inputs.planner, self._inputs.costs.load())
+        batch = split_sampler(self._run.data, self._inputs.splits[0]).batch(record.iteration)
+        bounds = limits(planner, batch, planner.plan(batch, record.iteration))
+        measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
+        return bounds.causes(record.predicted_ns, *measured)
+
+    def flush(self) -> None:
+        """Write the records that are left."""
+        self._recorder.flush()
+
+    def print_report(self) -> None:
+        """At the run's end: gather every rank's records and print the summary, on rank 0."""
+        summary = self._recorder.report()
+        if summary is not None:
+            say(summary)
+
+
+def _peak_flops(run: RunConfig) -> float:
+    """Floating-point operations a second of all the run's devices at most; 0 where that is not known."""
+    if run.device.type != "cuda" or run.model.dtype.itemsize != 2:  # data sheets say that of half precision
+        return 0.0
+    peak = peak_flops(torch.cuda.get_device_name(run.device)) or 0.0
+    return peak * torch.distributed.get_world_size()
