@@ -51,8 +51,7 @@ def test_a_model_that_has_learned_pairs_stops_where_its_answers_do(tmp_path: Pat
     stopped = sum(tokenizer.eos_token_id in answer for answer in written)
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in written]
     begun = sum(text.startswith(answer) for text, (_, answer) in zip(texts, PAIRS, strict=True))
-    said = (
-        f"{stopped} of {len(PAIRS)} stopped, {begun} right, losses {losses['1']:.3f} to {losses[str(ITERATIONS)]:.3f}"
-    )
+    first, last = losses["1"], losses[str(ITERATIONS)]
+    said = f"{stopped} of {len(PAIRS)} stopped, {begun} right; losses {first:.3f} to {last:.3f}"
     assert begun > 0.9 * len(PAIRS), f"the answers are learned: {said}: {texts}"
     assert stopped > 0.9 * len(PAIRS) if eos else stopped == 0, said
