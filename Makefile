@@ -13,7 +13,8 @@ COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # Every warning in the native core's sources is an error; in the headers of Python and nanobind it is not ours to mend.
 COMPILER := $(if $(shell command -v $(CXX)),$(CXX),$(PYTHON) -m ziglang c++)
 HEADERS = $(shell $(PYTHON) -c 'import nanobind, sysconfig; print("-isystem", nanobind.include_dir(), "-isystem", sysconfig.get_path("include"))')
-CHECK_CORE = $(COMPILER) -std=c++20 -fvisibility=hidden -fsyntax-only -Wall -Wextra -Werror $(HEADERS) csrc/*.cpp
+CORE = $(wildcard csrc/*.* csrc/*/*)
+CHECK_CORE = $(COMPILER) -std=c++20 -fvisibility=hidden -fsyntax-only -Wall -Wextra -Werror $(HEADERS) -Icsrc csrc/*.cpp csrc/*/*.cpp
 # A link that leads nowhere is an error.
 DOCS := $(PYTHON) -m sphinx --fail-on-warning --quiet docs build/docs
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
@@ -58,6 +59,7 @@ test-upstream: setup
 
 check: setup
 	$(CHECK_CORE)
+	.venv/bin/clang-format --dry-run --Werror $(CORE)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

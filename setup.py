@@ -1,4 +1,4 @@
-"""Builds the native planner core, megatron_dynapipe.planning._native, from csrc/*.cpp with nanobind.
+"""Builds the native planner core, megatron_dynapipe.planning._native, from csrc/ with nanobind.
 
 The machine's own C++ compiler builds it; where none works, the one that the package `ziglang` brings, which is then a
 build requirement (scripts/build_backend.py). A build that fails stops the installation and says what is missing.
@@ -98,8 +98,9 @@ setup(
     ext_modules=[
         Extension(
             CORE,
-            sources("csrc/*.cpp"),
-            depends=sources("csrc/*.h"),
+            sources("csrc/*.cpp", "csrc/*/*.cpp"),
+            depends=sources("csrc/*.h", "csrc/*/*.h"),
+            include_dirs=["csrc"],
             language="c++",
             extra_compile_args=COMPILE_ARGS,
         )

@@ -7,10 +7,10 @@
 #include <tuple>
 #include <utility>
 
-#include "budget.h"
 #include "checks.h"
-#include "fast_verify.h"
-#include "list_schedule.h"
+#include "schedule/list_schedule.h"
+#include "search/budget.h"
+#include "verify/fast_verify.h"
 
 namespace dynapipe {
 namespace {
@@ -31,8 +31,8 @@ std::vector<Grid> grids(const std::vector<Mode>& modes) {
 std::vector<PackedGrid> packed_grids(const std::vector<PackedMode>& modes) {
     std::vector<PackedGrid> grids;
     for (const auto& [row_inputs, row_targets, linear, inputs, targets, attention] : modes)
-        grids.push_back({{copy(row_inputs)}, {copy(row_targets)}, view(linear), {copy(inputs)}, {copy(targets)},
-                         view(attention)});
+        grids.push_back(
+            {{copy(row_inputs)}, {copy(row_targets)}, view(linear), {copy(inputs)}, {copy(targets)}, view(attention)});
     return grids;
 }
 
@@ -102,15 +102,22 @@ nb::dict constants() {
         for (const auto& [member, number] : numbers) named[member] = number;
         found[name] = named;
     };
-    add("Quantity", {{"FORWARD", kForward}, {"BACKWARD", kBackward}, {"STORED", kStored}, {"PEAK", kPeak},
-                     {"WEIGHT", kWeight}, {"ENTRY_STORED", kEntryStored}, {"ENTRY_PEAK", kEntryPeak}});
+    add("Quantity", {{"FORWARD", kForward},
+                     {"BACKWARD", kBackward},
+                     {"STORED", kStored},
+                     {"PEAK", kPeak},
+                     {"WEIGHT", kWeight},
+                     {"ENTRY_STORED", kEntryStored},
+                     {"ENTRY_PEAK", kEntryPeak}});
     add("SplitBackward", {{"off", static_cast<int64_t>(Division::kOff)},
                           {"auto", static_cast<int64_t>(Division::kAuto)},
                           {"on", static_cast<int64_t>(Division::kOn)}});
     add("Rule", {{"BACKWARD_FIRST", static_cast<int64_t>(Rule::kBackwardFirst)},
                  {"FORWARD_FIRST", static_cast<int64_t>(Rule::kForwardFirst)},
                  {"STRICT", static_cast<int64_t>(Rule::kStrict)}});
-    add("Pass", {{"Forward", kForwardPass}, {"Backward", kBackwardPass}, {"BackwardInput", kInputPass},
+    add("Pass", {{"Forward", kForwardPass},
+                 {"Backward", kBackwardPass},
+                 {"BackwardInput", kInputPass},
                  {"BackwardWeight", kWeightPass}});
     nb::list names;
     for (const char* name : kCostNames) names.append(name);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "arrays.h"
-#include "problem.h"
+#include "costs/problem.h"
 
 namespace dynapipe {
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tables.h"
+#include "costs/tables.h"
 
 namespace dynapipe {
 
@@ -56,7 +56,9 @@ public:
         return value;
     }
     template <typename T>
-    std::vector<T> values(const char* name) { return copy(get<Array<T, 1>>(name)); }
+    std::vector<T> values(const char* name) {
+        return copy(get<Array<T, 1>>(name));
+    }
     std::vector<uint8_t> flags(const char* name) { return copy_flags(get<Array<bool, 1>>(name)); }
 
     void done() const {

@@ -15,10 +15,10 @@
 #include "arguments.h"
 #include "arrays.h"
 #include "checks.h"
-#include "costs.h"
-#include "partition.h"
-#include "problem.h"
-#include "search.h"
+#include "costs/costs.h"
+#include "costs/problem.h"
+#include "search/partition.h"
+#include "search/search.h"
 
 namespace dynapipe {
 using namespace nb::literals;

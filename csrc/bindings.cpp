@@ -10,15 +10,15 @@
 #include "arguments.h"
 #include "arrays.h"
 #include "batch_bindings.h"
-#include "budget.h"
 #include "checks.h"
-#include "fast_verify.h"
-#include "list_schedule.h"
-#include "memory.h"
-#include "orchestrate.h"
-#include "problem.h"
-#include "reschedule.h"
-#include "simulate.h"
+#include "costs/memory.h"
+#include "costs/problem.h"
+#include "schedule/list_schedule.h"
+#include "schedule/reschedule.h"
+#include "schedule/simulate.h"
+#include "search/budget.h"
+#include "search/orchestrate.h"
+#include "verify/fast_verify.h"
 
 namespace dynapipe {
 using namespace nb::literals;
@@ -73,10 +73,9 @@ private:
 };
 
 std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector<Matrix>& arrays, int64_t chunks,
-                                                           const Ints& model_state, bool forward_only,
-                                                           const Matrix& order, bool peak_covers_backward,
-                                                           int64_t receive_ahead,
-                                                           bool ordered_starts) {
+                                                               const Ints& model_state, bool forward_only,
+                                                               const Matrix& order, bool peak_covers_backward,
+                                                               int64_t receive_ahead, bool ordered_starts) {
     const PipelineShape shape =
         pipeline_shape(chunks, model_state, 0, forward_only, peak_covers_backward, receive_ahead, ordered_starts);
     const ScheduleCosts given(arrays, shape.virtual_stages());
@@ -94,8 +93,8 @@ std::tuple<Out, Out, Integers, int64_t, Integers> run_simulate(const std::vector
         run = simulate(shape, costs, passes);
         if (!run.stalled) peaks = peak_memory(shape, costs, passes);
     }
-    return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages),
-            std::move(peaks), run.makespan, run.stalled ? std::move(run.position) : Integers()};
+    return {to_numpy(std::move(run.start), shape.stages), to_numpy(std::move(run.end), shape.stages), std::move(peaks),
+            run.makespan, run.stalled ? std::move(run.position) : Integers()};
 }
 
 std::tuple<int64_t, std::vector<uint8_t>> run_list_schedule(const std::vector<Matrix>& arrays, int64_t chunks,
@@ -163,7 +162,7 @@ int64_t run_reschedule(const nb::kwargs& keywords) {
 using Steps = std::vector<Integers>;
 
 std::tuple<bool, Steps, Steps, Steps> run_fast_verify(const nb::bytes& lists, int64_t chunks, int64_t micro_batches,
-                                               bool forward_only, bool ordered_starts) {
+                                                      bool forward_only, bool ordered_starts) {
     require(chunks >= 1 && chunks <= 4096, "between 1 and 4096 chunks");
     require(micro_batches >= 0 && micro_batches <= (int64_t{1} << 24) / chunks,
             "at most 2^24 micro-batches times chunks");
@@ -231,8 +230,8 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a problem may well live until the interpreter ends
     bind_batch_problem(module);
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
-               "forward_only"_a, "order"_a.noconvert(), "peak_covers_backward"_a = false,
-               "receive_ahead"_a = -1, "ordered_starts"_a = false,
+               "forward_only"_a, "order"_a.noconvert(), "peak_covers_backward"_a = false, "receive_ahead"_a = -1,
+               "ordered_starts"_a = false,
                "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage "
                "where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),

@@ -95,7 +95,7 @@ show_progress() {  # pip's output as one line for each package of TOTAL, and one
 
 install_project() {  # builds the planner's native core
     local inputs compiler
-    inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py scripts/build_backend.py csrc/*)
+    inputs=$(shopt -s nullglob; digest requirements.lock pyproject.toml setup.py scripts/build_backend.py csrc/*.* csrc/*/*)
     inputs+=$(type -P "${CXX:-c++}" || echo " no compiler")
     is_done "$STATE/project" "$inputs" && return
     step 3 "building and installing megatron-dynapipe (editable)"

@@ -230,6 +230,21 @@ def test_planner_rooms_run_without_torch() -> None:
     run_python("-c", textwrap.dedent(program))
 
 
+CORE_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+ROOMS_OF_THE_CORE = {"costs": (), "verify": ("costs",), "schedule": ("costs",), "search": ("costs", "schedule")}
+"""The native core's folders, and those that each of them includes besides itself; its bindings include all of them."""
+
+
+def test_the_native_cores_rooms_include_only_lower_ones() -> None:
+    for path in CORE_FILES:
+        room = path.parent.name
+        included = re.findall(r'#include "(?:(\w+)/)?\w+\.h"', path.read_text())
+        assert room == "csrc" or set(included) <= {"", room, *ROOMS_OF_THE_CORE[room]}, path
+        if room != "csrc":
+            plain = re.findall(r'#include "(\w+\.h)"', path.read_text())
+            assert set(plain) <= {"checks.h"}, f"{path} includes the bindings' {plain}"
+
+
 def test_files_and_functions_stay_small() -> None:
     python = [
         *PACKAGE_FILES,
@@ -237,7 +252,7 @@ def test_files_and_functions_stay_small() -> None:
         *(path for place in ("tests", "benchmarks") for path in (ROOT / place).rglob("*.py")),
     ]
     assert len(python) > 300, "the package's files, tests and benchmarks"
-    files = {path.relative_to(ROOT): path.read_text() for path in [*python, *(ROOT / "csrc").iterdir()]}
+    files = {path.relative_to(ROOT): path.read_text() for path in [*python, *CORE_FILES]}
     long = [
         f"{path}: {lines} lines" for path, text in files.items() if (lines := len(text.splitlines())) > MAX_FILE_LINES
     ]

@@ -36,7 +36,7 @@ ELEMENT_BYTES = 2
 def message_elements(instructions: Sequence[Instruction], *, forward_only: bool) -> list[int]:
     """Elements of messages that one stage's list holds beside what passes keep, while each of its passes runs.
 
-    The same rule stands in `csrc/fast_verify.cpp`, and for orders of passes in `csrc/memory.cpp`.
+    The same rule stands in `csrc/verify/fast_verify.cpp`, and for orders of passes in `csrc/costs/memory.cpp`.
     """
     largest: dict[Buffer, int] = defaultdict(int)
     sizes: dict[tuple[Buffer, int, int], int] = {}

@@ -15,7 +15,7 @@ paper's (stages - 1) · t_max + total / replicas.
 
 For a given bound F on the warm-up, the least total G(F) is a shortest path over the order. G never grows with F, so
 after solving for F every smaller bound F' costs at least F' / chunks + G(F) / replicas: bounds that cannot beat the
-best known partition are skipped, no candidate is thinned away (`csrc/partition.cpp`).
+best known partition are skipped, no candidate is thinned away (`csrc/search/partition.cpp`).
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def partition(problem: BatchProblem, orders: Sequence[IntArray], *, improve: boo
     """The best of the given orders, and its partition of least objective for each option of micro-batches in flight.
 
     Orders are compared by their partitions for the last option, after a local search has improved each if `improve`
-    (`csrc/improve_order.h`). Of partitions of equal objective, that of the smallest warm-up is taken; then,
+    (`csrc/search/improve_order.h`). Of partitions of equal objective, that of the smallest warm-up is taken; then,
     from the first sample on, that of the smallest micro-batch and the earliest recompute mode. Options under which no
     partition fits are left out.
 

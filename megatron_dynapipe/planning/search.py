@@ -23,8 +23,8 @@ kept as it is, takes less time over a few draws of jitter in the passes' times. 
 no such part.)
 
 The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
-1F1B over every partition is among the solutions it begins with (`csrc/search.cpp`). Packed rows to begin with are made
-natively (`csrc/packed_starts.h`); of the best six, three and then one go on.
+1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with
+are made natively (`csrc/search/packed_starts.h`); of the best six, three and then one go on.
 """
 
 import logging
@@ -47,7 +47,7 @@ BUDGET = 150_000
 LEAST, MOST = 2500, 8000
 """Evaluations by default, however many or few micro-batches there are."""
 DEFAULT_EVALUATIONS = -1
-"""Leaves the number to the core, which knows how many packed rows there are (`csrc/search.cpp`)."""
+"""Leaves the number to the core, which knows how many packed rows there are (`csrc/search/search.cpp`)."""
 LARGE_BUDGET = 7_500_000
 """Micro-batches on chunks of one replica that a search schedules at most by default, so that batches of more than 3000
 micro-batches are searched with fewer than `LEAST` evaluations."""
@@ -113,7 +113,8 @@ def search(
     Args:
         problem: samples, costs, memory, replicas.
         partitioned: where to begin.
-        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`.
+        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
+            stage of one replica.
         seed: of the mutations.
 
     Raises:
@@ -121,7 +122,10 @@ def search(
     """
     layout = problem.layout
     enough = _enough(problem, partitioned)
-    if evaluations is None and BatchLayout.PACKED in problem.layouts:
+    if evaluations is None and layout.virtual_stages == 1 and problem.replicas == 1:
+        # Nobody waits for anybody: rows of least work are all there is to find, and partitions are those.
+        evaluations = 0
+    elif evaluations is None and BatchLayout.PACKED in problem.layouts:
         evaluations = DEFAULT_EVALUATIONS
     elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)

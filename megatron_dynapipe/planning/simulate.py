@@ -1,7 +1,7 @@
 """The cost of a pass order: an event simulation in time and memory.
 
-The native core simulates (`csrc/simulate.cpp`, `csrc/transfers.cpp`); `tests/planning/simulate_oracle.py` states the
-same rules in Python.
+The native core simulates (`csrc/schedule/simulate.cpp`, `csrc/schedule/transfers.cpp`);
+`tests/planning/simulate_oracle.py` states the same rules in Python.
 
     stage 0  F0 F1 ·· B0 F2 B1 …      a pass starts when its stage is free and its input has arrived;
     stage 1     F0 B0 F1 B1 …         a message arrives its transfer time after the pass that made it ends

@@ -9,8 +9,8 @@ as many positions, and long samples pay for their attention.
     share(b)  v(1)/1       falling as the kernel fills       v(16)/16  constant: size 32 did not fit
               ─┴───────────────────────────────────────────────┴───────
 
-Between two sizes v is linear in b, so a share is A / positions + B. The native core (`csrc/packed.cpp`) follows the
-same rules with the same rounding.
+Between two sizes v is linear in b, so a share is A / positions + B. The native core (`csrc/costs/packed.cpp`) follows
+the same rules with the same rounding.
 """
 
 import numpy as np

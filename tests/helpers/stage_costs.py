@@ -1,4 +1,4 @@
-"""What modules make each virtual stage cost, by the rules of `csrc/tables.cpp` in numpy; and tables to try them on."""
+"""What modules make each virtual stage cost, by the rules of `csrc/costs/tables.cpp`; and tables to try them on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

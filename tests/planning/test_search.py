@@ -86,6 +86,17 @@ def test_more_evaluations_make_no_worse_plan():
     assert times[1] <= times[0] and times[2] < times[0]
 
 
+@pytest.mark.parametrize("family", [GPT, T5])
+def test_one_stage_is_not_searched_and_loses_next_to_nothing(family):
+    """Nobody waits for anybody there: rows of least work are all there is to find."""
+    unsearched, default, searched = (
+        planner(family, 1, memory_gb=60, choices=BOTH_LAYOUTS, **schedule).plan(batch(100, family, 3), 0)
+        for schedule in ({"search_evaluations": 0}, {}, {"search_evaluations": 3000})
+    )
+    assert default.replicas == unsearched.replicas
+    assert default.totals.predicted_ns <= 1.005 * searched.totals.predicted_ns
+
+
 @pytest.mark.parametrize(("chunks", "memory_gb"), [(1, 2.45), (2, 2.85)])
 def test_stages_that_hold_fewer_micro_batches_keep_more_of_each(chunks, memory_gb):
     """Memory is short on the first stage; one mode on all stages takes longer."""

@@ -11,9 +11,9 @@ With one chunk, the oldest micro-batch in flight is never held up by younger one
 ends under every rule but the strict one, which can wait for a forward that never comes. With several, stages short of
 memory can also wait for each other, since a later chunk of the oldest needs room too.
 
-The native core schedules (`csrc/list_schedule.cpp`), since a search does so thousands of times per plan. The schedule
-`adaptive` is the best of 1F1B and a few list schedules, for micro-batches in a given order. Where the planner also
-partitions the batch, the search (`planning.search`) begins with these.
+The native core schedules (`csrc/schedule/list_schedule.cpp`), since a search does so thousands of times per plan. The
+schedule `adaptive` is the best of 1F1B and a few list schedules, for micro-batches in a given order. Where the planner
+also partitions the batch, the search (`planning.search`) begins with these.
 """
 
 from collections.abc import Sequence

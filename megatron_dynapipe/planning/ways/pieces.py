@@ -3,7 +3,7 @@
     sample of 20 positions, later pieces attend to more    |-- 0:8 --|- 8:15 -|- 15:20 -|    equal time, not length
 
 A piece is planned like a sample of its own positions that costs a little more (`cost.pieces`); it goes into a packed
-row, each piece of a sample into another, and the search keeps their order (`csrc/chains.h`).
+row, each piece of a sample into another, and the search keeps their order (`csrc/search/chains.h`).
 """
 
 from collections.abc import Sequence

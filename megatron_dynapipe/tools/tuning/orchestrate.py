@@ -4,9 +4,9 @@
     stage 0 (× 3)   each unit in thirds   every stage splits it over its replicas, so a device gets a part of a
     stage 1 (× 1)   each unit whole       micro-batch (split) or several together (packed)
 
-The search is a dynamic program over layers × free devices × placement in the native core (`csrc/orchestrate.h`), which
-keeps labels that an analytic bound does not rule out; `simulate` ranks its plans: 1F1B, links that carry one message
-at a time, and every stage's all-reduce after its last backward, while earlier stages still run theirs.
+The search is a dynamic program over layers × free devices × placement in the native core (`csrc/search/orchestrate.h`),
+which keeps labels that an analytic bound does not rule out; `simulate` ranks its plans: 1F1B, links that carry one
+message at a time, and every stage's all-reduce after its last backward, while earlier stages still run theirs.
 
 Source of the task and of the overlap of reductions with the drain: Fan et al., DAPPLE, PPoPP 2021 (arXiv:2007.01045).
 """

@@ -1,0 +1,187 @@
+#include "costs/packed.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "checks.h"
+
+namespace dynapipe {
+namespace {
+
+// Above this a share could overflow the sums over a row of 2^21 positions.
+constexpr int64_t kLargestShare = int64_t{1} << 40;
+constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
+
+int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves up
+    const __int128 twice = 2 * value + by;
+    if (const int64_t small = twice, whole = 2 * by; small == twice && whole == 2 * by)
+        return small / whole - (small % whole < 0);
+    const __int128 quotient = twice / (2 * by);
+    return static_cast<int64_t>(quotient - (twice % (2 * by) < 0));
+}
+
+}  // namespace
+
+PackedCosts::PackedCosts(const Problem& problem)
+    : problem_(problem), width_(problem.rows.read.size()), terms_(2 * width_), sums_(width_) {
+    std::map<std::tuple<int64_t, int64_t, int64_t>, int32_t> different;
+    for (size_t i = 0; i < problem.samples(); ++i) {
+        const std::tuple its{problem.input_positions[i], problem.target_positions[i],
+                             problem.counts_labels() ? problem.labels[i] : 0};
+        lengths_.push_back(different.try_emplace(its, different.size()).first->second);
+    }
+    shares_.assign(problem.modes.size(), std::vector<Shares>(different.size()));
+}
+
+bool PackedCosts::module_costs(size_t mode, const PackedRow& row, std::vector<int64_t>& out) {
+    if (row.inputs > kLargestRow || row.targets > kLargestRow) return false;
+    const int64_t positions = row.inputs + row.targets;
+    std::fill(terms_.begin(), terms_.end(), 0);
+    for (int32_t sample : row.samples)
+        if (!add(mode, sample, positions)) return false;
+    sum(positions);
+    if (problem_.packed[mode].measured() && !add_linear(mode, row.inputs, row.targets, row.labels, sums_)) return false;
+    scatter(out);
+    return true;
+}
+
+bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, std::vector<int64_t>& out) {
+    const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
+    const int64_t own = std::max<int64_t>(input + target, 1), scale = std::max(positions, own);
+    std::fill(terms_.begin(), terms_.end(), 0);
+    if (!add(mode, sample, scale)) return false;
+    sum(scale);
+    if (problem_.packed[mode].measured()) {
+        std::vector<int64_t> linear(width_, 0);
+        const int64_t labels = problem_.counts_labels() ? problem_.labels[sample] * scale / own : 0;
+        if (!add_linear(mode, input * scale / own, target * scale / own, labels, linear)) return false;
+        for (size_t row = 0; row < width_; ++row) sums_[row] += divide(static_cast<__int128>(linear[row]) * own, scale);
+    }
+    scatter(out);
+    return true;
+}
+
+// Adds a sample's terms in a row of so many positions.
+bool PackedCosts::add(size_t mode, size_t sample, int64_t positions) {
+    const Shares& its = shares(mode, sample);
+    if (!its.covered) return false;
+    size_t cell = its.from.size() - 1;
+    while (cell > 0 && its.from[cell] > positions) --cell;
+    const int64_t* values = its.terms.data() + cell * 2 * width_;
+    for (size_t term = 0; term < 2 * width_; ++term) terms_[term] += values[term];
+    if (problem_.is_piece(sample)) {
+        const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kPieceRows;
+        for (size_t i = 0; i < width_; ++i) {
+            const int32_t row = problem_.rows.read[i], kind = row / kQuantities;
+            if (row < kPieceRows)
+                terms_[width_ + i] += extra[row];
+            else if (problem_.counts_labels() && kind == problem_.labelled[0])  // an MLP, too
+                terms_[width_ + i] += with_labels(i, sample, extra[kQuantities + row % kQuantities]);
+        }
+    }
+    return true;
+}
+
+// A sample's share of a row that is read, by how many of its positions count.
+int64_t PackedCosts::with_labels(size_t i, size_t sample, int64_t value) const {
+    if (!problem_.counts_labels() || !problem_.scaled_by_labels[i]) return value;
+    return divide(static_cast<__int128>(value) * problem_.labels[sample],
+                  std::max<int64_t>(problem_.input_positions[sample], 1));
+}
+
+bool PackedCosts::add_linear(size_t mode, int64_t inputs, int64_t targets, int64_t labels,
+                             std::vector<int64_t>& out) const {
+    const PackedGrid& grid = problem_.packed[mode];
+    if (!problem_.counts_labels()) return grid.add_linear(problem_.rows, inputs, targets, out);
+    std::vector<int64_t> counted(width_, 0), all(width_, 0);
+    if (!grid.add_linear(problem_.rows, inputs, targets, all) ||
+        !grid.add_linear(problem_.rows, labels, targets, counted))
+        return false;
+    for (size_t row = 0; row < width_; ++row) out[row] += problem_.over_labels[row] ? counted[row] : all[row];
+    return true;
+}
+
+bool PackedCosts::labelled_costs(size_t mode, int64_t labels, std::vector<int64_t>& out) const {
+    std::vector<int64_t> sums(width_, 0);
+    const PackedGrid& grid = problem_.packed[mode];
+    if (!grid.measured() || !grid.add_linear(problem_.rows, labels, 0, sums)) return false;
+    out.assign(problem_.rows.count(), 0);
+    for (size_t i = 0; i < width_; ++i)
+        if (problem_.scaled_by_labels[i]) out[problem_.rows.read[i]] = sums[i];
+    return true;
+}
+
+// What the terms come to in a row of so many positions.
+void PackedCosts::sum(int64_t positions) {
+    const int64_t by = std::max<int64_t>(positions, 1);
+    for (size_t row = 0; row < width_; ++row) {
+        const int64_t term = terms_[row];
+        const int64_t scaled = term >= 0 ? (term + by / 2) / by : -((by / 2 - term) / by);
+        sums_[row] = std::max<int64_t>(0, scaled + terms_[width_ + row]);
+    }
+}
+
+void PackedCosts::scatter(std::vector<int64_t>& out) const {
+    out.assign(problem_.rows.count(), 0);
+    for (size_t row = 0; row < width_; ++row) out[problem_.rows.read[row]] = sums_[row];
+}
+
+const PackedCosts::Shares& PackedCosts::shares(size_t mode, size_t sample) {
+    Shares& slot = shares_[mode][lengths_[sample]];
+    if (slot.known) return slot;
+    slot.known = true;
+    const PackedGrid& grid = problem_.packed[mode];
+    if (grid.measured())
+        measured(grid, sample, slot);
+    else
+        derive(problem_.modes[mode], sample, slot);
+    return slot;
+}
+
+void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const {
+    const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
+    const int64_t own = std::max<int64_t>(input + target, 1);
+    const std::vector<int64_t>& sizes = grid.sizes.points;
+    const size_t count = sizes.size();
+    const std::vector<int64_t> costs = grid.separately_at_lengths(problem_.rows, input, target);
+    for (const int32_t row : problem_.rows.read)
+        if (costs[row * count] == kAbsent) return;
+    shares.covered = true;
+    shares.terms.assign((count + 1) * 2 * width_, 0);
+    shares.from.push_back(0);  // below the smallest size its cost is taken
+    for (size_t i = 0; i < width_; ++i)
+        shares.terms[i] = with_labels(i, sample, own * std::min(costs[problem_.rows.read[i] * count], kLargestShare));
+    for (size_t cell = 0; cell < count; ++cell) {
+        shares.from.push_back(own * sizes[cell]);
+        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * width_;
+        for (size_t i = 0; i < width_; ++i) {
+            const int64_t* by_size = costs.data() + problem_.rows.read[i] * count;
+            size_t last = cell;  // the largest size so far that was measured
+            while (by_size[last] == kAbsent) --last;
+            if (by_size[last] > kLargestShare) shares.covered = false;
+            terms[width_ + i] = divide(by_size[last], sizes[last]);
+            terms[width_ + i] = with_labels(i, sample, terms[width_ + i]);
+            if (last < cell || cell + 1 == count || by_size[cell + 1] == kAbsent) continue;
+            // value(b) / b, with value(b) = low + rise * (b - size) / width and b = positions / own
+            const int64_t width = sizes[cell + 1] - sizes[cell], rise = by_size[cell + 1] - by_size[cell];
+            const int64_t from_start = divide(static_cast<__int128>(rise) * sizes[cell] * own, width);
+            const int64_t constant = own * by_size[cell] - from_start;
+            if (std::abs(constant) > own * kLargestShare) continue;  // sizes so close that the line is too steep
+            terms[i] = with_labels(i, sample, constant);
+            terms[width_ + i] = with_labels(i, sample, divide(rise, width));
+        }
+    }
+}
+
+void PackedCosts::measured(const PackedGrid& grid, size_t sample, Shares& shares) const {
+    shares.from = {0};
+    shares.terms.assign(2 * width_, 0);
+    shares.covered = grid.attention_of(problem_.rows, problem_.input_positions[sample],
+                                       problem_.target_positions[sample], shares.terms.data() + width_);
+    for (size_t i = 0; i < width_; ++i) shares.terms[width_ + i] = with_labels(i, sample, shares.terms[width_ + i]);
+}
+
+}  // namespace dynapipe

@@ -1,0 +1,366 @@
+#include "schedule/list_schedule.h"
+
+#include <algorithm>
+
+#include "checks.h"
+
+namespace dynapipe {
+namespace {
+
+constexpr int64_t kPoints = 64;  // of a trace, about
+
+}  // namespace
+
+// Even groups, as in planning/schedules/one_f_one_b.py.
+void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>& turned) {
+    if (numbered_ == count && full_ == full && turned_ == turned) return;
+    numbered_ = count;
+    full_ = full;
+    turned_ = turned;
+    const int64_t chunks = shape_.chunks, more = full ? 0 : shape_.stages - 1;
+    const int64_t groups = std::max<int64_t>((count + more) / shape_.stages, 1);
+    items_ = count * chunks;
+    forward_.clear();
+    backward_.clear();
+    if (!has_items()) return;
+    largest_group_ = count / groups + (count % groups > 0);
+    std::vector<int64_t> forward_place(items_), backward_place(items_);
+    int64_t first = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t end = first + count / groups + (group < count % groups);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk)
+            for (int64_t row = first; row < end; ++row) {
+                forward_place[row * chunks + chunk] = forward_.size();
+                forward_.push_back({row, chunk, -1, 0});
+            }
+        for (int64_t chunk = chunks - 1; chunk >= 0; --chunk)
+            for (int64_t at = first; at < end; ++at) {
+                const int64_t row = turned.empty() ? at : turned[at];
+                backward_place[row * chunks + chunk] = backward_.size();
+                backward_.push_back({row, chunk, -1, 0});
+            }
+        first = end;
+    }
+    for (Item& item : forward_) {
+        const int64_t at = item.row * chunks + item.chunk;
+        item.after = item.chunk + 1 < chunks ? forward_place[at + 1] : backward_place[at];
+    }
+    for (Item& item : backward_) {
+        if (item.chunk > 0) item.after = backward_place[item.row * chunks + item.chunk - 1];
+        item.forward = forward_place[item.row * chunks + item.chunk];
+    }
+}
+
+// Sets the stages up; false where a micro-batch does not fit, or warm-up, work and drain of a stage reach the bound.
+bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
+    const int64_t count = costs.size();
+    int64_t warmup = 0, drain = 0;
+    left_ = 0;
+    divided_ = divided;
+    const PassCosts& last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        const int64_t room = shape_.memory_limit - shape_.model_state[s];
+        int64_t work = 0, weights = 0, peak = 0, above = 0;
+        Messages& messages = messages_[s];
+        messages = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
+        for (const PassCosts& cost : costs) {
+            for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
+                work += cost(kForwardNs, v) + (shape_.forward_only ? 0 : cost(kBackwardNs, v));
+                left_ += shape_.forward_only ? 1 : 2;
+                if (divided && cost(kWeightNs, v) > 0) {
+                    weights += cost(kWeightNs, v);
+                    ++left_;
+                }
+                peak = std::max(peak, cost(kPeakBytes, v));
+                above = std::max(above, above_stored(cost, v));
+                messages.input = std::max(messages.input, input_message(cost, v));
+                messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
+                messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
+            }
+        }
+        if (shape_.forward_only)
+            peak += std::min(1 + ahead_, messages.inputs) * messages.input + most_sent(s, costs.size()) * messages.sent;
+        if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
+        stages_[s] = Stage();
+        stages_[s].held = shape_.model_state[s];
+        starts_[s] = kUnreachable;
+        above_[s] = above;
+        most_idle_[s] = bound - work;
+        drain_[s] = drain - weights;
+        warmup += costs.front()(kForwardNs, s) + costs.front()(kForwardTransferNs, s);
+        if (!shape_.forward_only && s + 1 < shape_.stages)
+            drain += last(kBackwardNs, s) - (divided ? last(kWeightNs, s) : 0) + last(kBackwardTransferNs, s + 1);
+    }
+    return true;
+}
+
+// Places of the forward sequence that a run has in common with an earlier one. With several chunks the sequence goes
+// group by group, chunk by chunk, and groups depend on how many micro-batches there are.
+int64_t ListScheduler::shared_places(const Trace& before, const Costs& costs, const Policy& policy) const {
+    const int64_t common = before.common(costs, policy, turned_), count = costs.size();
+    if (shape_.chunks == 1) return common;
+    if (static_cast<int64_t>(before.costs_.size()) != count) return 0;
+    return std::find_if(forward_.begin(), forward_.end(), [&](const Item& item) { return item.row >= common; }) -
+           forward_.begin();
+}
+
+// Goes to the last point of an earlier run at which only so many places mattered.
+template <bool kChunked>
+size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
+    if (before.above_ != above_ || before.messages_ != messages_) return 0;
+    size_t at = before.used_;
+    while (at > 0 && before.points_[at - 1].stages[0].forwards >= common) --at;
+    if (at == 0) return 0;
+    const Point& point = before.points_[at - 1];
+    const int64_t width = before.costs_.size(), last = shape_.stages - 1;
+    stages_ = point.stages;
+    starts_ = point.starts;
+    makespan_ = point.makespan;
+    for (int64_t s = 0; s <= last; ++s) left_ -= stages_[s].passes;
+    if (shape_.chunks > 1) {  // the same items: there are as many micro-batches
+        for (int64_t s = 0; s <= last; ++s)
+            for (const bool forward : {true, false})
+                for (int64_t i = 0; i < (forward ? stages_[s].forwards : stages_[s].backwards); ++i) {
+                    const Fed fed = feeds<kChunked>(s, forward, i);
+                    if (fed.stage < 0) continue;
+                    const int64_t place = fed.stage * items_ + fed.place;
+                    (fed.forward ? inputs_ : gradients_)[place] =
+                        (fed.forward ? before.inputs_ : before.gradients_)[place];
+                }
+        return at;
+    }
+    for (int64_t s = 0; s <= last; ++s) {
+        if (s > 0)
+            std::copy_n(before.inputs_.begin() + s * width, stages_[s - 1].forwards, inputs_.begin() + s * items_);
+        const auto gradients = before.gradients_.begin() + s * width;
+        if (s < last) std::copy_n(gradients, stages_[s + 1].backwards, gradients_.begin() + s * items_);
+    }
+    for (int64_t i = 0; i < stages_[last].forwards; ++i) {
+        const int64_t place = item<kChunked>(true, i).after;
+        gradients_[last * items_ + place] = before.gradients_[last * width + place];
+    }
+    return at;
+}
+
+// The stage whose next pass starts first.
+int64_t ListScheduler::earliest() const {
+    int64_t s = 0, start = starts_[0];
+    for (int64_t other = 1; other < shape_.stages; ++other) {
+        const bool earlier = starts_[other] < start;
+        s = earlier ? other : s;
+        start = earlier ? starts_[other] : start;
+    }
+    return s;
+}
+
+template <bool kChunked>
+int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
+                                   const Trace* before, Trace* trace) {
+    if (costs.empty()) return 0;
+    const bool divided = policy.least_gap != kUndivided && !shape_.forward_only;
+    if (!begin(costs, bound, divided)) return kUnreachable;
+    const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : divided ? 3 : 2);
+    inputs_.assign(stages * items_, Arrival());
+    gradients_.assign(stages * items_, Arrival());
+    for (int64_t i = 0; i < items_; ++i)
+        if (item<kChunked>(true, i).chunk == 0) inputs_[i].ready = 0;
+    if (kinds) kinds->assign(stages * passes, kPassKinds);
+    makespan_ = 0;
+    const size_t shared = before ? begin_from<kChunked>(*before, shared_places(*before, costs, policy)) : 0;
+    if (shared == 0) choose<kChunked>(0, costs, policy);
+    if (trace) trace->begin(shared);
+    const int64_t apart = items_ / kPoints + 1;
+    int64_t next_point = trace ? stages_[0].forwards + apart : kUnreachable;
+    for (; left_ > 0; --left_) {
+        const int64_t s = earliest();
+        Stage& stage = stages_[s];
+        if (s == 0 && stage.forwards >= next_point && stage.next == kForwardPass) {
+            mark(*trace);
+            next_point += apart;
+        }
+        if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
+        const int64_t at = s * passes + stage.passes++;
+        Fed fed{s, 0, false};
+        if (stage.next == kWeightPass) {
+            const Item item = this->item<kChunked>(false, stage.released);
+            const int64_t above = above_stored(costs[item.row], item.chunk * stages + s);
+            if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
+            step_weight<kChunked>(s, costs);
+        } else {
+            fed = step<kChunked>(s, costs);
+            if (fed.stage < 0) return kUnreachable;  // messages overfill the stage
+        }
+        if (kinds) (*kinds)[at] = stage.next;
+        const int64_t drain = stage.backwards < items_ ? std::max<int64_t>(drain_[s] + stage.halves, 0) : 0;
+        if (stage.idle + drain >= most_idle_[s]) return kUnreachable;
+        makespan_ = std::max(makespan_, stage.free);
+        if (fed.stage != s) {
+            const Stage& other = stages_[fed.stage];  // unless it waits for something else
+            if (fed.place == (fed.forward ? other.forwards : other.backwards))
+                choose<kChunked>(fed.stage, costs, policy);
+        }
+        choose<kChunked>(s, costs, policy);
+    }
+    if (trace) keep(*trace, costs, policy);
+    return makespan_;
+}
+
+// Runs the oldest second half of a backward pass.
+template <bool kChunked>
+void ListScheduler::step_weight(int64_t s, const Costs& costs) {
+    Stage& stage = stages_[s];
+    const Item item = this->item<kChunked>(false, stage.released++);
+    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row](kWeightNs, v);
+    stage.free += time;
+    stage.halves += time;
+    stage.held -= costs[item.row](kStoredBytes, v);
+    release<kChunked>(s, costs);
+}
+
+// Goes past backward passes that leave nothing for later.
+template <bool kChunked>
+void ListScheduler::release(int64_t s, const Costs& costs) {
+    Stage& stage = stages_[s];
+    for (; stage.released < stage.backwards; ++stage.released) {
+        const Item item = this->item<kChunked>(false, stage.released);
+        if (divided_ && costs[item.row](kWeightNs, item.chunk * shape_.stages + s) > 0) break;
+    }
+}
+
+// What a pass makes ready: after the last forward its own backward; nothing, on stage -1, after the last backward.
+template <bool kChunked>
+ListScheduler::Fed ListScheduler::feeds(int64_t s, bool forward, int64_t i) const {
+    const Item item = this->item<kChunked>(forward, i);
+    const int64_t last = shape_.stages - 1;
+    if (s == (forward ? last : 0)) {
+        if (item.chunk == (forward ? shape_.chunks - 1 : 0)) return {forward ? s : -1, item.after, false};
+        return {last - s, item.after, forward};
+    }
+    return {forward ? s + 1 : s - 1, i, forward};
+}
+
+// Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing, on none where messages
+// overfill the stage.
+template <bool kChunked>
+ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
+    Stage& stage = stages_[s];
+    const bool forward = stage.next == kForwardPass;
+    const int64_t i = forward ? stage.forwards++ : stage.backwards++;
+    const Item item = this->item<kChunked>(forward, i);
+    const PassCosts& cost = costs[item.row];
+    const int64_t v = item.chunk * shape_.stages + s;
+    const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
+    if (!forward && divided_ && cost(kWeightNs, v) > 0) stage.next = kInputPass;
+    if (forward) {
+        if (v > 0) {
+            stage.done[0] = arrival.answered;
+            stage.input_pool = input_pool(s, ++stage.inputs);
+            if (shape_.forward_only)
+                ++stage.freed;
+            else
+                stage.kept += input_message(cost, v);
+        }
+    } else {
+        if (v + 1 < shape_.virtual_stages()) {
+            stage.done[1] = arrival.answered;
+            ++stage.gradients;
+        }
+        stage.kept -= input_message(cost, v);
+        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit)
+            return {-1, 0, false};
+        stage.freed += v > 0;
+    }
+    const int64_t time = cost.time(stage.next, v);
+    stage.idle += starts_[s] - stage.free;
+    stage.free = starts_[s] + time;
+    if (forward && !shape_.forward_only) stage.held += cost(kStoredBytes, v);
+    if (stage.next == kBackwardPass) stage.held -= cost(kStoredBytes, v);
+    if (!forward) release<kChunked>(s, costs);
+    const Fed fed = feeds<kChunked>(s, forward, i);
+    if (fed.stage < 0) return {s, 0, false};
+    if (forward && !fed.forward) {
+        gradients_[s * items_ + fed.place].ready = stage.free;
+        return {s, 0, false};
+    }
+    const int64_t arrives = stage.free + cost(forward ? kForwardTransferNs : kBackwardTransferNs, v);
+    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives,
+                                                                        forward ? stage.gradients : stage.inputs};
+    send(stage, forward);
+    return fed;
+}
+
+// The pass that stage s runs next, as far as it can know: of those that could start first, by the policy.
+template <bool kChunked>
+void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) {
+    Stage& stage = stages_[s];
+    const int64_t i = stage.forwards, j = stage.backwards;
+    const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
+    bool admitted = i < items_, urgent = false;  // a second half that makes room for the forward
+    if (admitted && !shape_.forward_only) {
+        const Item item = this->item<kChunked>(true, i);
+        const PassCosts& cost = costs[item.row];
+        const int64_t v = item.chunk * shape_.stages + s;
+        const Arrival& input = inputs_[s * items_ + i];
+        // Beside others in flight it must leave room for every backward, and for what it sends.
+        const int64_t done = input.ready < kUnreachable && v > 0 ? input.answered : stage.done[0];
+        const int64_t sent = stage.sent[0] + stage.sent[1] + 1 - done - stage.done[1];
+        const int64_t after = cost(kStoredBytes, v) + above_[s] - input_message(cost, v) +
+                              std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
+        const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
+                               (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
+        // A chain's backward passes begin with its last forward, however deep that is.
+        const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
+        const bool wanted = i - j < depth || awaited;
+        admitted = wanted && stage.held + needed <= shape_.memory_limit;
+        urgent = wanted && !admitted && input.ready <= stage.free;
+    }
+    int64_t forward = kUnreachable, backward = kUnreachable;
+    if (admitted && inputs_[s * items_ + i].ready < kUnreachable)
+        forward = std::max(stage.free, inputs_[s * items_ + i].ready);
+    if (!shape_.forward_only && j < items_ && !(admitted && policy.rule == Rule::kStrict) &&
+        gradients_[s * items_ + j].ready < kUnreachable)
+        backward = std::max(stage.free, gradients_[s * items_ + j].ready);
+    const bool is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
+    stage.next = is_forward ? kForwardPass : kBackwardPass;
+    starts_[s] = std::min(forward, backward);
+    if (stage.released == j || starts_[s] < stage.free || (starts_[s] == stage.free && !urgent)) return;
+    const Item oldest = this->item<kChunked>(false, stage.released);
+    const int64_t time = costs[oldest.row](kWeightNs, oldest.chunk * shape_.stages + s);
+    const int64_t gap = std::min(starts_[s] - stage.free, time);
+    if (urgent ? starts_[s] == stage.free && policy.rule == Rule::kBackwardFirst : 4 * gap < policy.least_gap * time)
+        return;
+    stage.next = kWeightPass;
+    starts_[s] = stage.free;
+}
+
+int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
+                           const std::vector<int32_t>& turned, const Trace* before, Trace* trace) {
+    number(costs.size(), policy.rule != Rule::kBackwardFirst, turned);
+    if (trace) trace->begin(0);
+    return has_items() ? run_chunked<true>(costs, policy, bound, kinds, before, trace)
+                       : run_chunked<false>(costs, policy, bound, kinds, before, trace);
+}
+
+std::vector<Pass> ListScheduler::order(const std::vector<uint8_t>& kinds) const {
+    const int64_t passes = kinds.size() / shape_.stages;
+    std::vector<Pass> order(kinds.size(), kNoPass);
+    for (int64_t s = 0; s < shape_.stages; ++s) {
+        int64_t places[2] = {0, 0};  // in the sequences of backward and forward passes
+        std::vector<Pass> halves;    // first ones
+        size_t second = 0;
+        for (int64_t i = s * passes; i < (s + 1) * passes && kinds[i] < kPassKinds; ++i) {
+            if (kinds[i] == kWeightPass) {
+                order[i] = halves[second++] + kWeightPass - kInputPass;
+                continue;
+            }
+            const bool forward = kinds[i] == kForwardPass;
+            const int64_t place = places[forward]++;
+            const Item at = has_items() ? item<true>(forward, place) : item<false>(forward, place);
+            order[i] = (at.row * shape_.chunks + at.chunk) * kPassKinds + kinds[i];
+            if (kinds[i] == kInputPass) halves.push_back(order[i]);
+        }
+    }
+    return order;
+}
+
+}  // namespace dynapipe

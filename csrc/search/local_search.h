@@ -1,0 +1,75 @@
+// The state of one local search: where it starts (search_starts.cpp), and what it does from there (search.cpp).
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <vector>
+
+#include "schedule/policies.h"
+#include "search/chains.h"
+#include "search/evaluate.h"
+#include "search/jitter.h"
+#include "search/mutations.h"
+#include "search/search.h"
+
+namespace dynapipe {
+
+constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict};
+
+class Search {
+public:
+    Search(const Problem& problem, CostCache& costs, BatchMaker& maker, Division division, int64_t evaluations,
+           uint64_t seed)
+        : problem_(problem),
+          costs_(costs),
+          maker_(maker),
+          division_(division),
+          jittered_(problem.pipeline),
+          chains_(problem),
+          evaluator_(problem, chains_),
+          mutations_(problem, maker, chains_, division != Division::kOff, seed),
+          left_(std::max<int64_t>(evaluations, 0)),
+          by_default_(evaluations == kDefaultEvaluations) {}
+
+    Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
+    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
+                                 const std::vector<MicroBatches>& packed, int64_t most, int64_t filled);
+
+private:
+    Found improved(std::vector<Solution> solutions);
+    int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr) {
+        --left_;
+        return evaluator_.makespan(replica, bound, kinds);
+    }
+    Solution assigned(const MicroBatches& batches);
+    void lighten(ReplicaState& replica, std::initializer_list<double> limits);
+    void begin_padded(ReplicaState& replica);
+    void begin_packed(ReplicaState& replica);
+    void begin_tight(ReplicaState& replica);
+    void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
+                      std::initializer_list<Rule> rules, ReplicaState& best);
+    void compete(std::vector<Solution>& solutions);
+    void improve(Solution& solution, int64_t evaluations);
+    bool change(Solution& candidate, int64_t limit);
+    void copy_touched(const Solution& from, Solution& to) const;
+    int64_t jittered_total(ReplicaState& replica);
+    int64_t undivided(const Solution& solution);
+    void robustify_policy(ReplicaState& replica);
+    void robustify(Solution& solution, int64_t evaluations);
+    Policy policy(int64_t extra, Rule rule) const;
+
+    const Problem& problem_;
+    CostCache& costs_;
+    BatchMaker& maker_;
+    const Division division_;
+    JitteredReplay jittered_;
+    Chains chains_;
+    Evaluator evaluator_;
+    Mutations mutations_;
+    int64_t left_, most_depth_ = kUnreachable;
+    bool by_default_;
+    std::vector<uint8_t> kinds_;
+    std::vector<size_t> touched_;
+};
+
+}  // namespace dynapipe

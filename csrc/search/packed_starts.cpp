@@ -1,0 +1,335 @@
+#include "search/packed_starts.h"
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "checks.h"
+
+namespace dynapipe {
+namespace {
+
+using Share = CostCache::Share;
+
+constexpr int64_t kScale = 1024;
+constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
+constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
+constexpr int64_t kSmallestRow = 64,
+                  kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
+constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
+constexpr size_t kRowSizes = 3;             // powers of two that are built, and the sizes half-way above them
+constexpr size_t kRowsCompared = 16;        // where a sample may go
+
+// One sample under the modes that are worth it: from the one that keeps the least to the fastest.
+struct Option {
+    size_t mode;
+    int64_t time, pressure;
+};
+
+// Time that a sample saves by going from its present option to the next, and what memory that takes.
+struct Upgrade {
+    int32_t sample;
+    size_t to;
+    int64_t saved, pressure;
+};
+
+class Starts {
+public:
+    Starts(const Problem& problem, CostCache& costs, BatchMaker& maker)
+        : problem_(problem), costs_(costs), maker_(maker), in_flight_(problem.stages()) {
+        const int64_t chunks = problem.chunks();
+        for (size_t v = 0; v < problem.modules.size(); ++v) {
+            const size_t stage = v % problem.stages();
+            in_flight_[stage] = (static_cast<int64_t>(problem.stages() - stage)) * chunks;
+        }
+        for (size_t i = 0; i < maker.samples(); ++i) {
+            const int32_t sample = maker.sample(i);
+            positions_.push_back(problem.input_positions[sample] + problem.target_positions[sample]);
+        }
+    }
+
+    std::vector<MicroBatches> all() {
+        for (int64_t size : row_sizes()) build(size);
+        return std::move(found_);
+    }
+
+private:
+    // Rows of about `size` positions: as many as long samples need, and for the rest.
+    int64_t rows_of(const std::vector<int32_t>& samples, int64_t size) const {
+        int64_t long_ones = 0, rest = 0;
+        for (int32_t sample : samples) {
+            if (positions_[sample] >= size)
+                ++long_ones;
+            else
+                rest += positions_[sample];
+        }
+        return std::clamp<int64_t>(long_ones + (rest + size / 2) / size, 1, samples.size());
+    }
+
+    std::vector<int64_t> row_sizes();
+    bool cost(int64_t size);
+    int64_t estimate(int64_t size, int64_t rows);
+    void build(int64_t size);
+    std::vector<Option> options(int32_t sample) const;
+    void pressure_of(int32_t sample, size_t mode, int64_t rows, int64_t sign);
+    void rows(int64_t size, int64_t width);
+    bool fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out);
+    int64_t time(const Share& share) const {
+        return share.forward + (problem_.pipeline.forward_only ? 0 : share.backward);
+    }
+    bool is_piece(int32_t place) const { return problem_.is_piece(maker_.sample(place)); }
+    void sort_chains(MicroBatches& rows) const;
+    int64_t room(size_t stage) const { return std::max<int64_t>(problem_.memory(stage), 0) / kScale + 1; }
+    const std::vector<Share>& share(size_t mode, int32_t sample) const {
+        return shares_[mode * positions_.size() + sample];
+    }
+
+    const Problem& problem_;
+    CostCache& costs_;
+    BatchMaker& maker_;
+    std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
+    std::vector<std::vector<Share>> shares_;      // [modes × samples][types of stages]; none where not covered
+    std::vector<size_t> mode_of_;                 // [samples]
+    std::vector<int64_t> pressure_;               // [stages] memory that rows in flight take, in 2^-20 of what there is
+    std::vector<MicroBatches> found_;
+};
+
+// What every sample costs in rows of a size; whether every sample can run in one.
+bool Starts::cost(int64_t size) {
+    const size_t modes = problem_.modes.size(), samples = positions_.size();
+    shares_.assign(modes * samples, {});
+    for (size_t i = 0; i < samples; ++i) {
+        bool covered = false;
+        for (size_t mode = 0; mode < modes; ++mode)
+            covered |= costs_.shares(mode, maker_.sample(i), size, shares_[mode * samples + i]);
+        if (!covered) return false;
+    }
+    return true;
+}
+
+// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica, with the first mode
+// that covers a sample; kUnreachable where none does.
+int64_t Starts::estimate(int64_t size, int64_t rows) {
+    std::vector<int64_t> work(problem_.stages(), 0);
+    std::vector<Share> its;
+    for (size_t i = 0; i < positions_.size(); ++i) {
+        size_t mode = 0;
+        while (mode < problem_.modes.size() && !costs_.shares(mode, maker_.sample(i), size, its)) ++mode;
+        if (mode == problem_.modes.size()) return kUnreachable;
+        for (size_t v = 0; v < problem_.modules.size(); ++v)
+            work[v % problem_.stages()] += time(its[costs_.type_of()[v]]);
+    }
+    const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
+    return *std::max_element(work.begin(), work.end()) / problem_.replicas +
+           sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
+}
+
+// The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.
+std::vector<int64_t> Starts::row_sizes() {
+    std::vector<int32_t> every(positions_.size());
+    std::iota(every.begin(), every.end(), 0);
+    const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
+    std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
+    int64_t power = kSmallestRow;
+    while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
+    const int64_t smallest = power;
+    for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
+        const int64_t rows = rows_of(every, power) / problem_.replicas;
+        if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
+    }
+    if (estimated.empty()) return {smallest};  // a long sample beside few short ones: `rows` adds what replicas lack
+    std::sort(estimated.begin(), estimated.end());
+    std::vector<int64_t> sizes;
+    for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
+        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]})
+            sizes.push_back(size);
+    return sizes;
+}
+
+// A sample's modes on the lower hull of time over memory.
+std::vector<Option> Starts::options(int32_t sample) const {
+    std::vector<Option> all, hull;
+    for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
+        const std::vector<Share>& its = share(mode, sample);
+        if (its.empty()) continue;
+        Option option{mode, 0, 0};
+        std::vector<int64_t> stored(problem_.stages(), 0);
+        for (size_t v = 0; v < problem_.modules.size(); ++v) {
+            option.time += time(its[costs_.type_of()[v]]);
+            stored[v % problem_.stages()] += its[costs_.type_of()[v]].stored;
+        }
+        for (size_t s = 0; s < problem_.stages() && !problem_.pipeline.forward_only; ++s)
+            option.pressure = std::max(option.pressure, stored[s] / kScale * in_flight_[s] * kScale / room(s));
+        all.push_back(option);
+    }
+    std::stable_sort(all.begin(), all.end(), [](const Option& a, const Option& b) {
+        return a.pressure != b.pressure ? a.pressure < b.pressure : a.time < b.time;
+    });
+    for (const Option& next : all) {
+        if (!hull.empty() && next.time >= hull.back().time) continue;
+        while (hull.size() > 1) {  // the last is above the line from the one before it to the next
+            const Option &before = hull[hull.size() - 2], &last = hull.back();
+            if (static_cast<__int128>(before.time - last.time) * (next.pressure - last.pressure) >
+                static_cast<__int128>(last.time - next.time) * (last.pressure - before.pressure))
+                break;
+            hull.pop_back();
+        }
+        hull.push_back(next);
+    }
+    return hull;
+}
+
+// Counts a sample in or out of what stages hold of rows in flight, at so many rows to a replica.
+void Starts::pressure_of(int32_t sample, size_t mode, int64_t rows, int64_t sign) {
+    if (problem_.pipeline.forward_only) return;
+    const std::vector<Share>& its = share(mode, sample);
+    for (size_t v = 0; v < problem_.modules.size(); ++v) {
+        const size_t s = v % problem_.stages();
+        const int64_t kept = its[costs_.type_of()[v]].stored / kScale * std::min(in_flight_[s], rows);
+        pressure_[s] += sign * (kept / (rows * problem_.replicas) * (kScale * kScale) / room(s));
+    }
+}
+
+// All starts with rows of a size.
+void Starts::build(int64_t size) {
+    if (!cost(size)) return;
+    std::vector<int32_t> every(positions_.size());
+    std::iota(every.begin(), every.end(), 0);
+    const int64_t count = std::max<int64_t>(1, rows_of(every, size) / problem_.replicas);
+    mode_of_.assign(positions_.size(), 0);
+    pressure_.assign(problem_.stages(), 0);
+    std::vector<Upgrade> upgrades;
+    for (int32_t sample : every) {
+        const std::vector<Option> hull = options(sample);
+        mode_of_[sample] = hull[0].mode;
+        pressure_of(sample, hull[0].mode, count, 1);
+        for (size_t k = 1; k < hull.size(); ++k)
+            upgrades.push_back({sample, hull[k].mode, hull[k - 1].time - hull[k].time,
+                                std::max<int64_t>(1, hull[k].pressure - hull[k - 1].pressure)});
+    }
+    std::stable_sort(upgrades.begin(), upgrades.end(), [](const Upgrade& a, const Upgrade& b) {
+        return static_cast<__int128>(a.saved) * b.pressure > static_cast<__int128>(b.saved) * a.pressure;
+    });
+    size_t done = 0;
+    for (int64_t level : kLevels) {
+        const size_t before = done;
+        while (done < upgrades.size() && *std::max_element(pressure_.begin(), pressure_.end()) < level * kScale) {
+            const Upgrade& next = upgrades[done++];
+            pressure_of(next.sample, mode_of_[next.sample], count, -1);
+            mode_of_[next.sample] = next.to;
+            pressure_of(next.sample, next.to, count, 1);
+        }
+        if (done == before && level != kLevels[0]) continue;
+        for (int64_t width : kWidths) {
+            if (width > 1 && std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end())
+                break;
+            rows(size, width);
+        }
+    }
+}
+
+// A start with the present modes.
+void Starts::rows(int64_t size, int64_t width) {
+    const size_t modes = problem_.modes.size();
+    std::vector<std::vector<int32_t>> samples(modes);
+    for (size_t i = 0; i < mode_of_.size(); ++i) samples[mode_of_[i]].push_back(i);
+    std::vector<int64_t> rows(modes, 0);
+    for (size_t mode = 0; mode < modes; ++mode) {
+        if (samples[mode].empty()) continue;
+        const int64_t its_size = mode + 1 == modes ? size * width : size;
+        const int64_t pieces =
+            std::count_if(samples[mode].begin(), samples[mode].end(), [&](int32_t i) { return is_piece(i); });
+        rows[mode] = std::max(rows_of(samples[mode], its_size), pieces);  // a piece to a row at most
+    }
+    const auto shared = [&](size_t mode) { return static_cast<int64_t>(samples[mode].size()) - rows[mode]; };
+    for (int64_t lacking = problem_.replicas - std::accumulate(rows.begin(), rows.end(), int64_t{0}); lacking > 0;
+         --lacking) {
+        size_t most = 0;  // the mode with the most samples beside others in a row
+        for (size_t mode = 1; mode < modes; ++mode)
+            if (shared(mode) > shared(most)) most = mode;
+        if (shared(most) == 0) break;
+        ++rows[most];
+    }
+    MicroBatches start;
+    for (size_t mode = 0; mode < modes; ++mode)
+        if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
+    sort_chains(start);
+    if (static_cast<int64_t>(start.size()) >= problem_.replicas) found_.push_back(std::move(start));
+}
+
+// Puts the rows that hold pieces behind the others, in the order of the pieces.
+void Starts::sort_chains(MicroBatches& rows) const {
+    std::stable_sort(rows.begin(), rows.end(), [](const MicroBatch* a, const MicroBatch* b) {
+        return (a->pieces.empty() ? -1 : a->pieces[0]) < (b->pieces.empty() ? -1 : b->pieces[0]);
+    });
+}
+
+// Spreads samples over rows of one mode; false where one of them cannot run.
+bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out) {
+    const size_t kinds = costs_.types();
+    std::vector<int64_t> total(kinds, 1), load(kinds * samples.size()), heaviest(samples.size(), 0);
+    for (int32_t sample : samples)
+        for (size_t kind = 0; kind < kinds; ++kind) total[kind] += time(share(mode, sample)[kind]);
+    std::vector<size_t> order(samples.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    for (size_t i = 0; i < samples.size(); ++i)
+        for (size_t kind = 0; kind < kinds; ++kind) {
+            const uint64_t scaled = static_cast<uint64_t>(time(share(mode, samples[i])[kind])) * (kScale * kScale);
+            const int64_t part = scaled / static_cast<uint64_t>(total[kind]);  // of costs up to 2^43
+            load[i * kinds + kind] = part;
+            heaviest[i] = std::max(heaviest[i], part);
+        }
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        const bool piece = is_piece(samples[a]), other = is_piece(samples[b]);
+        return piece != other ? piece : heaviest[a] > heaviest[b];
+    });
+
+    std::vector<std::vector<int32_t>> row_samples(rows);
+    std::vector<int64_t> held(rows * kinds, 0);
+    std::set<std::pair<int64_t, int64_t>> by_load;  // (load of the busiest kind of stage, row)
+    for (int64_t row = 0; row < rows; ++row) by_load.emplace(0, row);
+    int64_t empty = 0;  // rows from here on hold nothing: pieces come first, each into one of them
+    for (size_t i : order) {
+        std::pair<int64_t, int64_t> least{0, 0};
+        auto chosen = by_load.end();
+        size_t compared = 0;
+        const bool piece = is_piece(samples[i]);
+        const size_t most = piece ? 1 : kRowsCompared;
+        auto row = piece ? by_load.find({0, empty++}) : by_load.begin();
+        for (; row != by_load.end() && compared < most; ++row, ++compared) {
+            std::pair<int64_t, int64_t> after{0, 0};  // busiest kind, sum
+            for (size_t kind = 0; kind < kinds; ++kind) {
+                const int64_t with = held[row->second * kinds + kind] + load[i * kinds + kind];
+                after.first = std::max(after.first, with);
+                after.second += with;
+            }
+            if (chosen == by_load.end() || after < least) {
+                least = after;
+                chosen = row;
+            }
+        }
+        const int64_t taken = chosen->second;
+        auto entry = by_load.extract(chosen);
+        for (size_t kind = 0; kind < kinds; ++kind) held[taken * kinds + kind] += load[i * kinds + kind];
+        row_samples[taken].push_back(samples[i]);
+        entry.value() = {least.first, taken};
+        by_load.insert(std::move(entry));
+    }
+    for (std::vector<int32_t>& row : row_samples) {
+        if (row.empty()) continue;
+        const MicroBatch* made = maker_.make(std::move(row), mode, true);
+        if (!made) return false;
+        out.push_back(made);
+    }
+    return true;
+}
+
+}  // namespace
+
+std::vector<MicroBatches> packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker) {
+    return Starts(problem, costs, maker).all();
+}
+
+}  // namespace dynapipe

@@ -1,0 +1,56 @@
+// Local search over partitions, layouts, recompute modes, replicas, order and policy, on list scheduling's makespan.
+// The rules are told in planning/search.py.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "costs/costs.h"
+#include "costs/problem.h"
+#include "search/batches.h"
+#include "search/solution.h"
+
+namespace dynapipe {
+
+struct Found {
+    std::vector<ReplicaState> replicas;     // empty where nothing fits
+    std::vector<std::vector<Pass>> orders;  // per replica, [stages][passes]
+    int64_t makespan = kUnreachable;
+    int64_t started = kUnreachable;  // makespan of the best start
+    int64_t gain = 0;                // of its divided backward passes over whole ones
+};
+
+// A padded micro-batch of a partition: samples [first, first + size) of the order.
+struct Run {
+    int64_t first, size, mode;
+};
+
+constexpr int64_t kDefaultEvaluations = -1;
+
+// What searches in one order of the samples start with, kept: a search often follows the question where it starts.
+struct StartingRows {
+    StartingRows(const Problem& problem, CostCache& costs, const std::vector<int64_t>& places)
+        : order(places), maker(problem, costs, places) {}
+
+    const std::vector<int64_t> order;
+    BatchMaker maker;
+    std::vector<MicroBatches> packed;  // rows to start with
+};
+
+// Where a search starts.
+struct Start {
+    int64_t makespan;  // of the best start
+    int64_t rows;      // the most micro-batches of a replica in it
+};
+
+// Nothing where no start fits, or none is shorter than `most` or only a little longer.
+std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRows& rows,
+                           const std::vector<std::vector<Run>>& partitions, int64_t most);
+
+// The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
+// O(evaluations · micro-batches · stages), and as much again for every start.
+Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
+             const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed);
+
+}  // namespace dynapipe
