@@ -67,7 +67,14 @@ def make_workspace(folder: Path) -> dict[str, str]:
         port = str(probe.getsockname()[1])
     slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1"}
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    return {"PATH": f"{programs}:/usr/bin:/bin", "MASTER_PORT": port, "GPUS_PER_NODE": "2", **slurm, **variables}
+    return {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "MASTER_PORT": port,
+        "PET_MASTER_PORT": port,
+        "GPUS_PER_NODE": "2",
+        **slurm,
+        **variables,
+    }
 
 
 def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
