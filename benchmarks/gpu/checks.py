@@ -208,4 +208,8 @@ def checks(case: Case) -> Iterator[Check]:
         yield Check(f"over NCCL: {row}", partial(spread, row=row))
     yield Check("over NCCL: soak", partial(soak, alone=False))
     yield Check("over NCCL: lists of a t5, tensor 2, 4 stages, messages above NCCL's buffers", large_messages)
-    yield Check("compute-sanitizer", sanitizer, 60)
+
+
+def sanitized(case: Case) -> Iterator[Check]:
+    """What takes the device's whole memory, so that nothing else runs beside it, and minutes."""
+    yield Check("compute-sanitizer", sanitizer, 280)

@@ -1,12 +1,14 @@
 """Costs of models' layers on this GPU, in bf16, as files that plans are made from: for `configs/costs/`.
 
-    python benchmarks/gpu/measure.py --output FOLDER [--budget-s 240] [--only llama3_8b …]
+    python benchmarks/gpu/measure.py --output FOLDER [--budget-s 240]
+    python benchmarks/gpu/measure.py --output FOLDER --only t5_xxl               # the whole budget for this one
     python benchmarks/gpu/measure.py --device cpu --small --output FOLDER        # the same code paths without a GPU
 
 Each model is measured by `megatron-dynapipe profile` in a process of its own, with Megatron's local layers and, where
-it is installed, with Transformer Engine's, the most wanted first; each gets its share of the time that is left. The
-next process imports while one measures. Files are `DEVICE-MODEL[-te].json`; `measure.json` says after each what came
-of it. One that fails, or does not end in time, keeps none of the others from being measured.
+it is installed, with Transformer Engine's, the most wanted first. Those that there is too little time for are left out
+and named; the others share the time. The next process imports while one measures. Files are `DEVICE-MODEL[-te].json`;
+`measure.json` says after each what came of it. One that fails, or does not end in time, keeps none of the others from
+being measured. A file whose fit is poor is written all the same, for another look; it is not one to plan with.
 """
 
 import argparse
@@ -36,8 +38,11 @@ LATE_S, LAST_S = 60.0, 15.0
 measured, whatever the time. The next ones have less then."""
 LEAST_S = 20.0
 """A share below which a measurement is not begun."""
+POOR = 0.25
+"""An error of nine tenths of the times above which a file is not to be planned with."""
 ADAM_PARAMETERS, ADAM_S = 2**28, 60.0
 """Whose steps are timed by each fused Adam that is installed, and within what time."""
+MEASURED, MEASURED_POORLY = "measured", "measured, a poor fit"
 COLUMNS = ("costs", "outcome", "s", "points", "error of times, median", "nine tenths", "layer, ms at 2,048 positions")
 
 
@@ -49,18 +54,19 @@ class Item:
         model: its name in the file's.
         family: "gpt" or "t5".
         config: run file.
-        share: of the time, to those of the others.
+        wanted_s: seconds that a good fit takes, kernels compiled; also its share of the time, to those of the others.
         engine: with Transformer Engine's layers.
-        flags: besides those of the run file.
+        vocabulary: tokens, if the run file does not say how many.
+        recompute: modes of the layers.
     """
 
     model: str
     family: str
     config: str
-    share: float
+    wanted_s: float
     engine: bool = False
     vocabulary: int = 0
-    """Tokens, where the run file does not say how many."""
+    recompute: str = "none,selective,full"
 
     @property
     def name(self) -> str:
@@ -69,13 +75,17 @@ class Item:
 
 
 ITEMS = (
-    Item(model="llama3_8b", family="gpt", config="llama_like_8b", share=1.2),
-    Item(model="llama3_8b", family="gpt", config="llama_like_8b", share=1.2, engine=True),
-    Item(model="t5_xxl", family="t5", config="t5_v1_1_xxl", share=1.6, vocabulary=32128),
-    Item(model="qwen2.5_7b", family="gpt", config="qwen_like_7b", share=0.8),
-    Item(model="qwen2.5_7b", family="gpt", config="qwen_like_7b", share=0.8, engine=True),
+    Item(model="llama3_8b", family="gpt", config="llama_like_8b", wanted_s=55),
+    Item(model="llama3_8b", family="gpt", config="llama_like_8b", wanted_s=55, engine=True),
+    Item(model="t5_xxl", family="t5", config="t5_v1_1_xxl", wanted_s=150, vocabulary=32128, recompute="none,full"),
+    Item(model="qwen2.5_7b", family="gpt", config="qwen_like_7b", wanted_s=55),
+    Item(model="qwen2.5_7b", family="gpt", config="qwen_like_7b", wanted_s=55, engine=True),
 )
-"""The most wanted first."""
+"""The most wanted first.
+
+A profile measures some points whatever its budget, since a file without them would be a guess: 88 of a GPT, and of a
+T5, which has two kinds of layers, 190, or 134 without selective recomputation. It also compiles `flex_attention`.
+"""
 KERNELS = ("no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-dropout-fusion")
 """Switches of the run files that Transformer Engine's layers do without."""
 TINY = "--hidden-size 64 --ffn-hidden-size 128 --seq-length 128 --max-position-embeddings 128 --global-batch-size 4"
@@ -89,6 +99,7 @@ TINY_OF = {
 def command(item: Item, output: Path, *, device: str, small: bool, seconds: float) -> list[str]:
     """Words of `megatron-dynapipe` that measure an item."""
     words = ["profile", "--model", item.family, "--output", str(output), "--budget-minutes", f"{seconds / 60:.4f}"]
+    words += ["--recompute", item.recompute]
     words += ["--vocabulary", str(item.vocabulary)] if item.vocabulary else []
     words += ["--max-positions", "256"] if small else []
     words += ["--", "--dynapipe-config", str(ROOT / "configs" / f"{item.config}.yaml"), "--dynapipe-device", device]
@@ -112,19 +123,28 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny layers of the same kinds")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the files")
     parser.add_argument("--budget-s", type=float, default=240, help="seconds for all of them (%(default)g)")
-    parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="NAME", help="of %(choices)s")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="NAME", help="of %(choices)s")
     options = parser.parse_args()
     end = time.monotonic() + options.budget_s
     origin = provenance(options.device)
     options.output.mkdir(parents=True, exist_ok=True)
-    items = [item for item in ITEMS if item.name in options.only]
+    items = [item for item in ITEMS if item.name in (options.only or names)]
     rows = [{"name": item.name, "outcome": "Transformer Engine is not installed"} for item in items if lacks(item)]
+    items = [item for item in items if not lacks(item)]
     with tempfile.TemporaryDirectory() as logs:
-        origin["adam_ms"] = adam_of_each(options, Path(logs))
-        rows += measured([item for item in items if not lacks(item)], options, origin, end, Path(logs))
+        chosen = items
+        if not options.only:
+            origin["adam_ms"] = adam_of_each(options, Path(logs))
+            chosen = fitting(items, end - time.monotonic()) if options.device == "cuda" else items
+        missing = [item.name for item in items if item not in chosen]
+        rows += [{"name": name, "outcome": f"no time left: --only {name}"} for name in missing]
+        rows += measured(chosen, options, origin, end, Path(logs))
     write(options.output, origin, rows)
     print(markdown(COLUMNS, [cells(row) for row in rows]), flush=True)
-    sys.exit(not any(row["outcome"] == "measured" for row in rows))
+    for row in rows:
+        if row["outcome"] == MEASURED_POORLY:
+            say(f"{row['name']}: {row['note']}")
+    sys.exit(not any(row["outcome"] in (MEASURED, MEASURED_POORLY) for row in rows))
 
 
 def adam_of_each(options: argparse.Namespace, logs: Path) -> dict[str, float] | str:
@@ -174,6 +194,16 @@ def _adams() -> dict[str, Any]:
     return adams
 
 
+def fitting(items: Sequence[Item], seconds: float) -> list[Item]:
+    """Those that there is time for, in their order."""
+    chosen = []
+    for item in items:
+        if item.wanted_s <= seconds:
+            chosen.append(item)
+            seconds -= item.wanted_s
+    return chosen
+
+
 def lacks(item: Item) -> bool:
     """Whether an item wants Transformer Engine, and there is none."""
     return item.engine and importlib.util.find_spec("transformer_engine") is None
@@ -198,7 +228,7 @@ def measured(
     for place, item in enumerate(items):
         process = waiting or _started(options.device, logs / str(place))
         waiting = _started(options.device, logs / str(place + 1)) if place + 1 < len(items) else None
-        seconds = (end - time.monotonic()) * item.share / sum(each.share for each in items[place:])
+        seconds = (end - time.monotonic()) * item.wanted_s / sum(later.wanted_s for later in items[place:])
         row = {"name": f"{prefix}-{item.name}", "outcome": "no time left"}
         if seconds < (LEAST_S if options.device == "cuda" else 0):
             process.kill()
@@ -224,9 +254,21 @@ def _measured_one(
     try:
         process.tell(json.dumps(words).encode())
         process.wait(min(began + seconds + LATE_S, end + (LAST_S if options.device == "cuda" else LATE_S)))
-        return {"outcome": "measured", "seconds": round(time.monotonic() - began, 1), **figures(output)}
+        return {"seconds": round(time.monotonic() - began, 1)} | verdict(item, figures(output))
     except (ProcessFailedError, DynaPipeError, OSError) as failure:
         return {"outcome": "failed", "seconds": round(time.monotonic() - began, 1), "note": str(failure)[-3000:]}
+
+
+def verdict(item: Item, found: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a file with its outcome, and why it is not to be planned with if it is not."""
+    error = found["error"]["p90"]
+    if error is not None and error <= POOR:
+        return found | {"outcome": MEASURED}
+    known = "it is not known how good its fit is"
+    if error is not None:
+        known = f"nine tenths of times are predicted within {error:.1%}"
+    note = f"{known}, wanted within {POOR:.0%}: do not plan with this file, measure longer (--only {item.name})"
+    return found | {"outcome": MEASURED_POORLY, "note": note}
 
 
 def figures(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Everything that is to be checked on a GPU, by one command on a machine with one (or more), in turns of five minutes.
 
-    python benchmarks/gpu/run.py [--part correct|measure|stages] [--output gpu-report.json] [--only PATTERN]
+    python benchmarks/gpu/run.py [--part correct|measure|stages|sanitizer] [--output gpu-report.json] [--only PATTERN]
     python benchmarks/gpu/run.py --device cpu --small        # the same code paths without a GPU, for its own test
 
 Checks of what is right run side by side, as the cores allow; what is measured runs alone, after them. README.md beside
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 
 from benchmarks.common import ROOT
 from benchmarks.gpu.case import Case, Check, Figures, OutOfBoundsError
-from benchmarks.gpu.checks import checks
+from benchmarks.gpu.checks import checks, sanitized
 from benchmarks.gpu.machine import Budget, NotRunError, ProcessFailedError, Shares, provenance
 from benchmarks.gpu.timings import composed, measurements
 
@@ -36,7 +36,10 @@ PARTS: dict[str, Callable[[Case], Iterator[Check]]] = {
     "correct": checks,
     "measure": measurements,
     "stages": composed,
+    "sanitizer": sanitized,
 }
+DEFAULT_PARTS = ("correct", "measure", "stages")
+"""Without the sanitizer, which takes minutes and all memory of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,19 @@ def made(together: Sequence[Check], alone: Sequence[Check], case: Case) -> Itera
         yield make(check, shares)
 
 
+def chosen_checks(case: Case, parts: Sequence[str], pattern: str) -> dict[str, list[Check]]:
+    """By part, the checks whose names a regular expression matches."""
+    return {
+        part: [check for check in checks_of(case) if re.search(pattern, check.name)]
+        for part, checks_of in PARTS.items()
+        if part in parts
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--part", choices=PARTS, action="append", help="what is right, speeds, or stages in turn (all)")
+    parser.add_argument("--part", choices=PARTS, action="append", help=f"(default: {', '.join(DEFAULT_PARTS)})")
     parser.add_argument("--small", action="store_true", help="fewer layouts and steps")
     parser.add_argument("--only", metavar="PATTERN", default="", help="checks whose names a regular expression matches")
     parser.add_argument("--budget-s", type=float, default=570, help="seconds for all checks together (%(default)g)")
@@ -129,14 +141,9 @@ def main() -> None:
     budget, output = Budget(options.budget_s), options.output.resolve()
     with tempfile.TemporaryDirectory() as folder:
         case = Case(device=options.device, small=options.small, budget=budget, folder=Path(folder), output=output)
-        every = {part: list(checks_of(case)) for part, checks_of in PARTS.items()}
-        chosen = {
-            part: [check for check in of_part if re.search(options.only, check.name)]
-            for part, of_part in every.items()
-            if part in (options.part or PARTS)
-        }
+        chosen = chosen_checks(case, options.part or DEFAULT_PARTS, options.only)
         if not any(chosen.values()):
-            names = "; ".join(check.name for of_part in every.values() for check in of_part)
+            names = "; ".join(check.name for checks_of in PARTS.values() for check in checks_of(case))
             parser.error(f"expected --only to match one of {names}; got {options.only}")
         together = chosen.pop("correct", [])
         alone = [check for of_part in chosen.values() for check in of_part]

@@ -41,7 +41,6 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
         "tests marked gpu",
         "t5: entry script, Transformer Engine's layers, against the CPU",
-        "compute-sanitizer",
     }
     figures = {check["name"]: check["figures"] for check in report["checks"]}
     assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
@@ -50,7 +49,8 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
 
 
 def test_a_part_of_the_checks_in_processes_that_stay_up(tmp_path):
-    report = run(tmp_path, "--part", "correct", "--only", "t5: one rank|sanitizer|certify", timeout_s=240)
+    parts = ("--part", "correct", "--part", "sanitizer")
+    report = run(tmp_path, *parts, "--only", "t5: one rank|sanitizer|certify", timeout_s=240)
     assert sorted((check["name"], check["outcome"]) for check in report["checks"]) == [
         ("compute-sanitizer", "not run"),
         ("t5: one rank against the CPU", "passed"),
@@ -66,6 +66,18 @@ def test_what_no_check_is_called(tmp_path):
 def case_of(folder: Path, seconds: float = 120) -> cases.Case:
     output = folder / "report.json"
     return cases.Case(device="cpu", small=True, budget=machine.Budget(seconds), folder=folder, output=output)
+
+
+def test_the_sanitizer_is_a_part_that_is_asked_for(tmp_path):
+    """It takes all memory of the device, from which others would fail."""
+    case = case_of(tmp_path)
+
+    def names(*parts: str) -> list[str]:
+        return [check.name for checks in gpu.chosen_checks(case, parts, "").values() for check in checks]
+
+    assert "compute-sanitizer" not in names(*gpu.DEFAULT_PARTS)
+    assert names("sanitizer") == ["compute-sanitizer"]
+    assert set(gpu.PARTS) - set(gpu.DEFAULT_PARTS) == {"sanitizer"}
 
 
 def line(make: Any, folder: Path = Path()) -> str:

@@ -128,9 +128,9 @@ def test_flags_of_runs_read_as_a_run_file():
 
 def test_an_item_that_fails_keeps_none_of_the_others_from_being_measured(monkeypatch, tmp_path):
     """Its note says why; all that is known is written after each."""
-    wrong = measure.Item(model="llama3_8b", family="gpt", config="no_such_file", share=1.0)
+    wrong = measure.Item(model="llama3_8b", family="gpt", config="no_such_file", wanted_s=55)
     parsed = type("Options", (), {"device": "cpu", "small": True, "output": tmp_path})()
-    monkeypatch.setattr(measure, "figures", lambda path: {"bytes": path.stat().st_size})
+    monkeypatch.setattr(measure, "figures", lambda path: {"error": {"p90": 0.1}, "bytes": path.stat().st_size})
     end = measure.time.monotonic() + 240
     found = measure.measured([wrong, measure.ITEMS[3]], parsed, {"device": "cpu"}, end, tmp_path)
     assert [row["outcome"] for row in found] == ["failed", "measured"]
@@ -138,6 +138,43 @@ def test_an_item_that_fails_keeps_none_of_the_others_from_being_measured(monkeyp
     kept = json.loads((tmp_path / "measure.json").read_text())
     assert [row["name"] for row in kept["costs"]] == ["cpu-llama3_8b", "cpu-qwen2.5_7b"]
     assert TableCostModel.load(tmp_path / "cpu-qwen2.5_7b.json").family == "gpt"
+
+
+def test_models_that_there_is_too_little_time_for_are_left_out():
+    """The T5 has a turn of its own where Transformer Engine's layers are measured, too."""
+    names = ["llama3_8b", "llama3_8b-te", "qwen2.5_7b", "qwen2.5_7b-te"]
+    assert [item.name for item in measure.fitting(measure.ITEMS, 230)] == names
+    local = [item for item in measure.ITEMS if not item.engine]
+    assert [item.name for item in measure.fitting(local, 230)] == ["llama3_8b", "t5_xxl"]
+    assert measure.fitting(measure.ITEMS, 50) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "note"),
+    [
+        (0.2, "measured", None),
+        (0.78, "measured, a poor fit", "nine tenths of times are predicted within 78.0%, wanted within 25%: do not"),
+        (None, "measured, a poor fit", "it is not known how good its fit is"),
+    ],
+)
+def test_a_file_of_a_poor_fit_is_not_recommended(error, outcome, note):
+    row = measure.verdict(measure.ITEMS[0], {"error": {"median": 0.15, "p90": error}})
+    assert row["outcome"] == outcome
+    if note is not None:
+        assert note in row["note"] and "measure longer (--only llama3_8b)" in row["note"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_model_that_is_asked_for_alone_has_the_whole_budget(tmp_path):
+    """Nor are optimizers timed then; the table says so where its fit is poor."""
+    words = ("--only", "t5_xxl", "--budget-s", "25", "--output", str(tmp_path))
+    said = run_python("benchmarks/gpu/measure.py", *SMALL, *words, timeout_s=280, **environment()).stdout
+    report = json.loads((tmp_path / "measure.json").read_text())
+    (row,) = report["costs"]
+    assert row["outcome"] in said and row["outcome"].startswith("measured") and "adam_ms" not in report
+    file, _ = cost_format.read_file(tmp_path / f"{row['name']}.json")
+    assert sorted(file.keys) == ["tp1_full", "tp1_none"]
 
 
 @pytest.mark.slow

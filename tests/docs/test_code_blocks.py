@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,18 @@ def commands(text: str) -> list[list[str]]:
     text = re.sub(r"<<(\w+)\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
     words = [shlex.split(line.partition(" > ")[0], comments=True) for line in text.splitlines()]
     return [argv[1:] for argv in words if argv[:1] == [PROGRAM]]
+
+
+def test_what_is_prepared_is_shown_at_once() -> None:
+    """A dataset is looked at before it is trained on."""
+    pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if path.name != "commands.md")]
+    pairs = []
+    for page in pages:
+        for text in (text for _, text in blocks(str(page.relative_to(ROOT))) if "data prepare" in text):
+            pairs += [pair for pair in pairwise(commands(text)) if pair[0][:2] == ["data", "prepare"]]
+    datasets = [argv[argv.index("--output") + 1] for argv, _ in pairs]
+    assert [argv[:3] for _, argv in pairs] == [["data", "show", dataset] for dataset in datasets]
+    assert len(pairs) == 3, "README, data and fine-tuning"
 
 
 MARKED = [

@@ -36,7 +36,10 @@ _MODEL = {
     "tensor-model-parallel-size": 1,
 }
 """What the files of `configs/` have instead of their own numbers, where they have such a key."""
-_CHAT = "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}"
+_CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 _SLURM = {"sbatch": 'shift 2\nexec bash "$@"', "srun": 'shift\nexec "$@"', "scontrol": "echo 127.0.0.1"}
 
 
@@ -64,7 +67,14 @@ def make_workspace(folder: Path) -> dict[str, str]:
         port = str(probe.getsockname()[1])
     slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1"}
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    return {"PATH": f"{programs}:/usr/bin:/bin", "MASTER_PORT": port, "GPUS_PER_NODE": "2", **slurm, **variables}
+    return {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "MASTER_PORT": port,
+        "PET_MASTER_PORT": port,
+        "GPUS_PER_NODE": "2",
+        **slurm,
+        **variables,
+    }
 
 
 def run_text(text: str, folder: Path, environment: dict[str, str]) -> str:
@@ -94,11 +104,13 @@ def _readers_own(folder: Path) -> None:
     """The tokenizer, task files, batches and HuggingFace model that the README's reader has."""
     import pyarrow
     from pyarrow import parquet
+    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     from tests.tools.conversion.models import configs, make, write
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "data" / "mixture" / "tokenizer")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # the dataset's takes single words
     tokenizer.chat_template = _CHAT
     tokenizer.save_pretrained(folder / "TOKENIZER")
     sums = [{"question": f"w{n} w{n + 1}", "answer": f"w{n + 2}"} for n in range(3, 103)]

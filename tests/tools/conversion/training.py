@@ -92,3 +92,16 @@ def _read(folder: Path) -> Any:
     model = models.make(config)
     model.load_state_dict(found.state_dict())
     return model
+
+
+def answers(*, rank: int, world_size: int, folder: str, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
+    """What a HuggingFace folder's model writes by itself after prompts of token ids: greedily, so many tokens at most,
+    its end token included if it comes to one."""
+    model = _read(Path(folder)).eval()
+    written = []
+    for prompt, length in zip(prompts, most, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+        written.append(ids[0, len(prompt) :].tolist())
+    return written
