@@ -72,7 +72,7 @@ def test_a_changed_file_of_equal_length_is_named(saved, tmp_path, file, flag, me
     content = bytearray((folder / file).read_bytes())
     content[-2] ^= 1
     (folder / file).write_bytes(content)
-    flags = f"--train-iters 4 {flag} {folder / 'checkpoints'}"
+    flags = f"--train-iters 4 --override-opt-param-scheduler {flag} {folder / 'checkpoints'}"
     (run,) = train("gpt", folder / "data", flags, ranks=1, report=tmp_path / "report", status=2)
     assert all(message in run["stderr"] for message in messages)
 
