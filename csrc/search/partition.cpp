@@ -16,8 +16,8 @@ namespace {
 // F' <= F gives at least F' * replicas + G(F) * chunks: ranges of bounds that cannot beat the best known path are
 // skipped, and within a range, edges that lie on no path that could.
 //
-// One shortest path is O(edges): at most samples · largest size · modes. One is found for every range of bounds that is
-// not skipped, a few dozen in practice.
+// One shortest path is O(edges): at most samples · largest size · modes. One is found for every range of bounds that
+// is not skipped, a few dozen in practice.
 class PathSearch {
 public:
     PathSearch(const Problem& problem, size_t samples)

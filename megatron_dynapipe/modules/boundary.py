@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,14 +21,11 @@ from megatron_dynapipe.modules.record import TensorMeta
 from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.planning.lowering import PipelineTopology, lower
-from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.schedules import SCHEDULES
+from megatron_dynapipe.planning.schedules.trial import equal_passes
 from megatron_dynapipe.runtime import TorchTransport, Transport
 from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 from megatron_dynapipe.runtime.shared_weights import WeightCopies
-
-_NO_LIMIT = 2**60
-
 
 Boundary = Sequence[TensorMeta]
 """The tensors that cross from one virtual stage to the next, in the order in which they are sent."""
@@ -175,23 +171,7 @@ def lists_without_shapes(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """The lists of all ranks under a schedule, every pass taken to be as long as any other."""
     virtual = stages * chunks
-    ones, zeros = (np.full((micro_batches, virtual), value, np.int64) for value in (1, 0))
-    problem = ScheduleProblem(
-        stages=stages,
-        chunks=chunks,
-        forward_ns=ones,
-        backward_ns=2 * ones,
-        weight_ns=zeros,
-        stored_bytes=zeros,
-        peak_bytes=zeros,
-        forward_transfer_ns=zeros,
-        backward_transfer_ns=zeros,
-        forward_message_bytes=zeros,
-        backward_message_bytes=zeros,
-        model_state_bytes=np.zeros(stages, np.int64),
-        memory_limit_bytes=_NO_LIMIT,
-        forward_only=forward_only,
-    )
+    problem = equal_passes(micro_batches, stages, chunks, forward_only=forward_only)
     nothing = (((),) * (virtual - 1),) * micro_batches
     topology = PipelineTopology(stages=stages, chunks=chunks, shapes=nothing, forward_only=forward_only)
     return lower(SCHEDULES[schedule](problem), topology)
