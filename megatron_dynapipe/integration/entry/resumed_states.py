@@ -27,9 +27,8 @@ def check_states(
     """
     if checkpoints.loads_optimizer:
         _check_optimizer(folder, saved, record)
-    for name in saved.schedule.keys() & record.schedule.keys() if checkpoints.keeps_schedule else ():
-        if saved.schedule[name] != record.schedule[name]:
-            raise other_schedule(name, saved.schedule[name], record.schedule[name])
+    if checkpoints.keeps_schedule:
+        _check_schedule(saved.schedule, record.schedule)
 
 
 def _check_optimizer(folder: Path, saved: "ResumeRecord", record: "ResumeRecord") -> None:
@@ -50,6 +49,13 @@ def _check_optimizer(folder: Path, saved: "ResumeRecord", record: "ResumeRecord"
                 f"expected the {what} whose states {folder} holds, {before}, got {now}",
                 hint=f"resume with the flags that it was trained with; {_WITHOUT}",
             )
+
+
+def _check_schedule(saved: Mapping[str, str], schedule: Mapping[str, str]) -> None:
+    for name, value in schedule.items():
+        # Records of earlier versions have no schedule, and not every schedule has every field.
+        if saved.get(name, value) != value:
+            raise other_schedule(name, saved[name], value)
 
 
 def _precision(settings: Mapping[str, str]) -> str:

@@ -208,7 +208,7 @@ class ChatTemplate:
     def _remark_unread(self, conversation: Conversation) -> None:
         has_tools = conversation.tools is not None
         for message in conversation.messages:
-            for key in message.keys() - KNOWN:
+            for key in sorted(message.keys() - KNOWN):
                 if not self._is_read(key, has_tools):
                     self.remarks[f"messages with {key!r}, which the chat template does not read"] += 1
         if has_tools and not self._is_read("tools", has_tools):

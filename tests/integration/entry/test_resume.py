@@ -90,7 +90,7 @@ def test_a_run_with_emergency_checkpoints_alone_goes_on_whatever_it_began_from(s
 def test_another_number_of_iterations_is_refused_with_the_flags_that_take_it(saved: Path, tmp_path: Path) -> None:
     flags = f"--train-iters 4 --load {saved / 'checkpoints'}"
     (run,) = train("gpt", saved / "data", flags, ranks=1, report=tmp_path / "report", status=2)
-    assert "error: expected the checkpoint's total number of weight decay samples, 32, got 64" in run["stderr"]
+    assert "error: expected the checkpoint's total number of samples, 32, got 64" in run["stderr"]
     assert "hint: --override-opt-param-scheduler trains on with the values of this command line" in run["stderr"]
     assert "Traceback" not in run["stderr"] and "initialize megatron" not in run["stdout"]
 
