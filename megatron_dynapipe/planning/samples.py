@@ -172,10 +172,18 @@ def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> Infeasibl
     """Why a sample has no costs: no layer's were measured, or a stage's are above the limit of every cost."""
     lengths = problem.inputs[row : row + 1], problem.targets[row : row + 1]
     one = np.ones(1, np.int64)
+    longest = [max(int(getattr(tables, axis)[-1]) for tables in problem.modes) for axis in ("inputs", "targets")]
+    if any(int(length[0]) > known for length, known in zip(lengths, longest, strict=True)):
+        return InfeasibleError(
+            f"{where} lies outside the cost model's lengths, which end at {' and '.join(map(str, filter(None, longest)))}",
+            hint="truncate or skip long samples, or profile longer lengths",
+        )
     if all((tables.at_sizes(tables.at_lengths(*lengths), one) == ABSENT).any() for tables in problem.modes):
         return InfeasibleError(
-            f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",
-            hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
+            f"{where} has no costs: at that length a layer was not measured, ran out of memory, or holds over 64 GB by"
+            " computed costs",
+            hint="cut samples into pieces, use more tensor parallelism or, on a CPU, no attention dropout; or truncate"
+            " or skip long samples",
         )
     layers = problem.layout.layers_per_stage
     v = problem.native.uncovered_stage(
