@@ -115,7 +115,7 @@ CPU_RATES = DeviceRates(
     element_bytes=4,
     peaks=PeakRatios(recomputed_core=1.0),
 )
-"""One core of a common server CPU in fp32. Attention with dropout keeps its scores there, also where it is recomputed."""
+"""One core of a common server CPU in fp32, where attention with dropout keeps its scores, also when recomputed."""
 
 A100_RATES = DeviceRates(
     flops_per_second=2.2e14,

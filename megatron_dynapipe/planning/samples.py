@@ -174,8 +174,9 @@ def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> Infeasibl
     one = np.ones(1, np.int64)
     longest = [max(int(getattr(tables, axis)[-1]) for tables in problem.modes) for axis in ("inputs", "targets")]
     if any(int(length[0]) > known for length, known in zip(lengths, longest, strict=True)):
+        ends = " and ".join(str(known) for known in longest if known)
         return InfeasibleError(
-            f"{where} lies outside the cost model's lengths, which end at {' and '.join(map(str, filter(None, longest)))}",
+            f"{where} lies outside the cost model's lengths, which end at {ends}",
             hint="truncate or skip long samples, or profile longer lengths",
         )
     if all((tables.at_sizes(tables.at_lengths(*lengths), one) == ABSENT).any() for tables in problem.modes):

@@ -192,9 +192,9 @@ def test_what_cannot_be_planned(family, changes, samples, error, message):
 
 def test_a_length_that_no_device_holds_is_told_from_one_beyond_the_costs() -> None:
     costs = cost_model(GPT, hidden=4096, heads=128, max_length=2**17)
-    with pytest.raises(InfeasibleError, match=r"sample 0 of padded shape 1x100000 has no costs: at that length a layer"):
-        large = settings(GPT, hidden_size=4096, pipeline_parallel=1, memory_limit_bytes=10**12)
-        planner_of(large, costs).plan(batch_of((100_000, 0)), 0)
+    large = planner_of(settings(GPT, hidden_size=4096, pipeline_parallel=1, memory_limit_bytes=10**12), costs)
+    with pytest.raises(InfeasibleError, match="sample 0 of padded shape 1x100000 has no costs: at that length a layer"):
+        large.plan(batch_of((100_000, 0)), 0)
 
 
 def test_model_state_larger_than_memory() -> None:

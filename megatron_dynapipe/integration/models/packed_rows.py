@@ -79,8 +79,8 @@ class PackedRow(AttentionRows):
     def later_keys(self, segment: int, like: Tensor) -> Tensor:
         """The mask that SDPA adds to the scores of a piece: [1, 1, queries, keys].
 
-        On a GPU, where the kernel keeps it for the backward pass, it is made once for all layers. On a CPU nothing keeps
-        it: a row that did would hold as much as the scores of one head, which plans do not count.
+        On a GPU, where the kernel keeps it for the backward pass, it is made once for all layers. On a CPU nothing
+        keeps it: a row that did would hold as much as the scores of one head, which plans do not count.
         """
         if segment in self._masks:
             return self._masks[segment]
