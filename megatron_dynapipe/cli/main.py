@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
         What follows `--` is another command's; argparse would have it begin at the first word that it does not know.
         """
         remainder = [action for action in self._actions if action.nargs == argparse.REMAINDER]
-        words, taken = list(args or ()), self._option_string_actions
+        words = list(args or ())
+        taken = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words) if remainder else ():
             if word.startswith("--") and word.partition("=")[0] not in taken:
                 message = f"unrecognized arguments: {word}"

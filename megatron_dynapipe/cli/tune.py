@@ -281,7 +281,8 @@ def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[s
     if not planned or planned[0].data_parallel == 1:
         return []
     if flags := [flag for flag in (_REDUCES, _GATHERS) if flag in _run_words(args)]:
-        hidden, exposed = planned[0].hidden_ms or 0.0, planned[0].reduction_ms or 0.0
+        hidden = planned[0].hidden_ms or 0.0
+        exposed = planned[0].reduction_ms or 0.0
         said = f"{args.model_config} has {' '.join(flags)}"
         return [f"the best layout's passes hide {hidden:.1f} of {hidden + exposed:.1f} ms of reduction: {said}"]
     return [f"passes hide no reduction: --model-config names no run file with {_REDUCES} and {_GATHERS}"]

@@ -119,13 +119,15 @@ def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:
     for sample, (loss, tokens) in (row for record in ranks for row in record.samples.items()):
         sums[sample] = [sums[sample][0] + loss, sums[sample][1] + tokens]
     places = {sample: place for record in ranks for sample, place in record.places.items()}
-    worst, where = -1.0, ""
+    worst = -1.0
+    where = ""
     for sample, (expected, tokens) in alone.samples.items():
         loss, counted = sums[sample]
         error = _difference(loss, expected) if counted == tokens else math.inf
         if error > worst:
             miscounted = f": {counted:.0f} of {tokens:.0f} tokens count" if counted != tokens else ""
-            worst, where = error, f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
+            worst = error
+            where = f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
     return Check(name="losses by sample", error=worst, where=where)
 
 
@@ -206,7 +208,8 @@ def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> st
     if relative_error(columns @ weights, gradient) > 1e-3:
         return ""
     off = {number: weight for number, weight in zip(numbers, weights.tolist(), strict=True) if abs(weight - 1) > 0.05}
-    low, high = min(off.values(), default=1.0), max(off.values(), default=1.0)
+    low = min(off.values(), default=1.0)
+    high = max(off.values(), default=1.0)
     places = {sample: place for record in ranks for sample, place in record.places.items()}
     replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
     alike = [
