@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = "optimizer state shared over replicas; auto: wherever there are any (%(default)s)"
     choices = ("auto", "on", "off")
     add("--distributed-optimizer", nargs="?", const="on", default="auto", choices=choices, help=shared)
-    sequence = "where there is tensor parallelism (on; off with a file's costs, unless it was measured so)"
+    sequence = "if there is tensor parallelism (on; off with a file's costs, unless it was measured so)"
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=sequence)
     rate = "of a device, for the optimizer step (an A100's 800)"
     add("--memory-gb-per-s", type=above_zero, metavar="N", help=rate)

@@ -172,7 +172,7 @@ class Sampler:
                 hint="read them with read_task_ids",
             )
         if len(task_ids) != len(table):
-            raise DataError(f"expected the tasks of {len(table)} samples, got those of {len(task_ids)}")
+            raise DataError(f"expected the tasks of {len(table)} samples, got the tasks of {len(task_ids)}")
         if len(task_ids) and int(task_ids.max()) >= needed:
             raise DataError(f"expected tasks below {needed}, got {task_ids.max()}")
 

@@ -74,7 +74,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert lines[13].startswith("  dynapipe: ") and "% of the time is work" in lines[13]
     assert lines[14].startswith(f"  no plan under packing, padding: {reason}")
     assert lines[15].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
-    assert lines[16].startswith("tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches")
+    assert lines[16].startswith("tokens/s of dynapipe, as a multiple of other methods' (geometric mean of 1 of 2")
     assert len(lines) == 17
 
 

@@ -149,7 +149,7 @@ def _check_vocabulary(data: Path, vocabulary: int) -> None:
     tokens = read_meta(data).vocabulary_size
     if tokens > vocabulary:
         raise DataError(
-            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {tokens}",
+            f"expected token ids below {vocabulary}, the model's vocabulary; the ids of {data} are below {tokens}",
             hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
             "data for a converted model is prepared with that model's tokenizer",
         )

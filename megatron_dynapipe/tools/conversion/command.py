@@ -167,7 +167,7 @@ def _check_added(record: ResumeRecord, vocabulary: int, like: Path) -> None:
     if tokens > vocabulary:
         raise ConfigError(
             f"expected as many rows as the run's data has tokens, {tokens}, got {vocabulary} by {like}",
-            hint=f"--vocabulary-rows {tokens} keeps those of the tokens that were added, {vocabulary} leaves them out",
+            hint=f"--vocabulary-rows {tokens} keeps the rows of added tokens, {vocabulary} leaves them out",
         )
 
 

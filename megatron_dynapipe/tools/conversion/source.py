@@ -58,7 +58,7 @@ def _check_index(index: Path) -> None:
         raise ConfigError(f"cannot read {index}: {error}", hint="download it again") from error
     if elsewhere := sorted(name for name in files if Path(name).name != name):
         raise ConfigError(
-            f"expected {index} to name files beside it, got {named(elsewhere)}", hint="download the model anew"
+            f"expected {index} to name files in its own folder, got {named(elsewhere)}", hint="download the model anew"
         )
 
 

@@ -239,7 +239,7 @@ def _chosen(marks: list[tuple[int, int]], conversation: Conversation) -> list[tu
         return marks
     if len(marks) != len(turns):
         raise TemplateError(
-            f"expected a `generation` mark for each of {len(turns)} answers, some of which are not to be learned, "
+            f"expected a `generation` mark for each of {len(turns)} answers, and some answers are not to be learned, "
             f"the template has {len(marks)}"
         )
     return [mark for mark, at in zip(marks, turns, strict=True) if at in conversation.answers]
