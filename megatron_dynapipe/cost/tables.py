@@ -13,12 +13,15 @@ core, with the same rounding; so a plan is the same on every machine and no sear
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.division import Division
 from megatron_dynapipe.errors import CostModelError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cost.division import Division
 
 IntArray = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -181,7 +184,7 @@ class CostTables:
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     exchange_bytes: int = 0
-    division: Division | None = None
+    division: "Division | None" = None
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):

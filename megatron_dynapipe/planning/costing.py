@@ -11,6 +11,7 @@ from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.ways import ways_of
+from megatron_dynapipe.planning.ways.rules import RULES
 from megatron_dynapipe.units import Recompute
 
 
@@ -26,7 +27,7 @@ def planner_of(settings: PlannerSettings, cost_model: CostModel) -> Planner:
             settings ask for.
         InfeasibleError: a stage's model state alone exceeds the memory limit.
     """
-    return Planner(settings, tables_of(settings, cost_model), ways_of(settings), costs_digest=cost_model.digest)
+    return Planner(settings, tables_of(settings, cost_model), ways_of(settings), RULES, costs_digest=cost_model.digest)
 
 
 def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTables, ...]:

@@ -28,6 +28,7 @@ from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.ways import ways_of
+from megatron_dynapipe.planning.ways.rules import RULES
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import BatchLayout
 
@@ -305,7 +306,7 @@ class _Trials:
             schedule=schedule,
         )
         try:
-            return Planner(settings, self._tables, ways_of(settings), costs_digest=self._costs_digest)
+            return Planner(settings, self._tables, ways_of(settings), RULES, costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
 

@@ -15,7 +15,7 @@ from megatron_dynapipe.cost.tables import LARGEST_COORDINATE, CostTables
 from megatron_dynapipe.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.plan.verify import PlanRules, verify
 from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.candidates import Way, best
 from megatron_dynapipe.planning.native import fast_verify
@@ -36,6 +36,7 @@ class Planner:
         settings: model, layout, memory, choices.
         tables: modules' costs under every recompute mode of the settings.
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
+        rules: that plans of these ways have to hold.
         costs_digest: of what the tables are of; a part of every plan's identity.
 
     Raises:
@@ -47,12 +48,14 @@ class Planner:
         settings: PlannerSettings,
         tables: Sequence[CostTables],
         ways: Sequence[Sequence[Way]],
+        rules: PlanRules,
         *,
         costs_digest: str,
     ) -> None:
         self.settings = settings
         self.tables = tuple(tables)
         self.ways = ways
+        self.rules = rules
         self.costs_digest = costs_digest
         self.layout = settings.layout
         self._links = settings.links
@@ -82,7 +85,7 @@ class Planner:
         if not self.settings.transfers.are_plain or rules == self.settings.transfers:
             return self
         settings = msgspec.structs.replace(self.settings, transfers=rules)
-        return Planner(settings, self.tables, self.ways, costs_digest=self.costs_digest)
+        return Planner(settings, self.tables, self.ways, self.rules, costs_digest=self.costs_digest)
 
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
@@ -122,6 +125,7 @@ class Planner:
         with timed(seconds, "verify"):
             verify(
                 plan,
+                rules=self.rules,
                 expected_samples=batch.sample_ids.tolist(),
                 fast_verify=fast_verify,
                 ordered_starts=self.settings.transfers.ordered_starts,

@@ -16,9 +16,9 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
