@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.division import Division, LayerKind, Rates, division_by_flops
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
-from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import ModelShape
 from megatron_dynapipe.cost.tables import (
     ABSENT,

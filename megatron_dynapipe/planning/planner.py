@@ -7,6 +7,7 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,8 +26,11 @@ from megatron_dynapipe.planning.scheduling import ScheduledBatch
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import in_mb
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cost.links import Links
+    from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 
 class Planner:
@@ -35,6 +39,7 @@ class Planner:
     Args:
         settings: model, layout, memory, choices.
         tables: modules' costs under every recompute mode of the settings.
+        links: what messages between virtual stages take.
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
         rules: that plans of these ways have to hold.
         costs_digest: of what the tables are of; a part of every plan's identity.
@@ -46,10 +51,11 @@ class Planner:
     def __init__(
         self,
         settings: PlannerSettings,
+        *,
         tables: Sequence[CostTables],
+        links: "Links",
         ways: Sequence[Sequence[Way]],
         rules: PlanRules,
-        *,
         costs_digest: str,
     ) -> None:
         self.settings = settings
@@ -58,7 +64,7 @@ class Planner:
         self.rules = rules
         self.costs_digest = costs_digest
         self.layout = settings.layout
-        self._links = settings.links
+        self.links = links
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
         states = np.stack([self._model_state(tables) for tables in self.tables])
         self.model_state_bytes: IntArray = states.max(axis=0)
@@ -85,9 +91,16 @@ class Planner:
         if not self.settings.transfers.are_plain or rules == self.settings.transfers:
             return self
         settings = msgspec.structs.replace(self.settings, transfers=rules)
-        return Planner(settings, self.tables, self.ways, self.rules, costs_digest=self.costs_digest)
+        return Planner(
+            settings,
+            tables=self.tables,
+            links=self.links,
+            ways=self.ways,
+            rules=self.rules,
+            costs_digest=self.costs_digest,
+        )
 
-    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+    def plan(self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
 
         Args:
@@ -102,7 +115,7 @@ class Planner:
         return self.plan_timed(batch, iteration, forward_only=forward_only)[0]
 
     def plan_timed(
-        self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False
+        self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
@@ -134,7 +147,7 @@ class Planner:
         return plan, seconds
 
     def scheduled(
-        self, batch: GlobalBatch, *, forward_only: bool, seconds: dict[str, float]
+        self, batch: "GlobalBatch", *, forward_only: bool, seconds: dict[str, float]
     ) -> tuple[Samples, ScheduledBatch]:
         """What micro-batches hold, whole samples or pieces, and these with the order of their passes; times `seconds`.
 
@@ -160,7 +173,7 @@ class Planner:
                     notice(candidate.missed)
         raise explain_infeasible(samples, problem)
 
-    def samples(self, batch: GlobalBatch) -> Samples:
+    def samples(self, batch: "GlobalBatch") -> Samples:
         """The batch's lengths in padded positions.
 
         Raises:
@@ -196,7 +209,7 @@ class Planner:
             memory_limit_bytes=s.memory_limit_bytes,
             in_flight=self.in_flight_options(),
             replicas=s.data_parallel,
-            links=self._links,
+            links=self.links,
             bytes_per_position=s.sent_per_position,
             held_per_position=s.held_per_position,
             forward_only=forward_only,

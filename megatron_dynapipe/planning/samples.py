@@ -1,8 +1,7 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -10,7 +9,6 @@ from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import (
     LENGTH_MULTIPLE,
     ModelFamily,
@@ -19,6 +17,9 @@ from megatron_dynapipe.units import (
     round_up,
     target_positions,
 )
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +53,7 @@ class Samples:
         return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
     @classmethod
-    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
+    def of(cls, batch: "GlobalBatch", family: ModelFamily) -> Self:
         """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
 
         Raises:
@@ -98,14 +99,6 @@ class Samples:
             )
         inputs, targets = np.full_like(self.inputs, padded[0]), np.full_like(self.targets, padded[1])
         return replace(self, inputs=inputs, targets=targets)
-
-
-def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
-    """A global batch of samples of so many positions, for `Planner.plan`; sample ids are places in it.
-
-    A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
-    """
-    return GlobalBatch.of_lengths(np.asarray(lengths, np.int32) + 1, iteration=iteration)
 
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:

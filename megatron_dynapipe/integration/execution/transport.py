@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 
 from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.planning.costing import links_of
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import (
     HostStagedTransport,
@@ -86,7 +87,7 @@ def _divided(
     timeout_s: float,
 ) -> Transport:
     """The transport with messages divided where that is planned."""
-    links = settings.links
+    links = links_of(settings)
     if not (any(links.sharded) and links.gbps.size):
         return wire
     group = tensor_group(control, device=device, timeout_s=timeout_s)
