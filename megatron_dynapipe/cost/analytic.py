@@ -21,15 +21,14 @@ from megatron_dynapipe.cost.division import Division, LayerKind, Rates, division
 from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.cost.shape import ModelShape
+from megatron_dynapipe.cost.state import EndState, ModelState
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     LARGEST_COORDINATE,
     PREFIX_QUANTITIES,
     CostTables,
-    EndState,
     Floats,
     IntArray,
-    ModelState,
     PackedTables,
     Quantity,
 )

@@ -5,11 +5,14 @@ Whatever makes or changes tables stands here, on this side of the planner, which
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.cost.links import Links, links_between
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.pattern import each_alone
-from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables
+from megatron_dynapipe.cost.state import model_state_bytes
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables, IntArray
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -39,10 +42,27 @@ def planner_over(settings: PlannerSettings, tables: Sequence[CostTables], *, cos
         settings,
         tables=tables,
         links=links_of(settings),
+        model_state_bytes=model_state_of(settings, tables),
         ways=ways_of(settings),
         rules=RULES,
         costs_digest=costs_digest,
     )
+
+
+def model_state_of(settings: PlannerSettings, tables: Sequence[CostTables]) -> IntArray:
+    """Memory of every pipeline rank's parameters, gradients and optimizer states: int64[stages]."""
+    if settings.model_state_bytes is not None:
+        return np.array(settings.model_state_bytes, np.int64)
+    states = [
+        model_state_bytes(
+            settings.layout,
+            under_mode.state,
+            data_parallel=settings.data_parallel,
+            distributed_optimizer=settings.distributed_optimizer,
+        )
+        for under_mode in tables
+    ]
+    return np.asarray(np.stack(states).max(axis=0), np.int64)
 
 
 def links_of(settings: PlannerSettings, virtual_stages: int | None = None) -> Links:

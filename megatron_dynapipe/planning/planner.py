@@ -40,6 +40,7 @@ class Planner:
         settings: model, layout, memory, choices.
         tables: modules' costs under every recompute mode of the settings.
         links: what messages between virtual stages take.
+        model_state_bytes: int64[stages], memory of parameters, gradients and optimizer states.
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
         rules: that plans of these ways have to hold.
         costs_digest: of what the tables are of; a part of every plan's identity.
@@ -54,6 +55,7 @@ class Planner:
         *,
         tables: Sequence[CostTables],
         links: "Links",
+        model_state_bytes: IntArray,
         ways: Sequence[Sequence[Way]],
         rules: PlanRules,
         costs_digest: str,
@@ -66,8 +68,7 @@ class Planner:
         self.layout = settings.layout
         self.links = links
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
-        states = np.stack([self._model_state(tables) for tables in self.tables])
-        self.model_state_bytes: IntArray = states.max(axis=0)
+        self.model_state_bytes = model_state_bytes
         if self.model_state_bytes.max() >= settings.memory_limit_bytes:
             stage = int(self.model_state_bytes.argmax())
             needed, available = in_mb(int(self.model_state_bytes[stage]), settings.memory_limit_bytes)
@@ -95,6 +96,7 @@ class Planner:
             settings,
             tables=self.tables,
             links=self.links,
+            model_state_bytes=self.model_state_bytes,
             ways=self.ways,
             rules=self.rules,
             costs_digest=self.costs_digest,
@@ -227,12 +229,3 @@ class Planner:
     def fits_alone(self, samples: Samples) -> BoolArray:
         """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
         return fits_alone(self.problem(samples))
-
-    def _model_state(self, tables: CostTables) -> IntArray:
-        if self.settings.model_state_bytes is not None:
-            return np.array(self.settings.model_state_bytes, np.int64)
-        return self.layout.model_state_bytes(
-            tables.state,
-            data_parallel=self.settings.data_parallel,
-            distributed_optimizer=self.settings.distributed_optimizer,
-        )

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_dynapipe.cost.layout import PipelineLayout, Split
 from megatron_dynapipe.cost.links import Links
+from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.cost.tables import ABSENT, CostTables, Quantity
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.planning.costing import links_of
@@ -108,8 +109,8 @@ class Rescheduler:
         layout = self._layout(split)
         state = np.array(s.model_state_bytes or (), np.int64)
         if s.model_state_bytes is None:
-            state = layout.model_state_bytes(
-                self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
+            state = model_state_bytes(
+                layout, self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
             )
         return core.reschedule(
             values=np.ascontiguousarray(micro_batches.values),

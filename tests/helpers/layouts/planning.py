@@ -6,7 +6,7 @@ from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, Sca
 from megatron_dynapipe.cost.pattern import kinds_of_pattern
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.costing import links_of, planner_of, tables_of
+from megatron_dynapipe.planning.costing import links_of, model_state_of, planner_of, tables_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -81,6 +81,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         settings,
         tables=tables_of(settings, costs),
         links=links_of(settings),
+        model_state_bytes=model_state_of(settings, tables_of(settings, costs)),
         ways=ways_of(settings),
         rules=RULES,
         costs_digest=costs.digest,
