@@ -12,12 +12,11 @@ from typing import get_args
 
 import msgspec
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.plan import Event, Totals
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.outputs import replace_bytes
-from megatron_dynapipe.plan.iteration import Totals
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.units import Shape
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -52,7 +51,7 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     of_limits: str = ""
     """Where the time of a start's last iteration went, as a sentence: by rank 0."""
     time_shares: dict[str, float] = {}
-    """The same as shares of 1, by the names of `planning.limits`."""
+    """The same as shares of 1, by the names of `choosing.limits`."""
 
 
 class RunRecord(_Record, frozen=True, tag="run"):

@@ -9,10 +9,10 @@ from importlib import resources
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.plan.instructions import BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.planning.limits import CAUSES, WORK, described
+from megatron_dynapipe.choosing.limits import CAUSES, WORK, described
+from megatron_dynapipe.core.errors import InstallationError
+from megatron_dynapipe.core.instructions import BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import summarise
 from megatron_dynapipe.tools.report import charts as module
