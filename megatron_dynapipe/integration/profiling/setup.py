@@ -129,7 +129,7 @@ def prepared(
         dist.destroy_process_group()
 
 
-def _layout_flags(sizes: Mapping[str, int | None], layers_per_stage: Sequence[int] | None, chunks: int) -> list[str]:
+def _layout_flags(sizes: Mapping[str, int | None], layers_per_stage: Sequence[float] | None, chunks: int) -> list[str]:
     """The flags of a layout: the size of every kind of parallelism that has one, stages and their layers."""
     flags = []
     for name, size in sizes.items():
