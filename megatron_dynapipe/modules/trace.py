@@ -259,19 +259,18 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self._made: set[nn.Module] = set()
 
     def __enter__(self) -> None:
-        seen = self
         original = self._call
         original_set = self._set
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return seen._of(module, original, args, kwargs)
+            return self._of(module, original, args, kwargs)
 
         def read(module: nn.Module, name: str) -> Any:
-            seen._note_read(module, name)
+            self._note_read(module, name)
             return object.__getattribute__(module, name)
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            seen._check_write(module, name, value)
+            self._check_write(module, name, value)
             original_set(module, name, value)
 
         setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)
