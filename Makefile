@@ -65,6 +65,7 @@ check: setup
 	$(PYTHON) -m mypy
 	$(PYTEST) tests/test_architecture.py -q
 	$(PYTHON) -W ignore scripts/count_code.py
+	$(PYTHON) scripts/count_docs.py
 	$(DOCS)
 
 claims: setup

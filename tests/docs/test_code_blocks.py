@@ -177,7 +177,6 @@ def test_the_walk(tmp_path: Path, kind: str) -> None:
     assert "lm loss" in run_text(f"{command} --exit-interval 2", tmp_path, environment)
 
 
-
 def test_stock_megatron_reads_the_documents_that_a_page_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample is one document, its input and its target in one sequence."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
