@@ -2,9 +2,9 @@
 
     python scripts/count_docs.py
 
-A word has a letter or a digit and stands outside of code blocks and of links' targets. The reference of commands and flags
-is written from the parsers' help: it counts as a page, and its words are the parsers'. CONTRIBUTING ("How we write") has an
-example for each turn.
+A word has a letter or a digit and stands outside of code blocks and of links' targets. The reference of commands and
+flags is written from the parsers' help: it counts as a page, and its words are the parsers'. CONTRIBUTING ("How we
+write") has an example for each turn.
 """
 
 import re

@@ -10,30 +10,30 @@ from megatron_dynapipe.integration.flags import command_line
 DOCS = Path(__file__).parent.parent / "docs"
 _COMMANDS = f"""# Commands, flags and Python names
 
-This page is the reference: every command, every flag of a run, every name of the Python package. The first two are written
-from the parsers' own help. A first command to try:
+This page is the reference: every command, every flag of a run, every name of the Python package. The first two are
+written from the parsers' own help. A first command to try:
 
 ```
 {PROGRAM} doctor
 ```
 
-`{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, everything else to stderr, and
-`--json` prints for machines. Exit status 0 means fine, 1 that a check failed, 2 that the command could not run: one line
-says why, and a hint what to do. A command that needs an extra which is not installed names it.
+`{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, everything
+else to stderr, and `--json` prints for machines. Exit status 0 means fine, 1 that a check failed, 2 that the command
+could not run: one line says why, and a hint what to do. A command that needs an extra which is not installed names it.
 """
 _FLAGS = """
 ## Flags of a run
 
-The entry scripts take these flags and every flag of Megatron's that planned runs support. `--dynapipe-config FILE` reads
-both from a file, `--help` prints both. A run says at its start what Megatron's flags do under plans, and refuses those that
-cannot be honoured ([why](parallelism.md#what-is-refused)).
+The entry scripts take these flags and every flag of Megatron's that planned runs support. `--dynapipe-config FILE`
+reads both from a file, `--help` prints both. A run says at its start what Megatron's flags do under plans, and refuses
+those that cannot be honoured ([why](parallelism.md#what-is-refused)).
 
 """
 _PYTHON = """
 ## Python names
 
-`import megatron_dynapipe` offers these names; each is loaded when it is first used. `MegatronPipeline` steps Megatron's own
-models without its training loop (`examples/gpt_steps.py`).
+`import megatron_dynapipe` offers these names; each is loaded when it is first used. `MegatronPipeline` steps
+Megatron's own models without its training loop (`examples/gpt_steps.py`).
 
 ```{eval-rst}
 .. automodule:: megatron_dynapipe
