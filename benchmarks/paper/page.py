@@ -41,7 +41,7 @@ SECTIONS = (
     ),
     Section(
         "Padding efficiency",
-        "Real tokens over positions. For T5, packing of 2023 fills rows of inputs and leaves those of targets, which "
+        "Real tokens over positions. For T5, packing of 2023 fills rows of inputs and leaves rows of targets, which "
         "are as long, mostly empty.",
         ("padding-simulated", "padding-real"),
     ),
