@@ -11,7 +11,9 @@ from megatron_dynapipe.cost.layout import (
     of_modules,
     parse_split,
 )
+from megatron_dynapipe.cost.links import Links
 from megatron_dynapipe.cost.model import CostModel
-from megatron_dynapipe.cost.network import Links, Network, ScatterGather
+from megatron_dynapipe.cost.network import Network, ScatterGather
 from megatron_dynapipe.cost.shape import Experts, ModelShape
-from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, CostTables, Kind, ModelState, PackedTables, Quantity
+from megatron_dynapipe.cost.state import ModelState
+from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST, CostTables, Kind, PackedTables, Quantity

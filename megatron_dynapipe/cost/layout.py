@@ -12,7 +12,7 @@ Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -25,10 +25,8 @@ from megatron_dynapipe.cost.tables import (
     EXPERT_MLP,
     HEAD,
     MLP,
-    EndState,
     IntArray,
     Kind,
-    ModelState,
 )
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
@@ -227,63 +225,6 @@ class PipelineLayout:
         was handed to it.
         """
         return tuple(len(stage.encoder) == 0 for stage in self.virtual_stage_modules[1:])
-
-    def model_state_bytes(self, state: ModelState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
-        """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
-
-        For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
-        moments), which the distributed optimizer shards over the replicas.
-        """
-        per_stage = self.parameter_bytes(state)
-        experts = self.expert_bytes(state)
-        sharded = per_stage * 6
-        if distributed_optimizer:
-            sharded = -(-(per_stage - experts) * 6 // data_parallel)
-            sharded += -(-experts * 6 * state.expert_parallel // data_parallel)
-        return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
-
-    def expert_bytes(self, state: ModelState) -> IntArray:
-        """Bytes of one rank's experts, 2 a parameter, per pipeline stage: int64[stages]."""
-        return self._bytes({} if state.expert_kind is None else {state.expert_kind: state.expert_bytes})
-
-    def _bytes(self, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:
-        """Bytes of modules, and others of each virtual stage, per pipeline stage: int64[stages]."""
-        kinds = tuple(dict.fromkeys(self.modules))
-        of_kind = np.array([modules.get(kind, 0) for kind in kinds], np.int64)
-        per_stage = self.counts(kinds) @ of_kind + np.asarray(besides)
-        return np.asarray(per_stage.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
-
-    def parameter_bytes(self, state: ModelState) -> IntArray:
-        """Bytes of parameters, 2 each, per pipeline stage: int64[stages].
-
-        Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
-        first decoder stage.
-        """
-        stages = self.virtual_stage_modules
-        if state.ends is not None:
-            return self._bytes(state.modules, [_outside_layers(stage, state, state.ends) for stage in stages])
-        besides = [0] * len(stages)
-        besides[0] = state.embedding_bytes
-        if self.decoder_layers:
-            besides[[stage.starts_decoder for stage in stages].index(True)] += state.embedding_bytes
-        return self._bytes(state.modules, besides)
-
-
-def _outside_layers(stage: StageModules, state: ModelState, ends: EndState) -> int:
-    """Parameter bytes of a virtual stage besides its layers'."""
-    is_t5 = stage.decoder_depth > 0
-    head = stage.ends_decoder if is_t5 else stage.ends_encoder
-    total = attends(stage.encoder) * ends.encoder_tables + attends(stage.decoder) * ends.decoder_tables
-    if stage.embeds:
-        total += state.embedding_bytes + ends.positions
-    if head and not (ends.tied and stage.embeds):
-        total += state.embedding_bytes
-    return total + (stage.ends_encoder + stage.ends_decoder) * ends.norm + head * ends.head_biases
-
-
-def attends(modules: range) -> bool:
-    """Whether there is attention among modules of one stack."""
-    return len(modules) > modules.start % 2
 
 
 def in_modules(split: Sequence[float]) -> list[int]:

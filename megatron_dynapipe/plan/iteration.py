@@ -97,9 +97,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
         return not self.sample_ids
 
     @property
-    def begun(self) -> int:
+    def begun_ids(self) -> tuple[int, ...]:
         """Samples that begin here: all but those of which an earlier piece is elsewhere."""
-        return sum(piece.start == 0 for piece in self.pieces) if self.pieces else len(self.sample_ids)
+        if not self.pieces:
+            return self.sample_ids
+        pieces = zip(self.sample_ids, self.pieces, strict=True)
+        return tuple(sample for sample, piece in pieces if piece.start == 0)
 
     @property
     def cut(self) -> int:
@@ -185,7 +188,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]
         return Totals(
-            samples=sum(mb.begun for mb in batches),
+            samples=sum(len(mb.begun_ids) for mb in batches),
             real_tokens=sum(mb.real_tokens for mb in batches),
             padded_positions=sum(mb.shape.positions for mb in batches),
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),

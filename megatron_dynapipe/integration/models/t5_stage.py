@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.cost.layout import attends
+from megatron_dynapipe.cost.state import attends
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
