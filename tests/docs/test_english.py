@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,14 @@ def test_code_quotes_and_targets_of_links_are_no_prose() -> None:
     text = 'See `beside`, "beside" and [it](beside.md).\n\n```\nbeside\n```\n\n    beside this\n        and that\n'
     assert not [*SCRIPT["turns_of"](text.replace("beside.md", "other.md"))]
     assert SCRIPT["words"](text) == 5
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_opens_with_an_example(page: Path) -> None:
+    """Before its first heading, but for pages that are entrances, or tables of words and rooms."""
+    opening = page.read_text().partition("\n## ")[0]
+    entrances = {"index.md", "quick-start.md", "how-do-i.md", "glossary.md", "design.md"}
+    assert bool(SCRIPT["CODE"].search(opening)) or page.name in entrances
 
 
 def test_contributing_has_an_example_of_every_turn() -> None:
