@@ -15,8 +15,9 @@ from itertools import accumulate, chain, islice, pairwise, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.layout import Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.layout import Split, in_modules
 from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.splits import even_split, of_modules
 from megatron_dynapipe.cost.tables import ABSENT, Quantity
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan

@@ -14,7 +14,6 @@ from megatron_dynapipe.units import (
     ModelFamily,
     in_mb,
     input_positions,
-    round_up,
     target_positions,
 )
 
@@ -82,23 +81,6 @@ class Samples:
             targets=round_up_all(targets),
             labels=None if labels is None or (labels >= inputs).all() else labels.astype(np.int64),
         )
-
-    def padded(self, input_length: int | None, target_length: int | None) -> Self:
-        """Every sample padded to these lengths, or where they are None to the batch's longest.
-
-        Raises:
-            DataError: a sample is longer.
-        """
-        longest = int(self.inputs.max()), int(self.targets.max())
-        padded = tuple(longest[i] if n is None else round_up(n) for i, n in enumerate((input_length, target_length)))
-        if padded[0] < longest[0] or padded[1] < longest[1]:
-            raise DataError(
-                f"samples of up to {longest[0]} input and {longest[1]} target positions cannot be padded to"
-                f" {padded[0]} and {padded[1]}",
-                hint="truncate the samples, or pad to longer lengths",
-            )
-        inputs, targets = np.full_like(self.inputs, padded[0]), np.full_like(self.targets, padded[1])
-        return replace(self, inputs=inputs, targets=targets)
 
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
