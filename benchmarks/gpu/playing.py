@@ -33,8 +33,8 @@ from benchmarks.gpu.planned import Case, Planned
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.data.collate import Collator
 from megatron_dynapipe.plan.codec import digest
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Channel, Pass
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import StepRunner, rank, step_runner
 from megatron_dynapipe.runtime.transport import JoinedWork, Work

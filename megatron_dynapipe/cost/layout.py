@@ -13,7 +13,6 @@ Virtual stage v is chunk v // stages of pipeline stage v % stages.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -32,47 +31,6 @@ from megatron_dynapipe.units import ModelFamily
 
 Split = tuple[int | float, ...]
 """Layers per virtual stage, in model order: multiples of 0.5, whole ones as integers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageModules:
-    """The modules of one virtual stage besides the head.
-
-    Attributes:
-        encoder, decoder: the stage's modules, by their index in the encoder and in the decoder; either may be empty.
-            Modules 2 n and 2 n + 1 are the attention and the MLP of layer n.
-        encoder_depth, decoder_depth: modules of the whole model.
-    """
-
-    encoder: range
-    decoder: range
-    encoder_depth: int
-    decoder_depth: int
-
-    @property
-    def starts_encoder(self) -> bool:
-        """Whether the input's tokens are embedded here."""
-        return 0 in self.encoder
-
-    @property
-    def ends_encoder(self) -> bool:
-        """Whether the encoder's final norm is here."""
-        return self.encoder_depth - 1 in self.encoder
-
-    @property
-    def starts_decoder(self) -> bool:
-        """Whether the target's tokens are embedded here."""
-        return 0 in self.decoder
-
-    @property
-    def ends_decoder(self) -> bool:
-        """Whether the decoder's final norm and the head are here."""
-        return self.decoder_depth - 1 in self.decoder
-
-    @property
-    def embeds(self) -> bool:
-        """Whether word and position embeddings are here; one copy, also where both stacks start."""
-        return self.starts_encoder or self.starts_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,29 +150,18 @@ class PipelineLayout:
         return self.virtual_stages // self.chunks
 
     @property
-    def virtual_stage_modules(self) -> tuple[StageModules, ...]:
-        """The modules of each virtual stage."""
-        border, depth = 2 * self.encoder_layers, 2 * self.decoder_layers
-        cuts = accumulate(in_modules(self.layers_per_stage), initial=0)
-        return tuple(
-            StageModules(
-                encoder=range(min(first, border), min(last, border)),
-                decoder=range(max(first - border, 0), max(last - border, 0)),
-                encoder_depth=border,
-                decoder_depth=depth,
-            )
-            for first, last in pairwise(cuts)
-        )
-
-    @property
     def cuts_layers(self) -> bool:
         """Whether costs of a layer's attention and of its MLP are asked for apart."""
         return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.pattern) or any(n % 1 for n in self.layers_per_stage)
 
     @property
+    def _encoder_modules(self) -> int:
+        return self.encoder_layers if self.pattern else 2 * self.encoder_layers
+
+    @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
-        return tuple(len(stage.decoder) > 0 for stage in self.virtual_stage_modules[:-1])
+        return tuple(cut > self._encoder_modules for cut in self.cuts.tolist())
 
     @property
     def decoder_state_backward(self) -> tuple[bool, ...]:
@@ -223,7 +170,7 @@ class PipelineLayout:
         By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
         was handed to it.
         """
-        return tuple(len(stage.encoder) == 0 for stage in self.virtual_stage_modules[1:])
+        return tuple(cut >= self._encoder_modules for cut in self.cuts.tolist())
 
 
 def in_modules(split: Sequence[float]) -> list[int]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.cost.layout import PipelineLayout, StageModules
+from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.cost.stage_modules import StageModules, stage_modules
 from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP, IntArray, Kind
 
 
@@ -96,7 +97,7 @@ def parameter_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
     Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
     first decoder stage.
     """
-    stages = layout.virtual_stage_modules
+    stages = stage_modules(layout)
     if state.ends is not None:
         return _bytes(layout, state.modules, [_outside_layers(stage, state, state.ends) for stage in stages])
     besides = [0] * len(stages)

@@ -20,7 +20,8 @@ from megatron_dynapipe.cost import Network
 from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
 from megatron_dynapipe.plan.codec import decode_entry, encode
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cuda_rules
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.schedules import ScheduleSettings

@@ -4,10 +4,10 @@
                    │                 └─ StagePlan 0, 1, …      (one per pipeline rank)
                    └─ ReplicaPlan 1 …
 
-A `StageEntry` is the share of one (replica, stage): the replica's micro-batches and that stage's list.
+A `StageEntry` (`plan.entry`) is the share of one (replica, stage): the replica's micro-batches and that stage's list.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 
@@ -195,37 +195,4 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
             left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels),
-        )
-
-
-class StageEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """The entry that the rank (replica, stage) fetches: enough to run its share and to log the iteration."""
-
-    iteration: int
-    replica: int
-    family: ModelFamily
-    forward_only: bool
-    plan_digest: str
-    """Digest of the whole iteration's plan: equal on all ranks that run the same plan."""
-    pipeline_stages: int
-    chunks: int
-    micro_batches: tuple[MicroBatch, ...]
-    stage_plan: StagePlan
-    totals: Totals
-
-    @classmethod
-    def of(cls, plan: IterationPlan, replica: int, stage: int, *, plan_digest: str) -> Self:
-        """The part of one rank in a whole plan."""
-        share = plan.replicas[replica]
-        return cls(
-            iteration=plan.iteration,
-            replica=replica,
-            family=plan.family,
-            forward_only=plan.forward_only,
-            plan_digest=plan_digest,
-            pipeline_stages=plan.pipeline_stages,
-            chunks=plan.chunks,
-            micro_batches=share.micro_batches,
-            stage_plan=share.stages[stage],
-            totals=plan.totals,
         )

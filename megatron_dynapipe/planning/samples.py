@@ -1,6 +1,6 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -86,18 +86,6 @@ class Samples:
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
     """Positions rounded up as lengths of micro-batches are."""
     return np.asarray(-(-positions // multiple) * multiple)
-
-
-def problem_of(problem: BatchProblem, samples: Samples) -> BatchProblem:
-    """The problem of planning these samples in place of its own."""
-    return replace(
-        problem,
-        inputs=samples.inputs,
-        targets=samples.targets,
-        input_positions=samples.input_positions,
-        target_positions=samples.target_positions,
-        labels=samples.labels,
-    )
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:

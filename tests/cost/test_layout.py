@@ -15,6 +15,7 @@ from megatron_dynapipe.cost import (
     Quantity,
     even_split,
     parse_split,
+    stage_modules,
 )
 from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
@@ -94,7 +95,7 @@ def test_cuts_within_layers() -> None:
     assert costs.peak_bytes.tolist() == [[2 + 7, 6, 12]]
     state = model_state_bytes(layout, flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 40 + 1000), 8 * (60 + 200)]
-    stages = layout.virtual_stage_modules
+    stages = stage_modules(layout)
     assert [stage.ends_encoder for stage in stages] == [False, True, False]
     assert [stage.starts_decoder for stage in stages] == [False, True, False]
     assert layout.decoder_state_forward == (False, True)
