@@ -57,7 +57,7 @@ Megatron's own models without its training loop (`examples/gpt_steps.py`).
 .. autoclass:: megatron_dynapipe.runtime.PipelineExecutor
    :members:
 
-.. automodule:: megatron_dynapipe.errors
+.. automodule:: megatron_dynapipe.core.errors
    :members:
 ```
 """

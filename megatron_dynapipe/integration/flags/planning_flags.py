@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dynapipe.cost import parse_split
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
+from megatron_dynapipe.costing import parse_split
 
 TRAINING = "--dynapipe-"
 """How training's flags begin."""
@@ -76,7 +76,7 @@ class _Schedules:
     """Names of schedules, which come with the native core: asked for when a value or the help text needs them."""
 
     def __iter__(self) -> Iterator[str]:
-        from megatron_dynapipe.planning.schedules import SCHEDULES
+        from megatron_dynapipe.core.orders import SCHEDULES
 
         return iter(SCHEDULES)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import config
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
 
 FLAGS = {words: instead for words, instead in fork.NOT_TAKEN.items() if words.startswith("--")}

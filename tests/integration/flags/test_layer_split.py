@@ -5,9 +5,9 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags.layer_split import other_split, settle
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
 

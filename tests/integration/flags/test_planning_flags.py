@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 
+from megatron_dynapipe.core import orders as schedules
+from megatron_dynapipe.core.orders import SCHEDULES
+from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.integration.flags.planning_flags import TRAINING, add_planning_flags
-from megatron_dynapipe.planning import schedules
-from megatron_dynapipe.planning.schedules import SCHEDULES
-from megatron_dynapipe.units import Recompute
 
 TAKEN = [
     # a flag, its old spelling among commands' flags, a value as text, its attribute and value
