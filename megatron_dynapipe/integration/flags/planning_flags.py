@@ -62,12 +62,12 @@ def layers_per_stage(text: str) -> str | tuple[float, ...]:
     """A type of arguments: `AUTO`, `EQUAL`, or the layers of each virtual stage."""
     if text in (AUTO, EQUAL):
         return text
-    expected = "layers as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"
+    expected = "layers as 5,2.5,0.5 (multiples of 0.5; the first or the last may be 0), auto or equal"
     try:
         split = parse_split(text, expected=expected)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from None
-    if min(split) == 0:
+    if 0 in split[1:-1] or not any(split):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return split
 
