@@ -5,8 +5,8 @@
 Lines are not bounded: code that is folded to fit into fewer of them is no shorter to read. Tokens a line are.
 
 A token is a name, a number, a string or an operator; a line is one that holds a token. Docstrings and comments are
-neither. The core is what docs/design.md tells a newcomer to read; it has to be all that it imports. A kind of value is a dataclass, a `msgspec.Struct`, a
-named tuple or a typed dictionary, or a subclass of one.
+neither. The core is what docs/design.md tells a newcomer to read; it has to be all that it imports. A kind of value is
+a dataclass, a `msgspec.Struct`, a named tuple or a typed dictionary, or a subclass of one.
 
 The closure of modules is what they import inside the package, and what that imports, with themselves: imports under
 `TYPE_CHECKING` and files that hold only a docstring apart.

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
-from megatron_dynapipe.data.meta import open_split
 from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.data.meta import open_split
 from tests.docs.workspace import MODELS, PROGRAM, make_workspace, run_text
 from tests.helpers.commands import ROOT, run
 from tests.helpers.random_dataset import make_dataset
