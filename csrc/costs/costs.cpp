@@ -228,12 +228,16 @@ bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vect
 
 bool append_stage(const StageModules& stage, const std::vector<int64_t>& module_costs, size_t ends,
                   std::vector<int64_t>& by_type) {
-    std::vector<int64_t> costs;
-    stage.append_costs(module_costs, 1, ends, costs);
-    if (costs[kForward] == kAbsent) return false;
+    const size_t base = by_type.size();
+    stage.append_costs(module_costs, 1, ends, by_type);
+    int64_t* const costs = &by_type[base];
+    if (costs[kForward] == kAbsent) {
+        by_type.resize(base);
+        return false;
+    }
     costs[kPeak] = std::max(costs[kPeak], costs[kStored]);
     for (size_t end = 0; end < ends; ++end) costs[kPeak] = std::max(costs[kPeak], costs[kStageQuantities + end]);
-    by_type.insert(by_type.end(), costs.begin(), costs.begin() + kStageQuantities);
+    by_type.resize(base + kStageQuantities);
     return true;
 }
 

@@ -14,6 +14,7 @@ namespace {
 // Above this a share could overflow the sums over a row of 2^21 positions.
 constexpr int64_t kLargestShare = int64_t{1} << 40;
 constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
+constexpr size_t kLanes = 4;                         // terms that are added side by side
 
 int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves up
     const __int128 twice = 2 * value + by;
@@ -26,7 +27,11 @@ int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves
 }  // namespace
 
 PackedCosts::PackedCosts(const Problem& problem)
-    : problem_(problem), width_(problem.rows.read.size()), terms_(2 * width_), sums_(width_) {
+    : problem_(problem),
+      width_(problem.rows.read.size()),
+      stride_((width_ + kLanes - 1) / kLanes * kLanes),
+      terms_(2 * stride_),
+      sums_(width_) {
     std::map<std::tuple<int64_t, int64_t, int64_t>, int32_t> different;
     for (size_t i = 0; i < problem.samples(); ++i) {
         const std::tuple its{problem.input_positions[i], problem.target_positions[i],
@@ -70,16 +75,18 @@ bool PackedCosts::add(size_t mode, size_t sample, int64_t positions) {
     if (!its.covered) return false;
     size_t cell = its.from.size() - 1;
     while (cell > 0 && its.from[cell] > positions) --cell;
-    const int64_t* values = its.terms.data() + cell * 2 * width_;
-    for (size_t term = 0; term < 2 * width_; ++term) terms_[term] += values[term];
+    const int64_t* __restrict__ values = its.terms.data() + cell * terms_.size();
+    int64_t* __restrict__ sums = terms_.data();
+    for (size_t term = 0; term < terms_.size(); term += kLanes)
+        for (size_t lane = 0; lane < kLanes; ++lane) sums[term + lane] += values[term + lane];
     if (problem_.is_piece(sample)) {
         const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kPieceRows;
         for (size_t i = 0; i < width_; ++i) {
             const int32_t row = problem_.rows.read[i], kind = row / kQuantities;
             if (row < kPieceRows)
-                terms_[width_ + i] += extra[row];
+                terms_[stride_ + i] += extra[row];
             else if (problem_.counts_labels() && kind == problem_.labelled[0])  // an MLP, too
-                terms_[width_ + i] += with_labels(i, sample, extra[kQuantities + row % kQuantities]);
+                terms_[stride_ + i] += with_labels(i, sample, extra[kQuantities + row % kQuantities]);
         }
     }
     return true;
@@ -120,7 +127,7 @@ void PackedCosts::sum(int64_t positions) {
     for (size_t row = 0; row < width_; ++row) {
         const int64_t term = terms_[row];
         const int64_t scaled = term >= 0 ? (term + by / 2) / by : -((by / 2 - term) / by);
-        sums_[row] = std::max<int64_t>(0, scaled + terms_[width_ + row]);
+        sums_[row] = std::max<int64_t>(0, scaled + terms_[stride_ + row]);
     }
 }
 
@@ -150,20 +157,20 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
     for (const int32_t row : problem_.rows.read)
         if (costs[row * count] == kAbsent) return;
     shares.covered = true;
-    shares.terms.assign((count + 1) * 2 * width_, 0);
+    shares.terms.assign((count + 1) * 2 * stride_, 0);
     shares.from.push_back(0);  // below the smallest size its cost is taken
     for (size_t i = 0; i < width_; ++i)
         shares.terms[i] = with_labels(i, sample, own * std::min(costs[problem_.rows.read[i] * count], kLargestShare));
     for (size_t cell = 0; cell < count; ++cell) {
         shares.from.push_back(own * sizes[cell]);
-        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * width_;
+        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * stride_;
         for (size_t i = 0; i < width_; ++i) {
             const int64_t* by_size = costs.data() + problem_.rows.read[i] * count;
             size_t last = cell;  // the largest size so far that was measured
             while (by_size[last] == kAbsent) --last;
             if (by_size[last] > kLargestShare) shares.covered = false;
-            terms[width_ + i] = divide(by_size[last], sizes[last]);
-            terms[width_ + i] = with_labels(i, sample, terms[width_ + i]);
+            terms[stride_ + i] = divide(by_size[last], sizes[last]);
+            terms[stride_ + i] = with_labels(i, sample, terms[stride_ + i]);
             if (last < cell || cell + 1 == count || by_size[cell + 1] == kAbsent) continue;
             // value(b) / b, with value(b) = low + rise * (b - size) / width and b = positions / own
             const int64_t width = sizes[cell + 1] - sizes[cell], rise = by_size[cell + 1] - by_size[cell];
@@ -171,17 +178,17 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
             const int64_t constant = own * by_size[cell] - from_start;
             if (std::abs(constant) > own * kLargestShare) continue;  // sizes so close that the line is too steep
             terms[i] = with_labels(i, sample, constant);
-            terms[width_ + i] = with_labels(i, sample, divide(rise, width));
+            terms[stride_ + i] = with_labels(i, sample, divide(rise, width));
         }
     }
 }
 
 void PackedCosts::measured(const PackedGrid& grid, size_t sample, Shares& shares) const {
     shares.from = {0};
-    shares.terms.assign(2 * width_, 0);
+    shares.terms.assign(2 * stride_, 0);
     shares.covered = grid.attention_of(problem_.rows, problem_.input_positions[sample],
-                                       problem_.target_positions[sample], shares.terms.data() + width_);
-    for (size_t i = 0; i < width_; ++i) shares.terms[width_ + i] = with_labels(i, sample, shares.terms[width_ + i]);
+                                       problem_.target_positions[sample], shares.terms.data() + stride_);
+    for (size_t i = 0; i < width_; ++i) shares.terms[stride_ + i] = with_labels(i, sample, shares.terms[stride_ + i]);
 }
 
 }  // namespace dynapipe

@@ -41,7 +41,7 @@ private:
     struct Shares {
         bool known = false, covered = false;
         std::vector<int64_t> from;   // [cells] positions of a row from which on a cell holds
-        std::vector<int64_t> terms;  // [cells][A, B][rows that are read]
+        std::vector<int64_t> terms;  // [cells][A, B][stride]
     };
 
     const Shares& shares(size_t mode, size_t sample);
@@ -56,8 +56,8 @@ private:
     const Problem& problem_;
     std::vector<int32_t> lengths_;             // [samples] which of the different lengths each has
     std::vector<std::vector<Shares>> shares_;  // [modes][different lengths]
-    const size_t width_;                       // rows that are read
-    std::vector<int64_t> terms_, sums_;        // buffers: [A, B][rows that are read], [rows that are read]
+    const size_t width_, stride_;              // rows that are read, and so many filled up with zeros
+    std::vector<int64_t> terms_, sums_;        // buffers: [A, B][stride], [rows that are read]
 };
 
 }  // namespace dynapipe

@@ -91,7 +91,7 @@ private:
 
     size_t any(const ReplicaState& replica) { return random_.below(replica.micro_batches.size()); }
     Place another(const std::vector<ReplicaState>& replicas, Place one);
-    bool put(const MicroBatch*& slot, std::vector<int32_t> samples, Modes modes, bool packed);
+    bool put(const MicroBatch*& slot, const std::vector<int32_t>& samples, const Modes& modes, bool packed);
 
     const Problem& problem_;
     BatchMaker& maker_;
@@ -99,6 +99,7 @@ private:
     const bool may_divide_;  // backward passes
     Random random_;
     bool unfit_ = false;
+    std::vector<int32_t> less_, more_;  // samples of two micro-batches that exchange some
 };
 
 }  // namespace dynapipe

@@ -136,10 +136,12 @@ void Search::improve(Solution& best, int64_t evaluations) {
     for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
+        const size_t kept = maker_.kept();
         const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
         if (!taken) {
             copy_touched(current, candidate);
+            maker_.forget_since(kept);
             continue;
         }
         evaluator_.take(touched_);
@@ -194,6 +196,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
     };
     for (int64_t idle = 0; left_ > 0 && idle < kMostIdle; ++idle) {
         const int64_t before = left_;
+        const size_t kept = maker_.kept();
         const bool fits = change(candidate, limit);
         if (left_ < before) idle = 0;
         std::vector<int64_t> changed = totals;
@@ -201,6 +204,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
             for (size_t r : touched_) changed[r] = jittered_total(candidate.replicas[r]);
         if (!fits || sum(changed) >= sum(totals)) {
             copy_touched(best, candidate);
+            maker_.forget_since(kept);
             continue;
         }
         evaluator_.take(touched_);
