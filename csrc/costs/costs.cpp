@@ -203,15 +203,30 @@ PackedRow CostCache::packed(const std::vector<int32_t>& samples) const {
     return row;
 }
 
-void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
+void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, RowSums& sums, CostRow& row) {
     const PackedRow of_samples = packed(samples);
+    finish_packed(packed_.module_costs(mode, of_samples, sums, module_costs_), of_samples, sums, row);
+}
+
+void CostCache::changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
+                            const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
+                            CostRow& row) {
+    const PackedRow of_samples = packed(samples);
+    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums_before, sums, module_costs_);
+    finish_packed(covered, of_samples, sums, row);
+}
+
+void CostCache::finish_packed(bool covered, const PackedRow& of_samples, RowSums& sums, CostRow& row) {
     by_type_.clear();
-    if (packed_.module_costs(mode, of_samples, module_costs_)) stage_costs();
+    if (covered)
+        stage_costs();
+    else
+        sums.terms.clear();
     fill(of_samples.inputs, of_samples.targets, row);
 }
 
 bool CostCache::packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out) {
-    return packed_.module_costs(mode, packed(samples), out);
+    return packed_.module_costs(mode, packed(samples), sums_, out);
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_type) {

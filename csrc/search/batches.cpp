@@ -18,10 +18,13 @@ MicroBatch& BatchMaker::next() {
     batch.work = 0;
     batch.cached = nullptr;
     batch.pieces.clear();
+    batch.sums.resize(problem_.modes.size());
+    for (RowSums& sums : batch.sums) sums.terms.clear();
     return batch;
 }
 
-const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed) {
+const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
+                                   const MicroBatch* like) {
     if (samples.empty()) return nullptr;
     MicroBatch& batch = next();
     batch.packed = packed;
@@ -38,10 +41,15 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
         shape.target = std::max(shape.target, problem_.targets[sample]);
         if (problem_.counts_labels()) shape.labels += problem_.labels[sample];
     }
+    if (like && like->packed && packed)
+        compare(batch.samples, *like);
+    else
+        like = nullptr;
     const bool mixed = std::count(modes.begin(), modes.end(), modes[0]) < static_cast<int64_t>(modes.size());
     if (mixed)
-        costs_.mix(modes, [&](size_t mode) -> const CostRow& { return under(mode, batch, shape, row_); }, batch.own);
-    const CostRow& row = mixed ? batch.own : under(modes[0], batch, shape, batch.own);
+        costs_.mix(
+            modes, [&](size_t mode) -> const CostRow& { return under(mode, batch, shape, like, row_); }, batch.own);
+    const CostRow& row = mixed ? batch.own : under(modes[0], batch, shape, like, batch.own);
     if (!row.fits) return nullptr;
     if (&row != &batch.own) batch.cached = &row;
     batch.modes.assign(modes.begin(), modes.end());
@@ -51,11 +59,30 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     return &batch;
 }
 
-// Its costs under one mode, those of packed samples in `packed_row`.
-const CostRow& BatchMaker::under(size_t mode, const MicroBatch& batch, const Shape& shape, CostRow& packed_row) {
+// Its costs under one mode, those of packed samples in `packed`.
+const CostRow& BatchMaker::under(size_t mode, MicroBatch& batch, const Shape& shape, const MicroBatch* like,
+                                 CostRow& packed) {
     if (!batch.packed) return costs_.row(mode, shape);
-    costs_.packed_row(mode, places_, packed_row);
-    return packed_row;
+    if (like && !like->sums[mode].terms.empty())
+        costs_.changed_row(mode, places_, change_, like_places_, like->sums[mode], batch.sums[mode], packed);
+    else
+        costs_.packed_row(mode, places_, batch.sums[mode], packed);
+    return packed;
+}
+
+// How samples follow from those of another micro-batch, both ascending.
+void BatchMaker::compare(const std::vector<int32_t>& samples, const MicroBatch& like) {
+    change_.from.clear();
+    change_.removed.clear();
+    like_places_.clear();
+    for (int32_t place : like.samples) like_places_.push_back(order_[place]);
+    size_t at = 0;
+    for (int32_t sample : samples) {
+        while (at < like.samples.size() && like.samples[at] < sample) change_.removed.push_back(at++);
+        const bool both = at < like.samples.size() && like.samples[at] == sample;
+        change_.from.push_back(both ? static_cast<int32_t>(at++) : -1);
+    }
+    while (at < like.samples.size()) change_.removed.push_back(at++);
 }
 
 // False where pieces would be padded, or two of a sample run together.

@@ -21,6 +21,7 @@ struct MicroBatch {
     const CostRow* cached = nullptr;  // its costs, where it is padded under one mode
     CostRow own;                      // else its costs
     std::vector<int32_t> pieces;      // those of its samples that are pieces, as places in the problem, ascending
+    std::vector<RowSums> sums;        // [modes] where it is packed, those that were asked for
 
     PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
 };
@@ -35,8 +36,10 @@ public:
     BatchMaker(const Problem& problem, CostCache& costs, const std::vector<int64_t>& order)
         : problem_(problem), costs_(costs), order_(order.begin(), order.end()) {}
 
-    // Of samples given as places in the order; null where it cannot run.
-    const MicroBatch* make(const std::vector<int32_t>& samples, const Modes& modes, bool packed);
+    // Of samples given as places in the order; null where it cannot run. One `like` it, which has about the same samples,
+    // makes that faster.
+    const MicroBatch* make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
+                           const MicroBatch* like = nullptr);
     const MicroBatch* make(const std::vector<int32_t>& samples, size_t mode, bool packed) {
         uniform_.assign(problem_.modules.size(), mode);
         return make(samples, uniform_, packed);
@@ -55,14 +58,16 @@ public:
 private:
     MicroBatch& next();
     bool take_pieces(MicroBatch& batch) const;
-    const CostRow& under(size_t mode, const MicroBatch& batch, const Shape& shape, CostRow& packed_row);
+    const CostRow& under(size_t mode, MicroBatch& batch, const Shape& shape, const MicroBatch* like, CostRow& packed);
+    void compare(const std::vector<int32_t>& samples, const MicroBatch& like);
 
     const Problem& problem_;
     CostCache& costs_;
     std::vector<int32_t> order_;
     std::deque<MicroBatch> made_;
     size_t used_ = 0;  // of those
-    std::vector<int32_t> places_;  // buffers
+    std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem
+    RowChange change_;
     Modes uniform_;
     CostRow row_;
 };

@@ -100,7 +100,7 @@ bool Mutations::apply(Move move, std::vector<ReplicaState>& replicas, std::vecto
 }
 
 bool Mutations::put(const MicroBatch*& slot, const std::vector<int32_t>& samples, const Modes& modes, bool packed) {
-    slot = maker_.make(samples, modes, packed);
+    slot = maker_.make(samples, modes, packed, slot);
     unfit_ = !slot;
     return slot;
 }
@@ -231,7 +231,7 @@ bool Mutations::split(ReplicaState& replica) {
         rest.assign(kept.begin() + count, kept.end());
         kept.resize(count);
     }
-    const MicroBatch* added;
+    const MicroBatch* added = nullptr;
     if (!put(batches[index], kept, batch->modes, batch->packed) ||
         !put(added, rest, batch->modes, batch->packed))
         return false;
