@@ -18,7 +18,6 @@ MicroBatch& BatchMaker::next() {
     batch.work = 0;
     batch.cached = nullptr;
     batch.pieces.clear();
-    batch.sums.resize(problem_.modes.size());
     for (RowSums& sums : batch.sums) sums.terms.clear();
     return batch;
 }
@@ -63,10 +62,18 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
 const CostRow& BatchMaker::under(size_t mode, MicroBatch& batch, const Shape& shape, const MicroBatch* like,
                                  CostRow& packed) {
     if (!batch.packed) return costs_.row(mode, shape);
-    if (like && !like->sums[mode].terms.empty())
-        costs_.changed_row(mode, places_, change_, like_places_, like->sums[mode], batch.sums[mode], packed);
-    else
+    if (!like) {
+        costs_.packed_row(mode, places_, sums_, packed);
+        return packed;
+    }
+    batch.sums.resize(problem_.modes.size());
+    like->sums.resize(problem_.modes.size());
+    RowSums& before = like->sums[mode];
+    if (before.terms.empty()) costs_.packed_row(mode, like_places_, before, packed);
+    if (before.terms.empty())
         costs_.packed_row(mode, places_, batch.sums[mode], packed);
+    else
+        costs_.changed_row(mode, places_, change_, like_places_, before, batch.sums[mode], packed);
     return packed;
 }
 

@@ -21,7 +21,7 @@ struct MicroBatch {
     const CostRow* cached = nullptr;  // its costs, where it is padded under one mode
     CostRow own;                      // else its costs
     std::vector<int32_t> pieces;      // those of its samples that are pieces, as places in the problem, ascending
-    std::vector<RowSums> sums;        // [modes] where it is packed, those that were asked for
+    mutable std::vector<RowSums> sums;  // [modes] where it is packed, those that others like it asked for
 
     PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
 };
@@ -68,6 +68,7 @@ private:
     size_t used_ = 0;  // of those
     std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem
     RowChange change_;
+    RowSums sums_;
     Modes uniform_;
     CostRow row_;
 };
