@@ -313,8 +313,11 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     Stage& stage = stages_[s];
     const int64_t i = stage.forwards, j = stage.backwards;
     const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
-    bool admitted = i < items_, urgent = false;  // a second half that makes room for the forward
-    if (admitted && !shape_.forward_only) {
+    // A chain's backward passes begin with its last forward, however deep that is.
+    const auto awaited = [&] { return kChunked && !turned_.empty() && j < items_ && item<kChunked>(false, j).forward >= i; };
+    bool admitted = i < items_ && (shape_.forward_only || i - j < depth || awaited());
+    bool urgent = false;  // a second half that makes room for the forward
+    if (admitted && !shape_.forward_only && (inputs_[s * items_ + i].ready < kUnreachable || policy.rule == Rule::kStrict)) {
         const Item item = this->item<kChunked>(true, i);
         const PassCosts& cost = costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
@@ -326,11 +329,8 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
                               std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
         const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
                                (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
-        // A chain's backward passes begin with its last forward, however deep that is.
-        const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
-        const bool wanted = i - j < depth || awaited;
-        admitted = wanted && stage.held + needed <= shape_.memory_limit;
-        urgent = wanted && !admitted && input.ready <= stage.free;
+        admitted = stage.held + needed <= shape_.memory_limit;
+        urgent = !admitted && input.ready <= stage.free;
     }
     int64_t forward = kUnreachable, backward = kUnreachable;
     if (admitted && inputs_[s * items_ + i].ready < kUnreachable)
