@@ -90,8 +90,8 @@ public:
     // The first virtual stage on which a padded micro-batch has no costs, or -1.
     int64_t uncovered_stage(size_t mode, const Shape& shape);
 
-    // Of samples packed into one row, as places in the problem; every set is computed anew. Fills `sums`, which are none
-    // where the cost model does not cover the row.
+    // Of samples packed into one row, as places in the problem; every set is computed anew. Fills `sums`, which are
+    // none where the cost model does not cover the row.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, RowSums& sums, CostRow& row);
     // The same of a row that follows from another one, by that one's samples and sums.
     void changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,

@@ -95,7 +95,8 @@ bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, std::vec
     return true;
 }
 
-// The cell of a sample in a row of so many positions: the last that begins there or before. The search begins at `cell`.
+// The cell of a sample in a row of so many positions: the last that begins there or before. The search begins at
+// `cell`.
 size_t PackedCosts::cell_of(size_t mode, int32_t sample, int64_t positions, size_t cell) const {
     if (problem_.packed[mode].measured()) return 0;
     const std::vector<int64_t>& sizes = problem_.modes[mode].sizes.points;  // cell i + 1 begins at size i

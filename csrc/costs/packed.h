@@ -25,8 +25,8 @@ struct PackedRow {
 // The sums over a row's samples that its costs under one mode are made of. They say what rows cost that hold about the
 // same samples, without a look at the others.
 struct RowSums {
-    std::vector<int64_t> terms;    // [A, B][stride]; empty where they are not known
-    std::vector<uint16_t> cells;   // [samples] which of its cells each is taken from
+    std::vector<int64_t> terms;   // [A, B][stride]; empty where they are not known
+    std::vector<uint16_t> cells;  // [samples] which of its cells each is taken from
 };
 
 // How a row's samples follow from those of another one.

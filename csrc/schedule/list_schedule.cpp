@@ -314,10 +314,13 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     const int64_t i = stage.forwards, j = stage.backwards;
     const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
     // A chain's backward passes begin with its last forward, however deep that is.
-    const auto awaited = [&] { return kChunked && !turned_.empty() && j < items_ && item<kChunked>(false, j).forward >= i; };
+    const auto awaited = [&] {
+        return kChunked && !turned_.empty() && j < items_ && item<kChunked>(false, j).forward >= i;
+    };
     bool admitted = i < items_ && (shape_.forward_only || i - j < depth || awaited());
     bool urgent = false;  // a second half that makes room for the forward
-    if (admitted && !shape_.forward_only && (inputs_[s * items_ + i].ready < kUnreachable || policy.rule == Rule::kStrict)) {
+    if (admitted && !shape_.forward_only &&
+        (inputs_[s * items_ + i].ready < kUnreachable || policy.rule == Rule::kStrict)) {
         const Item item = this->item<kChunked>(true, i);
         const PassCosts& cost = costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;

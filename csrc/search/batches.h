@@ -17,10 +17,10 @@ struct MicroBatch {
     std::vector<int32_t> samples;  // places in the order, ascending
     Modes modes;
     bool packed = false;
-    int64_t work = 0;                 // time on all stages
-    const CostRow* cached = nullptr;  // its costs, where it is padded under one mode
-    CostRow own;                      // else its costs
-    std::vector<int32_t> pieces;      // those of its samples that are pieces, as places in the problem, ascending
+    int64_t work = 0;                   // time on all stages
+    const CostRow* cached = nullptr;    // its costs, where it is padded under one mode
+    CostRow own;                        // else its costs
+    std::vector<int32_t> pieces;        // those of its samples that are pieces, as places in the problem, ascending
     mutable std::vector<RowSums> sums;  // [modes] where it is packed, those that others like it asked for
 
     PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
@@ -36,8 +36,8 @@ public:
     BatchMaker(const Problem& problem, CostCache& costs, const std::vector<int64_t>& order)
         : problem_(problem), costs_(costs), order_(order.begin(), order.end()) {}
 
-    // Of samples given as places in the order; null where it cannot run. One `like` it, which has about the same samples,
-    // makes that faster.
+    // Of samples given as places in the order; null where it cannot run. One `like` it, which has about the same
+    // samples, makes that faster.
     const MicroBatch* make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
                            const MicroBatch* like = nullptr);
     const MicroBatch* make(const std::vector<int32_t>& samples, size_t mode, bool packed) {
@@ -65,7 +65,7 @@ private:
     CostCache& costs_;
     std::vector<int32_t> order_;
     std::deque<MicroBatch> made_;
-    size_t used_ = 0;  // of those
+    size_t used_ = 0;                            // of those
     std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem
     RowChange change_;
     RowSums sums_;

@@ -25,7 +25,7 @@ constexpr Budget kBudgetOfTwo{143'000, 5600};  // where stages must be even in t
 constexpr Budget kBudgetOfFew{133'000, 13'300};
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kFewStages = 4;
-constexpr int64_t kMoreOfFewStages = 2;      // times as many evaluations, with one chunk: each schedules fewer passes
+constexpr int64_t kMoreOfFewStages = 2;    // times as many evaluations, with one chunk: each schedules fewer passes
 constexpr int64_t kLargeBudget = 500'000;  // that it schedules at most, so that large batches take no longer
 constexpr int64_t kLeast = 1800;
 constexpr Share kMoreOfTwo{3, 2};

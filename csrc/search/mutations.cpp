@@ -232,8 +232,7 @@ bool Mutations::split(ReplicaState& replica) {
         kept.resize(count);
     }
     const MicroBatch* added = nullptr;
-    if (!put(batches[index], kept, batch->modes, batch->packed) ||
-        !put(added, rest, batch->modes, batch->packed))
+    if (!put(batches[index], kept, batch->modes, batch->packed) || !put(added, rest, batch->modes, batch->packed))
         return false;
     const int64_t place = random_.below(batches.size() + 1);
     batches.insert(batches.begin() + place, added);
@@ -284,8 +283,7 @@ bool Mutations::exchange_modes(ReplicaState& replica) {
     const size_t to = random_.below(2) ? from + 1 : stages;
     Modes mine = batches[one]->modes, theirs = batches[other]->modes;
     std::swap_ranges(mine.begin() + from, mine.begin() + to, theirs.begin() + from);
-    return mine != batches[one]->modes &&
-           put(batches[one], batches[one]->samples, mine, batches[one]->packed) &&
+    return mine != batches[one]->modes && put(batches[one], batches[one]->samples, mine, batches[one]->packed) &&
            put(batches[other], batches[other]->samples, theirs, batches[other]->packed);
 }
 

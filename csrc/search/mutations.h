@@ -47,8 +47,8 @@ private:
         kSingle
     };
 
-    // A change, and how many of all draws take it. The last one of a table needs several replicas. Weights of packed rows
-    // follow what an evaluation of each change gains (benchmarks/planning/README.md).
+    // A change, and how many of all draws take it. The last one of a table needs several replicas. Weights of packed
+    // rows follow what an evaluation of each change gains (benchmarks/planning/README.md).
     struct Weighted {
         Move move;
         int64_t weight;

@@ -102,10 +102,10 @@ private:
     BatchMaker& maker_;
     std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
     std::vector<LengthClass> classes_;
-    std::vector<int32_t> class_of_;               // [samples]
-    std::vector<std::vector<Share>> shares_;      // [modes × classes][types of stages]; none where not covered
-    std::vector<size_t> mode_of_;                 // [samples]
-    std::vector<int64_t> pressure_;               // [stages] memory that rows in flight take, in 2^-20 of what there is
+    std::vector<int32_t> class_of_;           // [samples]
+    std::vector<std::vector<Share>> shares_;  // [modes × classes][types of stages]; none where not covered
+    std::vector<size_t> mode_of_;             // [samples]
+    std::vector<int64_t> pressure_;           // [stages] memory that rows in flight take, in 2^-20 of what there is
     std::vector<MicroBatches> found_;
 };
 
@@ -311,7 +311,8 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
     std::iota(order.begin(), order.end(), size_t{0});
     for (size_t i = 0; i < samples.size(); ++i)
         for (size_t kind = 0; kind < kinds; ++kind) {
-            const uint64_t scaled = static_cast<uint64_t>(time(share(mode, class_of_[samples[i]])[kind])) * (kScale * kScale);
+            const uint64_t scaled =
+                static_cast<uint64_t>(time(share(mode, class_of_[samples[i]])[kind])) * (kScale * kScale);
             const int64_t part = scaled / static_cast<uint64_t>(total[kind]);  // of costs up to 2^43
             load[i * kinds + kind] = part;
             heaviest[i] = std::max(heaviest[i], part);

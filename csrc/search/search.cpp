@@ -13,11 +13,11 @@
 namespace dynapipe {
 namespace {
 
-constexpr int64_t kLeastGain = 64;   // dividing passes for less than a 64th may lose to a search that does not
-constexpr int64_t kFilledRows = 8;   // per stage: starts of at most so many rows that do not fit get modes by stage
+constexpr int64_t kLeastGain = 64;     // dividing passes for less than a 64th may lose to a search that does not
+constexpr int64_t kFilledRows = 8;     // per stage: starts of at most so many rows that do not fit get modes by stage
 constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so often at the end
-constexpr int64_t kAccepted = 2000;  // worse by such a part is accepted at first
-constexpr int64_t kMostIdle = 1000;  // changes in a row that do not apply
+constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
+constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
 // A climb of packed rows ends after a part of its evaluations, and at least so many, that gained less than such a part.
 constexpr int64_t kWindows = 4, kLeastWindow = 200, kLeastOfWindow = 10'000;
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
@@ -75,11 +75,12 @@ Found Search::improved(std::vector<Solution> solutions) {
     Solution& best = solutions[0];
     for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
         if (searches)
-            keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()), [&](const MicroBatches& batches) {
-                const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
-                replica.makespan = std::min(replica.makespan, makespan);
-                return makespan < kUnreachable;
-            });
+            keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()),
+                      [&](const MicroBatches& batches) {
+                          const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
+                          replica.makespan = std::min(replica.makespan, makespan);
+                          return makespan < kUnreachable;
+                      });
     if (robustifying > 0) robustify(best, robustifying);
     found.makespan = best.slowest();
     if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;

@@ -13,7 +13,7 @@ namespace {
 // Starts longer than the best so far by more than such a part are dropped; of few rows, and of others.
 constexpr int64_t kStartMarginOfFew = 3;
 constexpr int64_t kStartMargin = 32;
-constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
+constexpr size_t kLightened = 6;    // starts that are tried with modes by stage
 constexpr int64_t kManyRows = 150;  // on chunks: starts of more get a single order
 
 // Parts of memory that modes by stage fill, the rest for messages; 0 for as much as on the fullest stage.
