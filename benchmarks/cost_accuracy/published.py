@@ -33,9 +33,10 @@ from megatron_dynapipe.cost import AnalyticCostModel, ModelShape, Network
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.errors import PlanningError
 from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.samples import Samples, batch_of_positions
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import ScheduleSettings, schedule
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.units import ModelFamily, Recompute
 
@@ -224,7 +225,7 @@ def _predictions(row: Row) -> Iterator[float]:
         )
         try:
             planner = planner_of(settings, costs)
-            problem = planner.problem(Samples.of(batch_of_positions([length] * samples, 0), ModelFamily.GPT))
+            problem = planner.problem(Samples.of(GlobalBatch.of_positions([length] * samples, 0), ModelFamily.GPT))
             shapes = np.tile([[size, length, 0]], (samples // size, 1))
             passes, covered = problem.costs(shapes, np.zeros(len(shapes), np.int64))
             if not covered.all():

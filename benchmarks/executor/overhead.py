@@ -45,7 +45,7 @@ from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tenso
 from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.problem import PassOrder
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
-from megatron_dynapipe.runtime import StepRunner, TorchTransport
+from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.units import ModelFamily, Shape
 from tests.helpers.plans import random_problem
@@ -142,7 +142,7 @@ def runners(
     stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
     place = {"stage": stage, "stages": stages, "chunks": chunks}
-    runner = StepRunner(transport, device, **place, dtype=torch.float32, deadline_s=300)
+    runner = step_runner(transport, device, **place, dtype=torch.float32, deadline_s=300)
     order = one_f_one_b(random_problem(len(shapes), stages, chunks=chunks))  # Megatron's, whatever passes take
     plan, schedule = lowered(order, shapes, options.hidden, stage, chunks), get_forward_backward_func()
 

@@ -23,6 +23,7 @@ from megatron_dynapipe.plan.instructions import (
 )
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.planning.costing import links_of
 from megatron_dynapipe.planning.problem import ScheduleProblem
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.simulate import Simulation, simulate
@@ -110,7 +111,7 @@ def _transfer_ns(settings: PlannerSettings, message_bytes: np.ndarray, first: in
     times = np.zeros_like(message_bytes)
     if boundaries:
         over = slice(first, first + boundaries)
-        times[:, over] = settings.links.transfer_ns(message_bytes[:, over])
+        times[:, over] = links_of(settings).transfer_ns(message_bytes[:, over])
     return times
 
 

@@ -39,7 +39,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.format import shipped
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.plan.instructions import Pass
 from megatron_dynapipe.plan.memory import peak_bytes
 from megatron_dynapipe.units import BYTES_PER_MB

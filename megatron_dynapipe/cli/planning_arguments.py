@@ -27,7 +27,7 @@ from megatron_dynapipe.cost import (
 )
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.pattern import check_stages, kinds_of_pattern, split_of_pattern
 from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
 from megatron_dynapipe.errors import ConfigError

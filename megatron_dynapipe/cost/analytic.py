@@ -18,18 +18,17 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost.division import Division, LayerKind, Rates, division_by_flops
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
-from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import ModelShape
+from megatron_dynapipe.cost.state import EndState, ModelState
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     LARGEST_COORDINATE,
     PREFIX_QUANTITIES,
     CostTables,
-    EndState,
     Floats,
     IntArray,
-    ModelState,
     PackedTables,
     Quantity,
 )
@@ -40,8 +39,7 @@ from megatron_dynapipe.units import ModelFamily, Recompute
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
-_PEAK_CORE = {Recompute.NONE: 0.42, Recompute.SELECTIVE: 0.03, Recompute.FULL: 0.03}
-_PEAK_SHARED = 0.4
+_PEAK_CORE, _PEAK_SHARED = 0.42, 0.4
 """How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
 what they divide: as in published profiles of Megatron's layers."""
 
@@ -55,16 +53,27 @@ devices hold. Sums over a stage's layers so stay inside what the planner's core 
 
 
 class PeakRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """High-water mark of a layer over what its forward works on (`peak_basis`), under each recompute mode."""
+    """High-water mark of a layer over what its forward works on (`peak_basis`), under each recompute mode.
+
+    Attributes:
+        none, selective, full: the ratio of a mode.
+        recomputed_core: how much attention's inside counts in it where a mode recomputes attention, against what
+            tensor-parallel ranks divide: next to nothing in the published profiles.
+    """
 
     none: _Positive = 1.25
     selective: _Positive = 1.25
     full: _Positive = 1.25
+    recomputed_core: _Positive = 0.03
 
     def of(self, recompute: Recompute) -> float:
         """The ratio of one mode."""
         ratio: float = getattr(self, recompute.value)
         return ratio
+
+    def core(self, recompute: Recompute) -> float:
+        """How much attention's inside counts in a mode's high-water mark."""
+        return _PEAK_CORE if recompute is Recompute.NONE else self.recomputed_core
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,8 +107,14 @@ class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peaks: PeakRatios = PeakRatios()
 
 
-CPU_RATES = DeviceRates(flops_per_second=4e10, bytes_per_second=1e10, layer_overhead_us=200.0, element_bytes=4)
-"""One core of a common server CPU in fp32."""
+CPU_RATES = DeviceRates(
+    flops_per_second=4e10,
+    bytes_per_second=1e10,
+    layer_overhead_us=200.0,
+    element_bytes=4,
+    peaks=PeakRatios(recomputed_core=1.0),
+)
+"""One core of a common server CPU in fp32, where attention with dropout keeps its scores, also when recomputed."""
 
 A100_RATES = DeviceRates(
     flops_per_second=2.2e14,
@@ -320,7 +335,7 @@ def layer_costs(work: Workload, rates: DeviceRates, recompute: Recompute) -> Flo
     elif recompute is Recompute.SELECTIVE:
         core = work.core_flops / rates.flops_per_second + work.core_bytes / rates.bytes_per_second
         backward, stored = backward + core, work.kept_bytes
-    peak = np.maximum(rates.peaks.of(recompute) * peak_basis(work, recompute), stored)
+    peak = np.maximum(rates.peaks.of(recompute) * peak_basis(work, rates.peaks, recompute), stored)
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
@@ -336,14 +351,14 @@ def _inside(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:
     forward, again = flops + moved, 0.0 if recompute is Recompute.NONE else flops + moved
     backward = rates.backward_products * flops + rates.backward_traffic * moved + again
     stored = work.core_bytes if recompute is Recompute.NONE else np.zeros_like(work.core_bytes)
-    peak = np.maximum(rates.peaks.of(recompute) * _PEAK_CORE[recompute] * work.core_bytes, stored)
+    peak = np.maximum(rates.peaks.of(recompute) * rates.peaks.core(recompute) * work.core_bytes, stored)
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
-def peak_basis(work: Workload, recompute: Recompute) -> Floats:
+def peak_basis(work: Workload, peaks: PeakRatios, recompute: Recompute) -> Floats:
     """Bytes of which a forward's high-water mark is a multiple; with full recomputation only one network's live."""
     divided = work.ffn_bytes if recompute is Recompute.FULL else work.split_bytes
-    return divided + _PEAK_SHARED * work.shared_bytes + _PEAK_CORE[recompute] * work.core_bytes
+    return divided + _PEAK_SHARED * work.shared_bytes + peaks.core(recompute) * work.core_bytes
 
 
 def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floats:

@@ -26,13 +26,13 @@ from megatron_dynapipe.cost.format import (
 )
 from megatron_dynapipe.cost.modules import Dividing, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.cost.shape import Experts
+from megatron_dynapipe.cost.state import ModelState
 from megatron_dynapipe.cost.tables import (
     ABSENT,
     PREFIX_QUANTITIES,
     PREFIX_UNIT,
     CostTables,
     IntArray,
-    ModelState,
     PackedTables,
     Quantity,
     increasing,

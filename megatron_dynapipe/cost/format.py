@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind, division_by_flops
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.modules import Part
-from megatron_dynapipe.cost.network import Link
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.cost.tables import LARGEST_COST, Quantity
 from megatron_dynapipe.errors import CostModelError

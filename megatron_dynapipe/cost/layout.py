@@ -11,10 +11,8 @@ attention of its last layer, whose MLP the next one begins with.
 Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -25,57 +23,14 @@ from megatron_dynapipe.cost.tables import (
     EXPERT_MLP,
     HEAD,
     MLP,
-    EndState,
     IntArray,
     Kind,
-    ModelState,
 )
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
 
 Split = tuple[int | float, ...]
 """Layers per virtual stage, in model order: multiples of 0.5, whole ones as integers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageModules:
-    """The modules of one virtual stage besides the head.
-
-    Attributes:
-        encoder, decoder: the stage's modules, by their index in the encoder and in the decoder; either may be empty.
-            Modules 2 n and 2 n + 1 are the attention and the MLP of layer n.
-        encoder_depth, decoder_depth: modules of the whole model.
-    """
-
-    encoder: range
-    decoder: range
-    encoder_depth: int
-    decoder_depth: int
-
-    @property
-    def starts_encoder(self) -> bool:
-        """Whether the input's tokens are embedded here."""
-        return 0 in self.encoder
-
-    @property
-    def ends_encoder(self) -> bool:
-        """Whether the encoder's final norm is here."""
-        return self.encoder_depth - 1 in self.encoder
-
-    @property
-    def starts_decoder(self) -> bool:
-        """Whether the target's tokens are embedded here."""
-        return 0 in self.decoder
-
-    @property
-    def ends_decoder(self) -> bool:
-        """Whether the decoder's final norm and the head are here."""
-        return self.decoder_depth - 1 in self.decoder
-
-    @property
-    def embeds(self) -> bool:
-        """Whether word and position embeddings are here; one copy, also where both stacks start."""
-        return self.starts_encoder or self.starts_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,29 +150,18 @@ class PipelineLayout:
         return self.virtual_stages // self.chunks
 
     @property
-    def virtual_stage_modules(self) -> tuple[StageModules, ...]:
-        """The modules of each virtual stage."""
-        border, depth = 2 * self.encoder_layers, 2 * self.decoder_layers
-        cuts = accumulate(in_modules(self.layers_per_stage), initial=0)
-        return tuple(
-            StageModules(
-                encoder=range(min(first, border), min(last, border)),
-                decoder=range(max(first - border, 0), max(last - border, 0)),
-                encoder_depth=border,
-                decoder_depth=depth,
-            )
-            for first, last in pairwise(cuts)
-        )
-
-    @property
     def cuts_layers(self) -> bool:
         """Whether costs of a layer's attention and of its MLP are asked for apart."""
         return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.pattern) or any(n % 1 for n in self.layers_per_stage)
 
     @property
+    def _encoder_modules(self) -> int:
+        return self.encoder_layers if self.pattern else 2 * self.encoder_layers
+
+    @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
-        return tuple(len(stage.decoder) > 0 for stage in self.virtual_stage_modules[:-1])
+        return tuple(cut > self._encoder_modules for cut in self.cuts.tolist())
 
     @property
     def decoder_state_backward(self) -> tuple[bool, ...]:
@@ -226,109 +170,9 @@ class PipelineLayout:
         By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
         was handed to it.
         """
-        return tuple(len(stage.encoder) == 0 for stage in self.virtual_stage_modules[1:])
-
-    def model_state_bytes(self, state: ModelState, *, data_parallel: int, distributed_optimizer: bool) -> IntArray:
-        """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
-
-        For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
-        moments), which the distributed optimizer shards over the replicas.
-        """
-        per_stage = self.parameter_bytes(state)
-        experts = self.expert_bytes(state)
-        sharded = per_stage * 6
-        if distributed_optimizer:
-            sharded = -(-(per_stage - experts) * 6 // data_parallel)
-            sharded += -(-experts * 6 * state.expert_parallel // data_parallel)
-        return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
-
-    def expert_bytes(self, state: ModelState) -> IntArray:
-        """Bytes of one rank's experts, 2 a parameter, per pipeline stage: int64[stages]."""
-        return self._bytes({} if state.expert_kind is None else {state.expert_kind: state.expert_bytes})
-
-    def _bytes(self, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:
-        """Bytes of modules, and others of each virtual stage, per pipeline stage: int64[stages]."""
-        kinds = tuple(dict.fromkeys(self.modules))
-        of_kind = np.array([modules.get(kind, 0) for kind in kinds], np.int64)
-        per_stage = self.counts(kinds) @ of_kind + np.asarray(besides)
-        return np.asarray(per_stage.reshape(self.chunks, self.stages).sum(axis=0), np.int64)
-
-    def parameter_bytes(self, state: ModelState) -> IntArray:
-        """Bytes of parameters, 2 each, per pipeline stage: int64[stages].
-
-        Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
-        first decoder stage.
-        """
-        stages = self.virtual_stage_modules
-        if state.ends is not None:
-            return self._bytes(state.modules, [_outside_layers(stage, state, state.ends) for stage in stages])
-        besides = [0] * len(stages)
-        besides[0] = state.embedding_bytes
-        if self.decoder_layers:
-            besides[[stage.starts_decoder for stage in stages].index(True)] += state.embedding_bytes
-        return self._bytes(state.modules, besides)
-
-
-def _outside_layers(stage: StageModules, state: ModelState, ends: EndState) -> int:
-    """Parameter bytes of a virtual stage besides its layers'."""
-    is_t5 = stage.decoder_depth > 0
-    head = stage.ends_decoder if is_t5 else stage.ends_encoder
-    total = attends(stage.encoder) * ends.encoder_tables + attends(stage.decoder) * ends.decoder_tables
-    if stage.embeds:
-        total += state.embedding_bytes + ends.positions
-    if head and not (ends.tied and stage.embeds):
-        total += state.embedding_bytes
-    return total + (stage.ends_encoder + stage.ends_decoder) * ends.norm + head * ends.head_biases
-
-
-def attends(modules: range) -> bool:
-    """Whether there is attention among modules of one stack."""
-    return len(modules) > modules.start % 2
+        return tuple(cut >= self._encoder_modules for cut in self.cuts.tolist())
 
 
 def in_modules(split: Sequence[float]) -> list[int]:
     """Modules per virtual stage from layers."""
     return [round(2 * count) for count in split]
-
-
-def of_modules(counts: Sequence[int]) -> Split:
-    """Layers per virtual stage from modules; whole numbers are integers."""
-    return tuple(count / 2 if count % 2 else count // 2 for count in counts)
-
-
-def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
-    """Layers per stage, as equal as can be; the first stages have the layers that are left over.
-
-    Args:
-        layers: of the model.
-        stages: virtual stages of the pipeline.
-        halves: whether layers may be divided where there are more stages than layers.
-
-    Raises:
-        ConfigError: there are more stages than layers, or than modules.
-    """
-    if stages <= layers:
-        least, more = divmod(layers, stages)
-        return tuple(least + (stage < more) for stage in range(stages))
-    if halves and stages <= 2 * layers:
-        return of_modules([1 + (stage < 2 * layers - stages) for stage in range(stages)])
-    hint = (
-        "use fewer stages" if halves or stages > 2 * layers else "use fewer stages, or an auto split into half layers"
-    )
-    raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint=hint)
-
-
-def parse_split(text: str, *, expected: str) -> Split:
-    """Layers per virtual stage from "9,8.5,8,6.5".
-
-    Args:
-        text: numbers of layers, multiples of 0.5, separated by commas.
-        expected: what is expected of which flag, for the message.
-
-    Raises:
-        ConfigError: not numbers of layers, or below 0.
-    """
-    numbers = [number.strip() for number in text.split(",")]
-    if not all(re.fullmatch(r"\d+(\.[05]0*)?", number) for number in numbers):
-        raise ConfigError(f"expected {expected}, got {text!r}")
-    return of_modules(in_modules([float(number) for number in numbers]))

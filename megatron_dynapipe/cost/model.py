@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.tables import CostTables
 from megatron_dynapipe.units import ModelFamily, Recompute
 

@@ -10,15 +10,19 @@ All planning costs are read from such a grid by integer multilinear interpolatio
 core, with the same rounding; so a plan is the same on every machine and no search step calls back into a model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.division import Division
 from megatron_dynapipe.errors import CostModelError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cost.division import Division
+    from megatron_dynapipe.cost.state import ModelState
 
 IntArray = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -73,57 +77,6 @@ PREFIX_UNIT = 2**24
 """Integers of `PackedTables.prefix` in a ns or a byte."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndState:
-    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
-
-    Attributes:
-        tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
-        positions: of learned positions, on every stage with word embeddings.
-        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
-        norm: after the last layer of each stack.
-        head_biases: of the head.
-    """
-
-    tied: bool
-    positions: int = 0
-    encoder_tables: int = 0
-    decoder_tables: int = 0
-    norm: int = 0
-    head_biases: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelState:
-    """Parameter bytes (2 bytes each) on one tensor-parallel rank.
-
-    Attributes:
-        modules: of one module of each kind but the head; of attention is all of a layer where it is not known how a
-            layer's are divided.
-        embedding_bytes: of the word embeddings.
-        expert_bytes: of the experts in a module that has them, part of it.
-        expert_parallel: ranks that share them; `expert_bytes` are those of one.
-        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
-            embeddings alone.
-        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
-            published rule counts 2.
-    """
-
-    modules: Mapping[Kind, int]
-    embedding_bytes: int
-    ends: EndState | None = None
-    gradient_bytes: int = 2
-    expert_bytes: int = 0
-    expert_parallel: int = 1
-
-    @property
-    def expert_kind(self) -> Kind | None:
-        """The modules that hold experts, if there are any."""
-        if not self.expert_bytes:
-            return None
-        return EXPERT_MLP if EXPERT_MLP in self.modules else MLP
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTables:
     """Modules' costs in packed rows: a part that is linear in the row's positions, and attention of each sample.
@@ -175,13 +128,13 @@ class CostTables:
     inputs: IntArray
     targets: IntArray
     values: IntArray
-    state: ModelState
+    state: "ModelState"
     separate: IntArray | None = None
     packed: "PackedTables | None" = None
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     exchange_bytes: int = 0
-    division: Division | None = None
+    division: "Division | None" = None
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):

@@ -30,9 +30,10 @@ from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
 from megatron_dynapipe.modules.loader import ModulePlanner
 from megatron_dynapipe.modules.ranks import Failures, start_agreement
 from megatron_dynapipe.modules.runner import LossFunction, ModuleStage, check_count
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Instruction
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, Trace
+from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
+from megatron_dynapipe.runtime import PendingTotals, Step, Trace, step_runner
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
 
@@ -143,7 +144,7 @@ class Pipeline:
         transport, channels = part.connect(timeout_s)
         groups = [ranks.control.group, *channels, replicas, stages, *(shared.groups if shared else ())]
         self._failures = Failures(ranks.control, [group for group in groups if group is not None])
-        self._runner = StepRunner(
+        self._runner = step_runner(
             transport,
             part.device,
             stage=part.stage,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe.cost.format import UNITS, Table
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters

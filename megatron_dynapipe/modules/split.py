@@ -19,7 +19,7 @@ from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_p
 from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
-from megatron_dynapipe.planning.balance import evenest
+from megatron_dynapipe.planning.evenest import evenest
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, stage_of_each
 
 Initialise = Callable[[nn.Module], None]

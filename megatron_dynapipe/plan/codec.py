@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import msgspec
 
 from megatron_dynapipe.errors import PlanDecodeError, PlanError
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
+from megatron_dynapipe.plan.iteration import IterationPlan
 
 MAGIC = b"DYNAPL"
 VERSION = 6

@@ -4,10 +4,10 @@
                    │                 └─ StagePlan 0, 1, …      (one per pipeline rank)
                    └─ ReplicaPlan 1 …
 
-A `StageEntry` is the share of one (replica, stage): the replica's micro-batches and that stage's list.
+A `StageEntry` (`plan.entry`) is the share of one (replica, stage): the replica's micro-batches and that stage's list.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 
@@ -97,9 +97,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
         return not self.sample_ids
 
     @property
-    def begun(self) -> int:
+    def begun_ids(self) -> tuple[int, ...]:
         """Samples that begin here: all but those of which an earlier piece is elsewhere."""
-        return sum(piece.start == 0 for piece in self.pieces) if self.pieces else len(self.sample_ids)
+        if not self.pieces:
+            return self.sample_ids
+        pieces = zip(self.sample_ids, self.pieces, strict=True)
+        return tuple(sample for sample, piece in pieces if piece.start == 0)
 
     @property
     def cut(self) -> int:
@@ -185,44 +188,11 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]
         return Totals(
-            samples=sum(mb.begun for mb in batches),
+            samples=sum(len(mb.begun_ids) for mb in batches),
             real_tokens=sum(mb.real_tokens for mb in batches),
             padded_positions=sum(mb.shape.positions for mb in batches),
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
             left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels),
-        )
-
-
-class StageEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """The entry that the rank (replica, stage) fetches: enough to run its share and to log the iteration."""
-
-    iteration: int
-    replica: int
-    family: ModelFamily
-    forward_only: bool
-    plan_digest: str
-    """Digest of the whole iteration's plan: equal on all ranks that run the same plan."""
-    pipeline_stages: int
-    chunks: int
-    micro_batches: tuple[MicroBatch, ...]
-    stage_plan: StagePlan
-    totals: Totals
-
-    @classmethod
-    def of(cls, plan: IterationPlan, replica: int, stage: int, *, plan_digest: str) -> Self:
-        """The part of one rank in a whole plan."""
-        share = plan.replicas[replica]
-        return cls(
-            iteration=plan.iteration,
-            replica=replica,
-            family=plan.family,
-            forward_only=plan.forward_only,
-            plan_digest=plan_digest,
-            pipeline_stages=plan.pipeline_stages,
-            chunks=plan.chunks,
-            micro_batches=share.micro_batches,
-            stage_plan=share.stages[stage],
-            totals=plan.totals,
         )

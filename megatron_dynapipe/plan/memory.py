@@ -25,7 +25,7 @@ from megatron_dynapipe.plan.instructions import (
     buffer_of,
     effects_of,
 )
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StageEntry
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.plan.text import point_at
 from megatron_dynapipe.units import in_mb
 
@@ -102,20 +102,6 @@ def high_water_marks(
         else:
             yield (bytes_held if not plan.peak_covers_backward else bytes_held - stored + peak) + under_way
         bytes_held += stored * effect.graphs_kept
-
-
-def activation_peak_bytes(entry: StageEntry) -> int:
-    """The most bytes that the passes of a training iteration's stage hold at a time, without model state."""
-    most = bytes_held = 0
-    for instruction in entry.stage_plan.instructions:
-        if isinstance(instruction, Pass):
-            v = instruction.chunk * entry.pipeline_stages + entry.stage_plan.stage
-            micro_batch = entry.micro_batches[instruction.micro_batch]
-            effect = EFFECTS[type(instruction)]
-            if effect.work is Work.FORWARD:
-                most = max(most, bytes_held + micro_batch.peak_bytes[v])
-            bytes_held += micro_batch.stored_bytes[v] * effect.graphs_kept
-    return most
 
 
 def peak_bytes(plan: IterationPlan, replica: ReplicaPlan, stage: int, element_bytes: int = ELEMENT_BYTES) -> int:

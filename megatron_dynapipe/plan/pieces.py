@@ -24,15 +24,6 @@ def cut_entries(micro_batch: MicroBatch) -> Iterator[tuple[int, Piece]]:
             yield at, piece
 
 
-def begun(micro_batch: MicroBatch) -> Iterator[int]:
-    """The samples that begin in a micro-batch."""
-    if not micro_batch.pieces:
-        yield from micro_batch.sample_ids
-    for sample, piece in zip(micro_batch.sample_ids, micro_batch.pieces, strict=False):
-        if piece.start == 0:
-            yield sample
-
-
 def chains(micro_batches: Sequence[MicroBatch]) -> Mapping[int, Sequence[int]]:
     """By sample that is cut, the micro-batches of its pieces in the order of its positions."""
     chains: dict[int, list[tuple[Piece, int]]] = defaultdict(list)

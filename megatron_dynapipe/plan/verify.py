@@ -1,23 +1,24 @@
 """Verification that a plan can run, of every plan before it is published.
 
-in step    replicas that share experts run the same passes in one order            in_step
-samples    every sample once, in shapes that hold it; pieces tile their samples       verify_samples, pieces
+samples    every sample once, in shapes that hold it                                verify_samples
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
 memory     what passes and messages hold beside the model state, within the limit        memory
+
+Ways to make micro-batches bring rules of their own (`planning.ways.rules`): pieces tile their samples and run in their
+order; replicas that share experts run the same passes.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.in_step import check_in_step
 from megatron_dynapipe.plan.instructions import BackwardInput, Instruction
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan
 from megatron_dynapipe.plan.memory import ELEMENT_BYTES, check_memory, message_elements
-from megatron_dynapipe.plan.pieces import check_chain_order
 from megatron_dynapipe.plan.text import format_instruction
 from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps, trace_stage
-from megatron_dynapipe.plan.verify_samples import check_samples
+from megatron_dynapipe.plan.verify_samples import check_micro_batches, check_samples
 from megatron_dynapipe.plan.verify_transfers import check_pairing, check_progress, check_shapes
 from megatron_dynapipe.units import Recompute
 
@@ -25,9 +26,22 @@ FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | Non
 """A faster verification of instruction lists by the same rules; None for lists that it does not accept."""
 
 
+class PlanRules(Protocol):
+    """What plans have to hold besides, by the ways that made their micro-batches."""
+
+    def check(self, plan: IterationPlan) -> None:
+        """Raise a PlanError that says what is wrong with the micro-batches and their orders."""
+        ...
+
+    def check_passes(self, stage: int, micro_batches: Sequence[MicroBatch], passes: Sequence[Instruction]) -> None:
+        """Raise a PlanError where the passes of a stage, each once and in order, must not run in this order."""
+        ...
+
+
 def verify(
     plan: IterationPlan,
     *,
+    rules: PlanRules,
     expected_samples: Collection[int] | None = None,
     fast_verify: FastVerify | None = None,
     ordered_starts: bool = False,
@@ -37,6 +51,7 @@ def verify(
 
     Args:
         plan: the whole iteration.
+        rules: of the ways that make micro-batches.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
         ordered_starts: verify that lists also end where a send's start waits for its channel's previous message.
         element_bytes: of an element of messages.
@@ -46,11 +61,12 @@ def verify(
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.
     """
     _check_form(plan)
-    check_in_step(plan)
+    check_micro_batches(plan)
+    rules.check(plan)
     check_samples(plan, expected_samples)
     for index, replica in enumerate(plan.replicas):
         try:
-            steps = _verify_replica(plan, replica, fast_verify, ordered_starts)
+            steps = _verify_replica(plan, replica, rules, fast_verify, ordered_starts)
             messages = [[elements * element_bytes for elements in stage] for stage in steps.messages]
             check_memory(plan, replica, steps.passes, messages)
         except PlanError as error:
@@ -102,7 +118,11 @@ def _check_form(plan: IterationPlan) -> None:
 
 
 def _verify_replica(
-    plan: IterationPlan, replica: ReplicaPlan, fast_verify: FastVerify | None, ordered_starts: bool
+    plan: IterationPlan,
+    replica: ReplicaPlan,
+    rules: PlanRules,
+    fast_verify: FastVerify | None,
+    ordered_starts: bool,
 ) -> Steps:
     lists = [stage.instructions for stage in replica.stages]
     dimensions = Dimensions(
@@ -114,10 +134,11 @@ def _verify_replica(
     )
     steps = (fast_verify and fast_verify(dimensions, lists)) or verify_lists(dimensions, lists)
     check_shapes(plan, replica, steps.sends)
-    for stage, passes in enumerate(steps.passes):
-        _check_prediction(replica, stage, [lists[stage][step] for step in passes])
-        _check_divided(plan, replica, stage, [lists[stage][step] for step in passes])
-        check_chain_order(stage, replica.micro_batches, [lists[stage][step] for step in passes])
+    for stage, places in enumerate(steps.passes):
+        passes = [lists[stage][place] for place in places]
+        _check_prediction(replica, stage, passes)
+        _check_divided(plan, replica, stage, passes)
+        rules.check_passes(stage, replica.micro_batches, passes)
     return steps
 
 

@@ -6,15 +6,11 @@ from collections.abc import Collection
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
 from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
-from megatron_dynapipe.plan.pieces import begun, check_pieces
 from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions, target_positions
 
 
-def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None:
-    """Raise a PlanError where a sample is lost, repeated or too long for its micro-batch.
-
-    A global batch may hold a sample twice (where it spans two epochs); so may the plan, then.
-    """
+def check_micro_batches(plan: IterationPlan) -> None:
+    """Raise a PlanError where a micro-batch is none of the plan's, or a sample is too long for it."""
     virtual_stages = plan.pipeline_stages * plan.chunks
     for index, replica in enumerate(plan.replicas):
         for row, micro_batch in enumerate(replica.micro_batches):
@@ -26,13 +22,19 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
                     hint="plan again with the run's own settings",
                 )
             _check_micro_batch(plan.family, where, micro_batch, virtual_stages)
-        check_pieces(plan.family, index, replica.micro_batches)
     counted = {bool(mb.labels) for replica in plan.replicas for mb in replica.micro_batches if not mb.is_filler}
     if len(counted) > 1:
         raise PlanError("expected labels in every micro-batch or in none, got some without")
+
+
+def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None:
+    """Raise a PlanError where a sample is lost or repeated; None for samples that the caller does not know.
+
+    A global batch may hold a sample twice (where it spans two epochs); so may the plan, then.
+    """
     if expected is None:
         return
-    samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in begun(mb)]
+    samples = [sample for replica in plan.replicas for mb in replica.micro_batches for sample in mb.begun_ids]
     if sorted(samples) != sorted(expected):
         whole = Counter(expected)
         planned = Counter(samples)

@@ -1,19 +1,12 @@
-"""Dividing work evenly: micro-batches over data-parallel replicas, so that the slowest replica's pipeline is as fast as
-can be, and the items of a sequence, such as layers, over parts.
+"""Micro-batches over data-parallel replicas, so that the slowest replica's pipeline is as fast as can be.
 
 A replica's pipeline takes about as long as its busiest stage works, and before and after that the longest warm-up and
 drain of any of its micro-batches: the sum of the micro-batches' times alone says neither.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import numpy as np
 
-from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.planning.problem import IntArray
-
-type _Reached = tuple[tuple[int, int], tuple[int, ...]]
 
 EXCHANGES = 32
 """Most moves and exchanges that improve the first assignment."""
@@ -96,38 +89,3 @@ def _largest_of_others(values: IntArray) -> IntArray:
     largest = np.full_like(values, values[order[-1]])
     largest[order[-1]] = values[order[-2]] if len(values) > 1 else 0
     return largest
-
-
-def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
-    """How many of the items each part has, at least one, where the busiest part has the least work.
-
-    A dynamic program over items × parts; of equally busy ones that of the least sum of squares so far goes on.
-
-    Args:
-        work: of the items.
-        parts: how many.
-        fits: `[first][end]`: whether the items from `first` up to `end` may be one part.
-
-    Raises:
-        InfeasibleError: no division fits.
-    """
-    ends, count = [0, *accumulate(work)], len(work)
-    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
-    least: dict[int, _Reached] = {0: ((0, 0), ())}
-    for part in range(1, parts + 1):
-        following: dict[int, _Reached] = {}
-        for n in range(part, count - parts + part + 1):
-            options = []
-            for m, ((busiest, squares), division) in least.items():
-                if m < n and (fits is None or fits[m][n]):
-                    added = ends[n] - ends[m]
-                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
-            if options:
-                following[n] = min(options)
-        least = following
-    if count not in least:
-        raise InfeasibleError(
-            f"no division of {count} segments into {parts} stages fits the memory",
-            hint="use more stages, or smaller batches",
-        )
-    return least[count][1]

@@ -3,14 +3,21 @@
 Whatever makes or changes tables stands here, on this side of the planner, which reads them.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.links import Links, links_between
 from megatron_dynapipe.cost.model import CostModel
 from megatron_dynapipe.cost.pattern import each_alone
-from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables
+from megatron_dynapipe.cost.state import model_state_bytes
+from megatron_dynapipe.cost.tables import ATTENTION, EXPERT_MLP, CostTables, IntArray
 from megatron_dynapipe.errors import CostModelError
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.ways import ways_of
+from megatron_dynapipe.planning.ways.rules import RULES
 from megatron_dynapipe.units import Recompute
 
 
@@ -26,7 +33,49 @@ def planner_of(settings: PlannerSettings, cost_model: CostModel) -> Planner:
             settings ask for.
         InfeasibleError: a stage's model state alone exceeds the memory limit.
     """
-    return Planner(settings, tables_of(settings, cost_model), ways_of(settings), costs_digest=cost_model.digest)
+    return planner_over(settings, tables_of(settings, cost_model), costs_digest=cost_model.digest)
+
+
+def planner_over(settings: PlannerSettings, tables: Sequence[CostTables], *, costs_digest: str) -> Planner:
+    """The planner of a run whose modules cost what `tables` say; raises InfeasibleError as `planner_of` does."""
+    return Planner(
+        settings,
+        tables=tables,
+        links=links_of(settings),
+        model_state_bytes=model_state_of(settings, tables),
+        ways=ways_of(settings),
+        rules=RULES,
+        costs_digest=costs_digest,
+    )
+
+
+def model_state_of(settings: PlannerSettings, tables: Sequence[CostTables]) -> IntArray:
+    """Memory of every pipeline rank's parameters, gradients and optimizer states: int64[stages]."""
+    if settings.model_state_bytes is not None:
+        return np.array(settings.model_state_bytes, np.int64)
+    states = [
+        model_state_bytes(
+            settings.layout,
+            under_mode.state,
+            data_parallel=settings.data_parallel,
+            distributed_optimizer=settings.distributed_optimizer,
+        )
+        for under_mode in tables
+    ]
+    return np.asarray(np.stack(states).max(axis=0), np.int64)
+
+
+def links_of(settings: PlannerSettings, virtual_stages: int | None = None) -> Links:
+    """The links between the virtual stages of the settings, or between so many."""
+    return links_between(
+        settings.network,
+        virtual_stages=settings.layout.virtual_stages if virtual_stages is None else virtual_stages,
+        stages=settings.pipeline_parallel,
+        ranks_per_stage=settings.data_parallel * settings.tensor_parallel,
+        tensor_parallel=settings.tensor_parallel,
+        sequence_parallel=settings.sequence_parallel,
+        scatter_gather=settings.scatter_gather,
+    )
 
 
 def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTables, ...]:

@@ -15,19 +15,19 @@ from itertools import accumulate, chain, islice, pairwise, permutations
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost.layout import Split, even_split, in_modules, of_modules
+from megatron_dynapipe.cost.layout import Split, in_modules
 from megatron_dynapipe.cost.model import CostModel
+from megatron_dynapipe.cost.splits import even_split, of_modules
 from megatron_dynapipe.cost.tables import ABSENT, Quantity
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.planning.balance import evenest
-from megatron_dynapipe.planning.costing import tables_of
+from megatron_dynapipe.planning.costing import planner_over, tables_of
+from megatron_dynapipe.planning.evenest import evenest
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import BoolArray
 from megatron_dynapipe.planning.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.ways import ways_of
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import BatchLayout
 
@@ -305,7 +305,7 @@ class _Trials:
             schedule=schedule,
         )
         try:
-            return Planner(settings, self._tables, ways_of(settings), costs_digest=self._costs_digest)
+            return planner_over(settings, self._tables, costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
 

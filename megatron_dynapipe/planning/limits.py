@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import Floats, ModelState, Quantity
+from megatron_dynapipe.cost.state import ModelState
+from megatron_dynapipe.cost.tables import Floats, Quantity
 from megatron_dynapipe.plan.instructions import Forward, Pass
 from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan
 from megatron_dynapipe.planning.least_costs import INPUT, LeastCosts

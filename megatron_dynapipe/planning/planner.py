@@ -7,6 +7,7 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from megatron_dynapipe.cost.tables import LARGEST_COORDINATE, CostTables
 from megatron_dynapipe.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.plan.verify import PlanRules, verify
 from megatron_dynapipe.planning.assembly import replica_plans
 from megatron_dynapipe.planning.candidates import Way, best
 from megatron_dynapipe.planning.native import fast_verify
@@ -25,8 +26,11 @@ from megatron_dynapipe.planning.scheduling import ScheduledBatch
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.stopwatch import timed
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import in_mb
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.cost.links import Links
+    from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 
 class Planner:
@@ -35,7 +39,10 @@ class Planner:
     Args:
         settings: model, layout, memory, choices.
         tables: modules' costs under every recompute mode of the settings.
+        links: what messages between virtual stages take.
+        model_state_bytes: int64[stages], memory of parameters, gradients and optimizer states.
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
+        rules: that plans of these ways have to hold.
         costs_digest: of what the tables are of; a part of every plan's identity.
 
     Raises:
@@ -45,20 +52,23 @@ class Planner:
     def __init__(
         self,
         settings: PlannerSettings,
-        tables: Sequence[CostTables],
-        ways: Sequence[Sequence[Way]],
         *,
+        tables: Sequence[CostTables],
+        links: "Links",
+        model_state_bytes: IntArray,
+        ways: Sequence[Sequence[Way]],
+        rules: PlanRules,
         costs_digest: str,
     ) -> None:
         self.settings = settings
         self.tables = tuple(tables)
         self.ways = ways
+        self.rules = rules
         self.costs_digest = costs_digest
         self.layout = settings.layout
-        self._links = settings.links
+        self.links = links
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
-        states = np.stack([self._model_state(tables) for tables in self.tables])
-        self.model_state_bytes: IntArray = states.max(axis=0)
+        self.model_state_bytes = model_state_bytes
         if self.model_state_bytes.max() >= settings.memory_limit_bytes:
             stage = int(self.model_state_bytes.argmax())
             needed, available = in_mb(int(self.model_state_bytes[stage]), settings.memory_limit_bytes)
@@ -82,9 +92,17 @@ class Planner:
         if not self.settings.transfers.are_plain or rules == self.settings.transfers:
             return self
         settings = msgspec.structs.replace(self.settings, transfers=rules)
-        return Planner(settings, self.tables, self.ways, costs_digest=self.costs_digest)
+        return Planner(
+            settings,
+            tables=self.tables,
+            links=self.links,
+            model_state_bytes=self.model_state_bytes,
+            ways=self.ways,
+            rules=self.rules,
+            costs_digest=self.costs_digest,
+        )
 
-    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+    def plan(self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
 
         Args:
@@ -99,7 +117,7 @@ class Planner:
         return self.plan_timed(batch, iteration, forward_only=forward_only)[0]
 
     def plan_timed(
-        self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False
+        self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
@@ -122,6 +140,7 @@ class Planner:
         with timed(seconds, "verify"):
             verify(
                 plan,
+                rules=self.rules,
                 expected_samples=batch.sample_ids.tolist(),
                 fast_verify=fast_verify,
                 ordered_starts=self.settings.transfers.ordered_starts,
@@ -130,7 +149,7 @@ class Planner:
         return plan, seconds
 
     def scheduled(
-        self, batch: GlobalBatch, *, forward_only: bool, seconds: dict[str, float]
+        self, batch: "GlobalBatch", *, forward_only: bool, seconds: dict[str, float]
     ) -> tuple[Samples, ScheduledBatch]:
         """What micro-batches hold, whole samples or pieces, and these with the order of their passes; times `seconds`.
 
@@ -156,7 +175,7 @@ class Planner:
                     notice(candidate.missed)
         raise explain_infeasible(samples, problem)
 
-    def samples(self, batch: GlobalBatch) -> Samples:
+    def samples(self, batch: "GlobalBatch") -> Samples:
         """The batch's lengths in padded positions.
 
         Raises:
@@ -192,7 +211,7 @@ class Planner:
             memory_limit_bytes=s.memory_limit_bytes,
             in_flight=self.in_flight_options(),
             replicas=s.data_parallel,
-            links=self._links,
+            links=self.links,
             bytes_per_position=s.sent_per_position,
             held_per_position=s.held_per_position,
             forward_only=forward_only,
@@ -210,12 +229,3 @@ class Planner:
     def fits_alone(self, samples: Samples) -> BoolArray:
         """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
         return fits_alone(self.problem(samples))
-
-    def _model_state(self, tables: CostTables) -> IntArray:
-        if self.settings.model_state_bytes is not None:
-            return np.array(self.settings.model_state_bytes, np.int64)
-        return self.layout.model_state_bytes(
-            tables.state,
-            data_parallel=self.settings.data_parallel,
-            distributed_optimizer=self.settings.distributed_optimizer,
-        )

@@ -11,9 +11,11 @@ from functools import cache
 import numpy as np
 
 from megatron_dynapipe.cost.layout import PipelineLayout, Split
-from megatron_dynapipe.cost.network import Links
+from megatron_dynapipe.cost.links import Links
+from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.cost.tables import ABSENT, CostTables, Quantity
 from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
+from megatron_dynapipe.planning.costing import links_of
 from megatron_dynapipe.planning.native import core
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.problem import IntArray, native_links
@@ -107,8 +109,8 @@ class Rescheduler:
         layout = self._layout(split)
         state = np.array(s.model_state_bytes or (), np.int64)
         if s.model_state_bytes is None:
-            state = layout.model_state_bytes(
-                self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
+            state = model_state_bytes(
+                layout, self._state, data_parallel=s.data_parallel, distributed_optimizer=s.distributed_optimizer
             )
         return core.reschedule(
             values=np.ascontiguousarray(micro_batches.values),
@@ -126,7 +128,7 @@ class Rescheduler:
 
     @cache  # noqa: B019 -- of a few numbers, and a rescheduler lives as long as a choice
     def _links(self, virtual_stages: int) -> Links:
-        return self.settings.links_of(virtual_stages)
+        return links_of(self.settings, virtual_stages)
 
     def _by_module(
         self, row: int, micro_batch: MicroBatch, under: Mapping[Recompute, IntArray], stage_of: IntArray

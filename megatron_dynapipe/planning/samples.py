@@ -1,8 +1,7 @@
 """A global batch as the planner sees it, and why one cannot be planned."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -10,15 +9,16 @@ from megatron_dynapipe.cost.tables import ABSENT, LARGEST_COST
 from megatron_dynapipe.errors import DataError, InfeasibleError
 from megatron_dynapipe.plan.iteration import Piece
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.units import (
     LENGTH_MULTIPLE,
     ModelFamily,
     in_mb,
     input_positions,
-    round_up,
     target_positions,
 )
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class Samples:
         return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
     @classmethod
-    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
+    def of(cls, batch: "GlobalBatch", family: ModelFamily) -> Self:
         """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
 
         Raises:
@@ -82,47 +82,10 @@ class Samples:
             labels=None if labels is None or (labels >= inputs).all() else labels.astype(np.int64),
         )
 
-    def padded(self, input_length: int | None, target_length: int | None) -> Self:
-        """Every sample padded to these lengths, or where they are None to the batch's longest.
-
-        Raises:
-            DataError: a sample is longer.
-        """
-        longest = int(self.inputs.max()), int(self.targets.max())
-        padded = tuple(longest[i] if n is None else round_up(n) for i, n in enumerate((input_length, target_length)))
-        if padded[0] < longest[0] or padded[1] < longest[1]:
-            raise DataError(
-                f"samples of up to {longest[0]} input and {longest[1]} target positions cannot be padded to"
-                f" {padded[0]} and {padded[1]}",
-                hint="truncate the samples, or pad to longer lengths",
-            )
-        inputs, targets = np.full_like(self.inputs, padded[0]), np.full_like(self.targets, padded[1])
-        return replace(self, inputs=inputs, targets=targets)
-
-
-def batch_of_positions(lengths: Sequence[int], iteration: int) -> GlobalBatch:
-    """A global batch of samples of so many positions, for `Planner.plan`; sample ids are places in it.
-
-    A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
-    """
-    return GlobalBatch.of_lengths(np.asarray(lengths, np.int32) + 1, iteration=iteration)
-
 
 def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
     """Positions rounded up as lengths of micro-batches are."""
     return np.asarray(-(-positions // multiple) * multiple)
-
-
-def problem_of(problem: BatchProblem, samples: Samples) -> BatchProblem:
-    """The problem of planning these samples in place of its own."""
-    return replace(
-        problem,
-        inputs=samples.inputs,
-        targets=samples.targets,
-        input_positions=samples.input_positions,
-        target_positions=samples.target_positions,
-        labels=samples.labels,
-    )
 
 
 def fits_alone(problem: BatchProblem) -> BoolArray:
@@ -172,10 +135,19 @@ def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> Infeasibl
     """Why a sample has no costs: no layer's were measured, or a stage's are above the limit of every cost."""
     lengths = problem.inputs[row : row + 1], problem.targets[row : row + 1]
     one = np.ones(1, np.int64)
+    longest = [max(int(getattr(tables, axis)[-1]) for tables in problem.modes) for axis in ("inputs", "targets")]
+    if any(int(length[0]) > known for length, known in zip(lengths, longest, strict=True)):
+        ends = " and ".join(str(known) for known in longest if known)
+        return InfeasibleError(
+            f"{where} lies outside the cost model's lengths, which end at {ends}",
+            hint="truncate or skip long samples, or profile longer lengths",
+        )
     if all((tables.at_sizes(tables.at_lengths(*lengths), one) == ABSENT).any() for tables in problem.modes):
         return InfeasibleError(
-            f"{where} lies outside the cost model's lengths, or ran out of memory when they were measured",
-            hint="truncate or skip long samples, use more tensor parallelism, or profile longer lengths",
+            f"{where} has no costs: at that length a layer was not measured, ran out of memory, or holds over 64 GB by"
+            " computed costs",
+            hint="cut samples into pieces, use more tensor parallelism or, on a CPU, no attention dropout; or truncate"
+            " or skip long samples",
         )
     layers = problem.layout.layers_per_stage
     v = problem.native.uncovered_stage(

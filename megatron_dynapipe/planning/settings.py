@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from megatron_dynapipe.cost.layout import PipelineLayout, Split
-from megatron_dynapipe.cost.network import Links, Network, ScatterGather
+from megatron_dynapipe.cost.network import Network, ScatterGather
 from megatron_dynapipe.cost.tables import Kind
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.plan.transfer_rules import TransferRules
@@ -194,19 +194,3 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def held_per_position(self) -> int:
         """Bytes of them that a rank holds."""
         return self.sent_per_position // (self.tensor_parallel if self.sequence_parallel else 1)
-
-    @property
-    def links(self) -> Links:
-        """The links between virtual stages."""
-        return self.links_of(self.layout.virtual_stages)
-
-    def links_of(self, virtual_stages: int) -> Links:
-        """The links between so many virtual stages."""
-        return self.network.links(
-            virtual_stages=virtual_stages,
-            stages=self.pipeline_parallel,
-            ranks_per_stage=self.data_parallel * self.tensor_parallel,
-            tensor_parallel=self.tensor_parallel,
-            sequence_parallel=self.sequence_parallel,
-            scatter_gather=self.scatter_gather,
-        )

@@ -20,8 +20,7 @@ from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.plan.instructions import EFFECTS, Buffer, Free, Instruction, RecvStart, SendStart
 from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.plan.text import format_instruction, point_at
-from megatron_dynapipe.runtime.platform import DevicePlatform
-from megatron_dynapipe.runtime.trace import Trace
+from megatron_dynapipe.runtime.trace import DevicePlatform, Trace
 
 _BufferKey = tuple[Buffer, int, int]
 

@@ -4,27 +4,44 @@
       └ under way while the first passes run; the first transfer waits for it
 
 `StepRunner` stands below Megatron's training loop, `MegatronPipeline`, `Pipeline` and `UnevenPipeline`. They give it
-a list, what runs its passes, and what finishes the gradients.
+a list, what runs its passes, and what finishes the gradients; `runtime.rank` gives it transports, a clock and a
+watchdog.
 """
 
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_dynapipe.plan.instructions import Forward
 from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.runtime.executor import Dtypes, PipelineExecutor
 from megatron_dynapipe.runtime.passes import PassContext, StageModel, pass_handlers
-from megatron_dynapipe.runtime.platform import platform_of
 from megatron_dynapipe.runtime.trace import Trace
-from megatron_dynapipe.runtime.transfers import PooledTransfers
-from megatron_dynapipe.runtime.transport import GatedTransport, NoTransport, Transport
-from megatron_dynapipe.runtime.watchdog import watched
+
+
+class Agreement(Protocol):
+    """An agreement of all ranks that is under way while the first passes run (`runtime.control_group`)."""
+
+    is_settled: bool
+
+    def settle(self) -> None:
+        """Return once every rank is known to be able to run the step; else raise, on every rank."""
+        ...
+
+    def then(self, function: Callable[[], None]) -> None:
+        """Call a function once the agreement is settled."""
+        ...
+
+
+class Sums(Protocol):
+    """Adds up over all ranks (`runtime.control_group`)."""
+
+    def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to add up `values`; what is returned waits for the sums."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +80,7 @@ class Step:
     plan: StagePlan
     model: StageModel
     dtypes: Dtypes | None = None
-    agreement: StepAgreement | None = None
+    agreement: Agreement | None = None
     forward_only: bool = False
     around: AbstractContextManager[object] = field(default_factory=nullcontext)
     finish: Callable[["PendingTotals"], None] = lambda _: None
@@ -73,46 +90,45 @@ class StepRunner:
     """Runs the steps of one rank, each together with all others'.
 
     Args:
-        transport: moves tensors between stages.
+        executor: runs lists together with the other stages.
+        alone: makes an executor that runs a list without them: it sends nothing and receives zeros.
+        gate: takes what the next transfer has to wait for, or None.
         device: of this rank.
         stage, stages: this rank's place in its pipeline.
         chunks: virtual stages of each rank.
         dtype: of the tensors that cross stage boundaries.
-        deadline_s: of every transfer; on CUDA a watchdog reports a device that is about to miss it.
-        control: the group over which losses are added up; None where somebody else does it.
+        sums: adds up losses over all ranks; None where somebody else does it.
+        close: gives back what the executor uses besides memory.
 
     Attributes:
         is_warm: kernels are loaded, so that no list waits for one.
-        close: ends the watchdog's thread; so does the end of this object.
     """
 
     def __init__(
         self,
-        transport: Transport,
-        device: torch.device,
+        executor: PipelineExecutor,
         *,
+        alone: Callable[[], PipelineExecutor],
+        gate: Callable[[Callable[[], None] | None], None],
+        device: torch.device,
         stage: int,
         stages: int,
         chunks: int,
         dtype: torch.dtype,
-        deadline_s: float,
-        control: ControlGroup | None = None,
+        sums: Sums | None = None,
+        close: Callable[[], object] = lambda: None,
     ) -> None:
         self.device = device
         self.stage = stage
         self.stages = stages
         self.chunks = chunks
         self.dtype = dtype
-        self._control = control
-        self._transport = GatedTransport(transport)
+        self.close = close
         self.is_warm = False
-        with ExitStack() as resources:
-            self._executor = PipelineExecutor(
-                self._transfers(self._transport),
-                platform_of(device),
-                watch=resources.enter_context(watched(device, deadline_s=deadline_s, rank=dist.get_rank())),
-            )
-            self.close = weakref.finalize(self, resources.pop_all().close)
+        self._executor = executor
+        self._alone = alone
+        self._gate = gate
+        self._sums = sums
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Call a function before the first training step, once, on a device that loads kernels when they are used."""
@@ -122,9 +138,8 @@ class StepRunner:
 
     def run_alone(self, step: Step) -> None:
         """Run a step's list without the other stages: it sends nothing and receives zeros."""
-        executor = PipelineExecutor(self._transfers(NoTransport()), platform_of(self.device))
         with step.around:
-            executor.execute(step.plan, pass_handlers(self._context(step)), dtypes=step.dtypes)
+            self._alone().execute(step.plan, pass_handlers(self._context(step)), dtypes=step.dtypes)
 
     def run(self, step: Step) -> StepTotals:
         """Run a step to its end.
@@ -135,7 +150,7 @@ class StepRunner:
         """
         context = self._context(step)
         agreement = step.agreement
-        totals = PendingTotals(self._control, step.model)
+        totals = PendingTotals(self._sums, step.model)
 
         def start_totals() -> None:
             if not context.losses_left and (agreement is None or agreement.is_settled):
@@ -145,7 +160,7 @@ class StepRunner:
             context.on_last_loss = start_totals
         if agreement is not None:
             agreement.then(context.on_last_loss)
-        self._transport.gate = None if agreement is None else agreement.settle
+        self._gate(None if agreement is None else agreement.settle)
         with step.around:
             trace = self._executor.execute(step.plan, pass_handlers(context), dtypes=step.dtypes)
         if agreement is not None:
@@ -154,9 +169,6 @@ class StepRunner:
             step.finish(totals)
         loss, count = totals.wait()
         return StepTotals(loss=loss, count=count, trace=trace)
-
-    def _transfers(self, transport: Transport) -> PooledTransfers:
-        return PooledTransfers(transport, self.device, stages=self.stages, dtype=self.dtype)
 
     def _context(self, step: Step) -> PassContext:
         context = PassContext(
@@ -174,15 +186,15 @@ class StepRunner:
 class PendingTotals:
     """The sums over all ranks of a step's losses and their number, on the way while passes run."""
 
-    def __init__(self, control: ControlGroup | None, model: StageModel) -> None:
-        self._control = control
+    def __init__(self, sums: Sums | None, model: StageModel) -> None:
+        self._sums = sums
         self._model = model
         self._sum: Callable[[], torch.Tensor] | None = None
 
     def start(self) -> None:
         """Start the sum: no loss of this rank is still to come."""
-        if self._control is not None and self._sum is None:
-            self._sum = self._control.start_sum(self._model.totals().detach().cpu())
+        if self._sums is not None and self._sum is None:
+            self._sum = self._sums.start_sum(self._model.totals().detach().cpu())
 
     def wait(self) -> tuple[float, float]:
         """Sum of the losses, and their number."""

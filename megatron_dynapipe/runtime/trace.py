@@ -1,8 +1,44 @@
-"""When each instruction of an iteration ran on this stage."""
+"""When each instruction of an iteration ran on this stage, and the port to the device that tells the time."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
 
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.runtime.platform import DevicePlatform, Mark
+
+Mark = Callable[[], int]
+"""A moment on the device: call it, once the device has passed it, for its time in nanoseconds."""
+
+
+class DevicePlatform(Protocol):
+    """The facts of a device that the executor needs (`runtime.platform` has those of a CPU and of CUDA)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        ...
+
+    def align(self) -> None:
+        """Begin an iteration's marks: their times stay exact to a microsecond for some seconds after this call."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the present moment of the device's work, without waiting for it."""
+        ...
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has passed one of its marks, without waiting for it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work given to the device is done."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """High-water mark of device memory since the last call, or None where the device does not count."""
+        ...
 
 
 class Trace:

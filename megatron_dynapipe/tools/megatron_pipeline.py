@@ -30,7 +30,8 @@ from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
+from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape, Quantity
 from megatron_dynapipe.cost.analytic import geometric, layer_costs
 from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.work import LayerWork
@@ -153,3 +153,16 @@ def test_known_devices_have_their_own_rates(name, flops, traffic):
 def test_an_a100_has_the_fitted_rates_and_an_unknown_device_none() -> None:
     assert rates_of("NVIDIA A100-SXM4-40GB").link_bytes_per_second == pytest.approx(A100_RATES.link_bytes_per_second)
     assert rates_of("Some Accelerator 9000") is None
+
+
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_a_cpu_needs_memory_for_the_scores_that_it_recomputes(recompute: Recompute) -> None:
+    """Its kernels take no dropout: a layer with it makes scores again, 4 bytes each and three copies of them."""
+    scores = 4 * 512 * 512
+    for dropout in (True, False):
+        shape = msgspec.structs.replace(GPT, keeps_scores=False, fused=False, attention_dropout=dropout)
+        tables = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=512).tables(
+            tensor_parallel=1, recompute=recompute
+        )
+        peak = tables.values[:2, Quantity.PEAK, -1, -1, 0].sum()
+        assert bool(peak > 3 * 4 * scores) == dropout

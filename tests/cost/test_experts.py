@@ -14,6 +14,7 @@ from megatron_dynapipe.cost import (
     Quantity,
 )
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.cost.tables import EXPERT_MLP
 from megatron_dynapipe.errors import ConfigError, CostModelError
 from megatron_dynapipe.planning.costing import planner_of
@@ -83,7 +84,7 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
     assert shared.state.expert_bytes * ranks == alone.state.expert_bytes
     layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=(4,), expert_layers=(1, 3))
     states = [
-        layout.model_state_bytes(state, data_parallel=8, distributed_optimizer=True)[0]
+        model_state_bytes(layout, state, data_parallel=8, distributed_optimizer=True)[0]
         for state in (alone.state, shared.state)
     ]
     moved = (

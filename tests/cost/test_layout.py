@@ -15,7 +15,9 @@ from megatron_dynapipe.cost import (
     Quantity,
     even_split,
     parse_split,
+    stage_modules,
 )
+from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.cost.tables import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.units import ModelFamily
@@ -91,9 +93,9 @@ def test_cuts_within_layers() -> None:
     costs = stage_costs(recomputed, layout, ONE, EIGHT, EIGHT)  # no attention before it does
     assert costs.stored_bytes.tolist() == [[3, 1 + 3, 2 + 10]]
     assert costs.peak_bytes.tolist() == [[2 + 7, 6, 12]]
-    state = layout.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
+    state = model_state_bytes(layout, flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (20 + 4 + 1000), 8 * (6 + 40 + 1000), 8 * (60 + 200)]
-    stages = layout.virtual_stage_modules
+    stages = stage_modules(layout)
     assert [stage.ends_encoder for stage in stages] == [False, True, False]
     assert [stage.starts_decoder for stage in stages] == [False, True, False]
     assert layout.decoder_state_forward == (False, True)
@@ -101,13 +103,13 @@ def test_cuts_within_layers() -> None:
 
 def test_model_state() -> None:
     """Parameters ×8, the optimizer's share of six divided over the replicas, embeddings where their stacks begin."""
-    plain = t5(2, 2, 2).model_state_bytes(flat().state, data_parallel=2, distributed_optimizer=False)
-    shared = t5(2, 2, 2).model_state_bytes(flat().state, data_parallel=2, distributed_optimizer=True)
+    plain = model_state_bytes(t5(2, 2, 2), flat().state, data_parallel=2, distributed_optimizer=False)
+    shared = model_state_bytes(t5(2, 2, 2), flat().state, data_parallel=2, distributed_optimizer=True)
     parameters = np.array([20 + 1000, 10 + 100 + 1000, 200])
     assert plain.tolist() == (8 * parameters).tolist()
     assert shared.tolist() == (5 * parameters).tolist()
     chunked = t5(1, 2, 2, 1, chunks=2)  # two of whose stages share a rank
-    state = chunked.model_state_bytes(flat().state, data_parallel=1, distributed_optimizer=False)
+    state = model_state_bytes(chunked, flat().state, data_parallel=1, distributed_optimizer=False)
     assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
 
 

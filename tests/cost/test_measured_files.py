@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dynapipe.cost import PipelineLayout, TableCostModel
 from megatron_dynapipe.cost.division import AS_THE_LAYER, Rates
+from megatron_dynapipe.cost.state import model_state_bytes
 from megatron_dynapipe.units import Recompute
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
@@ -51,7 +52,7 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
                     assert sent[query, stage] == round(out * 1e6)
                 if stage > 0:
                     assert returned[query, stage - 1] == round(back * 1e6)
-        state = layout.model_state_bytes(tables.state, data_parallel=2, distributed_optimizer=True)
+        state = model_state_bytes(layout, tables.state, data_parallel=2, distributed_optimizer=True)
         assert state.tolist() == pytest.approx([mb * 1e6 for mb in scorer.model_state(theirs, run, split, mode)])
 
 

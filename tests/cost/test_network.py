@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cost import Network, ScatterGather
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link, links_between
 from megatron_dynapipe.errors import ConfigError
 
 SLOW = Link(latency_us=60.0, gbps=25.0)
@@ -14,9 +14,9 @@ MESSAGE = 6_000_000
 
 def test_links_between_nodes_are_slower() -> None:
     """4 devices to a stage, 8 to a node: stages 0 and 1 | 2 and 3."""
-    links = Network().links(virtual_stages=4, stages=4, ranks_per_stage=4)
+    links = links_between(Network(), virtual_stages=4, stages=4, ranks_per_stage=4)
     assert links.transfer_ns(np.full((1, 3), MESSAGE)).tolist() == [[10_000, 4_000_000 + 480_000, 10_000]]
-    wrapped = Network(devices_per_node=4).links(virtual_stages=4, stages=2, ranks_per_stage=4)
+    wrapped = links_between(Network(devices_per_node=4), virtual_stages=4, stages=2, ranks_per_stage=4)
     assert wrapped.transfer_ns(np.full((2, 3), MESSAGE)).tolist() == [[4_480_000] * 3] * 2
 
 
@@ -74,7 +74,9 @@ def test_a_message_is_divided_where_that_is_faster(network, message_bytes, whole
         ScatterGather.AUTO: min(whole_us, divided_us),
     }
     for choice, us in expected_us.items():
-        links = made.links(virtual_stages=2, stages=2, ranks_per_stage=4, tensor_parallel=4, scatter_gather=choice)
+        links = links_between(
+            made, virtual_stages=2, stages=2, ranks_per_stage=4, tensor_parallel=4, scatter_gather=choice
+        )
         assert links.transfer_ns(np.array([[message_bytes]])).tolist() == [[round(us * 1e3)]]
         divides = {ScatterGather.OFF: False, ScatterGather.ON: True, ScatterGather.AUTO: divided_us < whole_us}
         assert links.is_sharded(0, message_bytes) == divides[choice]
@@ -83,8 +85,8 @@ def test_a_message_is_divided_where_that_is_faster(network, message_bytes, whole
 def test_the_choice_is_each_boundarys_and_each_messages() -> None:
     """Stages 0, 1 | 2, 3 on two nodes: long messages are divided between nodes, short ones and the others never."""
     network = Network(devices_per_node=8, intra_node_latency_us=10, inter_node_latency_us=20)
-    links = network.links(
-        virtual_stages=4, stages=4, ranks_per_stage=4, tensor_parallel=4, scatter_gather=ScatterGather.AUTO
+    links = links_between(
+        network, virtual_stages=4, stages=4, ranks_per_stage=4, tensor_parallel=4, scatter_gather=ScatterGather.AUTO
     )
     assert [links.is_sharded(boundary, MESSAGE) for boundary in range(3)] == [False, True, False]
     assert not links.is_sharded(1, 10_000)
@@ -95,6 +97,6 @@ def test_the_choice_is_each_boundarys_and_each_messages() -> None:
 def test_parts_of_a_sequence_are_shares_already_and_one_rank_has_none() -> None:
     about = {"virtual_stages": 2, "stages": 2, "scatter_gather": ScatterGather.AUTO}
     network = Network(devices_per_node=4, inter_node_latency_us=0)
-    links = network.links(ranks_per_stage=4, tensor_parallel=4, sequence_parallel=True, **about)
+    links = links_between(network, ranks_per_stage=4, tensor_parallel=4, sequence_parallel=True, **about)
     assert links.transfer_ns(np.array([[MESSAGE]])).tolist() == [[120_000]] and not links.is_sharded(0, MESSAGE)
-    assert not Network().links(ranks_per_stage=8, **about).is_sharded(0, MESSAGE)
+    assert not links_between(Network(), ranks_per_stage=8, **about).is_sharded(0, MESSAGE)

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan, Totals
+from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan, Totals
 from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
 from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem

@@ -19,7 +19,7 @@ from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, 
 from megatron_dynapipe.modules.profile import profile_module
 from megatron_dynapipe.plan.instructions import RecvStart, SendStart
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.balance import evenest
+from megatron_dynapipe.planning.evenest import evenest
 from megatron_dynapipe.segments import Segment, SegmentCosts, divide_segments
 from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks

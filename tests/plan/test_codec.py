@@ -3,8 +3,9 @@ import pytest
 
 from megatron_dynapipe.errors import PlanDecodeError
 from megatron_dynapipe.plan import codec
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StageEntry, StagePlan
+from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.units import ModelFamily, Recompute, Shape
 from tests.helpers.lists import micro_batch, parse_stages

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.errors import PlanDecodeError, PlanError
 from megatron_dynapipe.plan import codec
-from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.planning.ways.rules import verify
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((3, 2), 2)

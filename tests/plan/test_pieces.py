@@ -9,7 +9,7 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Instruction
 from megatron_dynapipe.plan.iteration import MicroBatch, Piece
 from megatron_dynapipe.plan.packing import row_offsets
-from megatron_dynapipe.plan.pieces import begun, chains, check_chain_order, check_pieces, cut_entries
+from megatron_dynapipe.plan.pieces import chains, check_chain_order, check_pieces, cut_entries
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape, round_up
 from tests.helpers.lists import micro_batch, parse_instruction
 
@@ -44,8 +44,8 @@ def test_what_a_row_with_pieces_holds() -> None:
     assert [*cut_entries(ROWS[1])] == [(0, Piece(8, 16))]
     assert row_offsets(GPT, ROWS[1]).inputs == (0, 8, 13)
     assert chains(ROWS) == {7: [0, 1, 2]}
-    assert [[*begun(mb)] for mb in ROWS] == [[7], [3], []]
-    assert [mb.begun for mb in ROWS] == [1, 1, 0]
+    assert [list(mb.begun_ids) for mb in ROWS] == [[7], [3], []]
+    assert [len(mb.begun_ids) for mb in ROWS] == [1, 1, 0]
     assert [mb.real_tokens for mb in ROWS] == [9, 8 + 6, 4]  # 21 and 6 tokens in all
 
 

@@ -6,8 +6,8 @@ from megatron_dynapipe.plan.instructions import Backward, Forward
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.text import format_stages
 from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.lowering import PipelineTopology, lower
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import make_plan

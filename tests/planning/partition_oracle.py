@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import ABSENT, CostTables, Kind, Network, PipelineLayout, Quantity, of_modules
+from megatron_dynapipe.cost.links import links_between
 from megatron_dynapipe.cost.tables import ATTENTION, DECODER_MLP, MLP
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
 from megatron_dynapipe.units import BatchLayout, ModelFamily
@@ -85,7 +86,7 @@ def batch_problems(
         memory_limit_bytes=10 + draw(st.sampled_from([50, 1000, 10**9])),
         in_flight=np.array(draw(st.lists(in_flight, min_size=1, max_size=3)), np.int64),
         replicas=draw(st.integers(1, 3)),
-        links=Network().links(virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=1),
+        links=links_between(Network(), virtual_stages=layout.virtual_stages, stages=layout.stages, ranks_per_stage=1),
         bytes_per_position=2,
         held_per_position=2,
         forward_only=draw(st.booleans()),

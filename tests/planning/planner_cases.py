@@ -3,15 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, DeviceRates, ModelShape
+from megatron_dynapipe.cost.analytic import PeakRatios
 from megatron_dynapipe.cost.shape import Experts
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import ModelFamily
+
+KERNEL_RATES = msgspec.structs.replace(CPU_RATES, peaks=PeakRatios())
+"""A CPU whose recomputed attention takes no memory to speak of, so that recomputing frees most of a layer's."""
 
 
 def cost_model(
@@ -20,7 +25,7 @@ def cost_model(
     hidden: int = 128,
     heads: int = 4,
     vocabulary: int = 4096,
-    rates: DeviceRates = CPU_RATES,
+    rates: DeviceRates = KERNEL_RATES,
     max_size: int = 256,
     max_length: int = 2048,
     experts: Experts | None = None,

@@ -7,8 +7,8 @@ import pytest
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan import codec
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import planner

@@ -12,9 +12,9 @@ from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Pass, SendStart
 from megatron_dynapipe.plan.memory import message_elements, peak_bytes
 from megatron_dynapipe.plan.transfer_rules import TransferRules
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.native import fast_verify
 from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.lists import parse_instruction
 from tests.helpers.plans import make_plan, random_problem

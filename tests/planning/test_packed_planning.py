@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from megatron_dynapipe.cost import CostTables
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.partition import OrderedPartitions
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.search import search
 from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.packed_oracle import best_makespan_ns

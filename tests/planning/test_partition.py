@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cost import CostTables, Network, PipelineLayout, Quantity
+from megatron_dynapipe.cost.links import links_between
 from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.planning.balance import assign, pipeline_time
 from megatron_dynapipe.planning.partition import candidate_orders
@@ -137,7 +138,7 @@ def test_a_large_order_is_partitioned_block_by_block() -> None:
         memory_limit_bytes=100,
         in_flight=np.array([[2, 1]]),
         replicas=1,
-        links=Network().links(virtual_stages=2, stages=2, ranks_per_stage=1),
+        links=links_between(Network(), virtual_stages=2, stages=2, ranks_per_stage=1),
         bytes_per_position=1,
         held_per_position=1,
     )

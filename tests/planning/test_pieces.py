@@ -21,12 +21,12 @@ from megatron_dynapipe.plan.codec import decode_plan, encode
 from megatron_dynapipe.plan.iteration import IterationPlan
 from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.planning.ways.pieces import MOST_PIECES, cut, cut_batch, within_bound
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers import benchmark_data

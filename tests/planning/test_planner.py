@@ -16,9 +16,9 @@ from megatron_dynapipe.cost import ScatterGather
 from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
@@ -170,7 +170,7 @@ EMPTY = of_lengths([])
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 PACKED = {"micro_batch_layouts": (BatchLayout.PACKED,)}
 SHORT = {"memory_limit_bytes": 25_000_000, "recompute": (Recompute.NONE,)}
-TOO_LONG = r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths"
+TOO_LONG = r"sample 1 of padded shape 1x3000\+16 lies outside the cost model's lengths, which end at 2048 and 2048"
 TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on stage \d, which has \d+ MB"
 
 
@@ -188,6 +188,13 @@ TOO_LARGE = r"sample 1 of padded shape 1x2000 needs \d+ MB of activations on sta
 def test_what_cannot_be_planned(family, changes, samples, error, message):
     with pytest.raises(error, match=message):
         planner(family, **changes).plan(samples, 0)
+
+
+def test_a_length_that_no_device_holds_is_told_from_one_beyond_the_costs() -> None:
+    costs = cost_model(GPT, hidden=4096, heads=128, max_length=2**17)
+    large = planner_of(settings(GPT, hidden_size=4096, pipeline_parallel=1, memory_limit_bytes=10**12), costs)
+    with pytest.raises(InfeasibleError, match="sample 0 of padded shape 1x100000 has no costs: at that length a layer"):
+        large.plan(batch_of((100_000, 0)), 0)
 
 
 def test_model_state_larger_than_memory() -> None:

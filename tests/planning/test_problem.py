@@ -13,9 +13,9 @@ from megatron_dynapipe.cost import (
     ModelShape,
 )
 from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.problem import BatchProblem
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.stage_costs import boundary_bytes, stage_costs
 from tests.planning.partition_oracle import batch_problems

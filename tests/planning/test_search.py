@@ -10,13 +10,13 @@ from megatron_dynapipe.cost import Network
 from megatron_dynapipe.cost.analytic import A100_RATES
 from megatron_dynapipe.errors import InfeasibleError
 from megatron_dynapipe.plan.codec import decode_plan, digest, encode
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning import search as search_module
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.partition import OrderedPartitions, Partition, by_length
 from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.planning.search import default_evaluations, start
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.planning.planner_cases import cost_model, of_lengths, settings

@@ -6,9 +6,9 @@ import pytest
 from megatron_dynapipe.cost import A100_RATES, TableCostModel
 from megatron_dynapipe.errors import PlanError
 from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.planning.planner_cases import cost_model, of_lengths

@@ -11,7 +11,6 @@ from megatron_dynapipe.errors import PlanError, StallError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.instructions import Backward, Forward, RecvStart, RecvWait
 from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES, MANY_QUEUES_RULES, TransferRules, cuda_rules
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.plan.verify_buffers import Dimensions
 from megatron_dynapipe.planning.lowering import PipelineTopology, lower
 from megatron_dynapipe.planning.native import fast_verify
@@ -19,6 +18,7 @@ from megatron_dynapipe.planning.schedules import SCHEDULES
 from megatron_dynapipe.planning.schedules.list_scheduling import Policy, Rule, list_schedule
 from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
 from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.units import ModelFamily
 from tests.helpers.lists import verify_lists
 from tests.helpers.plans import divided, random_problem

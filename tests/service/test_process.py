@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dynapipe.errors import PlannerFailedError, StoreTimeoutError
 from megatron_dynapipe.plan.codec import decode_entry
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.service import PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits

@@ -17,7 +17,7 @@ from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.report.records import IterationRecord, RunRecord

@@ -10,8 +10,8 @@ from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import StepRunner, StepTotals
 from megatron_dynapipe.units import Shape

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
 from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.errors import ConfigError
 
 AUTO = "auto"

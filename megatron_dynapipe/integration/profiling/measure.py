@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
-from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
+from megatron_dynapipe.runtime.platform import CpuPlatform, platform_of
+from megatron_dynapipe.runtime.trace import DevicePlatform, Mark
 from megatron_dynapipe.units import Recompute, Shape
 
 FEWEST_REPEATS = 3

@@ -24,7 +24,7 @@ from megatron_dynapipe.cost.format import (
     Points,
     key_of,
 )
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.cost.links import Link
 from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix

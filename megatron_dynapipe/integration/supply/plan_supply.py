@@ -27,7 +27,7 @@ from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.plan.codec import decode_entry
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess

@@ -28,7 +28,7 @@ from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.runtime.platform import Mark
+from megatron_dynapipe.runtime.trace import Mark
 from megatron_dynapipe.units import BatchLayout, in_mb
 
 

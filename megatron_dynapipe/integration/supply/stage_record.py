@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.plan.memory import activation_peak_bytes
+from megatron_dynapipe.plan.entry import activation_peak_bytes
 from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
 from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
 from megatron_dynapipe.runtime.memory import MemoryCounts

@@ -23,11 +23,11 @@ import numpy as np
 from megatron_dynapipe.planning.candidates import Candidate, Way
 from megatron_dynapipe.planning.partition import candidate_orders
 from megatron_dynapipe.planning.problem import BatchProblem, BoolArray, IntArray, ScheduleProblem
-from megatron_dynapipe.planning.samples import Samples, problem_of
+from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.schedules import predict
 from megatron_dynapipe.planning.scheduling import ScheduledBatch
 from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.ways.pieces import CutCandidate, Pieces, of_pieces
+from megatron_dynapipe.planning.ways.pieces import CutCandidate, Pieces, of_pieces, problem_of
 
 
 class Lockstep:

@@ -17,7 +17,7 @@ from megatron_dynapipe.cost.tables import ABSENT, ATTENTION, HEAD, MLP, CostTabl
 from megatron_dynapipe.planning.candidates import Candidate
 from megatron_dynapipe.planning.partition import OrderedPartitions, by_length
 from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.samples import Samples, problem_of, round_up_all
+from megatron_dynapipe.planning.samples import Samples, round_up_all
 from megatron_dynapipe.planning.search import notice
 from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.units import LENGTH_MULTIPLE, Recompute
@@ -258,3 +258,15 @@ def of_pieces(
 def _labels(of_samples: IntArray, pieces: Pieces) -> IntArray:
     """Positions of each piece that count, where a sample's last ones do."""
     return np.asarray(np.maximum(pieces.end - np.maximum(pieces.start, pieces.length - of_samples), 0), np.int64)
+
+
+def problem_of(problem: BatchProblem, samples: Samples) -> BatchProblem:
+    """The problem of planning these samples in place of its own."""
+    return replace(
+        problem,
+        inputs=samples.inputs,
+        targets=samples.targets,
+        input_positions=samples.input_positions,
+        target_positions=samples.target_positions,
+        labels=samples.labels,
+    )

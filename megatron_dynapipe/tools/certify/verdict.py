@@ -209,7 +209,9 @@ def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> st
     low, high = min(off.values(), default=1.0), max(off.values(), default=1.0)
     places = {sample: place for record in ranks for sample, place in record.places.items()}
     replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
-    alike = [name for name in sorted(set(replicas.values())) if off.keys() == {n for n in numbers if replicas[n] == name}]
+    alike = [
+        name for name in sorted(set(replicas.values())) if off.keys() == {n for n in numbers if replicas[n] == name}
+    ]
     if alike and high - low < 0.05:
         return f"{alike[0]} count {low:.2f} times"
     return f"{len(off)} samples count {low:.2f} to {high:.2f} times: means of means" if off else ""

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
 from megatron_dynapipe.cost.tables import Floats
-from megatron_dynapipe.planning.balance import evenest
-from megatron_dynapipe.planning.costing import tables_of
+from megatron_dynapipe.planning.costing import links_of, tables_of
+from megatron_dynapipe.planning.evenest import evenest
 from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.planning.samples import Samples
 from megatron_dynapipe.planning.settings import PlannerSettings
@@ -85,7 +85,7 @@ def _known(costs: Sequence[Floats]) -> Floats:
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
     layout = settings.layout
-    links = settings.links
+    links = links_of(settings)
     latency = links.latency_ns.min(axis=0)
     modules = _counts(layout, work).sum(axis=0)
     through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(

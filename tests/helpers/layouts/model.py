@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.cost import PipelineLayout, stage_modules
 from megatron_dynapipe.cost.pattern import megatron_layout, with_stages
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
@@ -148,7 +148,7 @@ def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) ->
         pipeline = PipelineLayout(
             family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
         )
-        modules = pipeline.virtual_stage_modules[chunk * layout.stages + stage].encoder
+        modules = stage_modules(pipeline)[chunk * layout.stages + stage].encoder
         layers = layers_of(modules, [layer] * layout.depth)
     else:
         layers = [layer] * get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)

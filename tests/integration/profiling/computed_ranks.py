@@ -17,6 +17,7 @@ from megatron_dynapipe.cli.model_config import read_model
 from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
 from megatron_dynapipe.cost.analytic import layer_costs
 from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.cost.state import parameter_bytes
 from megatron_dynapipe.cost.work import LayerWork
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point, build_parts
@@ -78,7 +79,7 @@ def _parameters(
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
     shared = ExpertParallel(expert_parallel, tensor_parallel, imbalance=1.0)
     state = with_expert_parallel(tables, shared, Network(), Recompute.NONE).state
-    computed = layout.parameter_bytes(state)[stage] // 2
+    computed = parameter_bytes(layout, state)[stage] // 2
     return int(computed), sum(parameter.numel() for parameter in built.parameters())
 
 

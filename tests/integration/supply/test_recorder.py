@@ -6,8 +6,8 @@ import pytest
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply import recorder as module
 from megatron_dynapipe.integration.supply.recorder import Recorder
+from megatron_dynapipe.plan.entry import StageEntry
 from megatron_dynapipe.plan.instructions import Forward
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report import timeline
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records

@@ -5,9 +5,9 @@ import torch
 
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.stage_record import Between, HostLosses, stage_record
+from megatron_dynapipe.plan.entry import StageEntry, activation_peak_bytes
 from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.plan.memory import activation_peak_bytes, high_water_marks
+from megatron_dynapipe.plan.memory import high_water_marks
 from megatron_dynapipe.runtime.memory import MemoryCounts
 from tests.helpers.plans import make_plan
 

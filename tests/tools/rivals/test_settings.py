@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
 from megatron_dynapipe.plan.codec import digest
 from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.verify import verify
 from megatron_dynapipe.planning.partition import Partition
 from megatron_dynapipe.planning.problem import BatchProblem
 from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.planning.ways.rules import verify
 from megatron_dynapipe.tools.rivals.packed import pack
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.units import BatchLayout, ModelFamily

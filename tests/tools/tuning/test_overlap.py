@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.cost.tables import ATTENTION, ModelState
+from megatron_dynapipe.cost.state import ModelState
+from megatron_dynapipe.cost.tables import ATTENTION
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, overlap, tune
 from megatron_dynapipe.tools.tuning.evaluate import Reduction, StepRates
 from megatron_dynapipe.tools.tuning.overlap import (
