@@ -27,17 +27,17 @@ import torch
 from benchmarks.common import wall_clock
 from benchmarks.executor import overhead, pieces
 from benchmarks.executor.pairs import add_arguments
-from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.data.segments import CutSegment
-from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime.memory import LiveStorages
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 
 def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:

@@ -25,6 +25,8 @@ import torch
 from benchmarks.common import in_turns, interval
 from benchmarks.executor import overhead
 from benchmarks.executor.pairs import add_arguments, measure, timed
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -32,10 +34,8 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_step
 from megatron_dynapipe.integration.execution.transport import connect
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.units import Recompute, Shape
 
 Cuts = dict[int, CutSegment]
 Iteration = Callable[..., None]

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.common import markdown
 from benchmarks.planning.recorded import BOTH, GPT, MODELS, Model, _settings, batches, cost_model
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import Recompute
 
 STAGES = ("ordering", "partition", "schedule", "lowering", "verify")
 TOKENS = [16_384, 65_536, 262_144, 1_048_576]

@@ -12,13 +12,13 @@ import msgspec
 import yaml
 
 from megatron_dynapipe.config import load_yaml
-from megatron_dynapipe.cost import Experts, ModelShape
-from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
-from megatron_dynapipe.cost.pattern import kinds_of_pattern
-from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily, target_positions
+from megatron_dynapipe.costing import Experts, ModelShape
+from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
+from megatron_dynapipe.costing.pattern import kinds_of_pattern
+from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import ModelFamily, target_positions
 
 GPT = ModelFamily.GPT
 T5 = ModelFamily.T5
@@ -109,7 +109,7 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
     if count % shared or args.data_parallel % shared:
         raise ConfigError(
             f"expected --expert-parallel to divide {count} experts and {args.data_parallel} replicas, got {shared}",
-            hint="experts are those of the model's file: --model-config FILE",
+            hint="take experts from the model's file: --model-config FILE",
         )
     if experts is not None and args.split_backward == "on":
         raise ConfigError("--split-backward on: experts compute all gradients together", hint="leave it at auto")

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.network import GLOO_RULES, TransferRules, cuda_rules
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
+from megatron_dynapipe.costing import Network
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
-from megatron_dynapipe.plan.codec import decode_entry, encode
-from megatron_dynapipe.plan.entry import StageEntry
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cuda_rules
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.schedules import ScheduleSettings
 from megatron_dynapipe.sampling import Batches, GlobalBatch, LastBatch
 from megatron_dynapipe.segments import SegmentCosts, segment_settings
+from megatron_dynapipe.store.codec import decode_entry, encode
+from megatron_dynapipe.store.entry import StageEntry
 
 PAD_VALUES: Mapping[str, int] = {"labels": -100, "label": -100, "targets": -100, "attention_mask": 0}
 """Values that fill up tensors of these names; others are filled with 0."""

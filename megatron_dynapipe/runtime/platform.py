@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dynapipe.runtime.trace import DevicePlatform, Mark
+from megatron_dynapipe.core.executor import DevicePlatform, Mark
 
 ANCHOR_LASTS_NS = 60 * 10**9
 """After this long the drift between a device's clock and the host's is corrected."""

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.core.executor import PipelineExecutor, Trace
+from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.core.step import StepRunner
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.executor import PipelineExecutor
 from megatron_dynapipe.runtime.platform import platform_of
-from megatron_dynapipe.runtime.step import StepRunner
-from megatron_dynapipe.runtime.trace import Trace
 from megatron_dynapipe.runtime.transfers import PooledTransfers
 from megatron_dynapipe.runtime.transport import GatedTransport, NoTransport, Transport
 from megatron_dynapipe.runtime.watchdog import watched

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.core.instructions import Channel
 
 
 class Work(Protocol):

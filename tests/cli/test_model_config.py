@@ -9,12 +9,12 @@ import pytest
 
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
-from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.format import decode_file
-from megatron_dynapipe.cost.state import parameter_bytes
-from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.core.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import decode_file
+from megatron_dynapipe.costing.state import parameter_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5

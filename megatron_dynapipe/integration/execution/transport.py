@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.costing import links_of
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.runtime import (
     HostStagedTransport,
     ScatterGatherTransport,

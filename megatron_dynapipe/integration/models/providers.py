@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megatron_dynapipe.cost import PipelineLayout, stage_modules
-from megatron_dynapipe.cost.pattern import with_stages
+from megatron_dynapipe.costing import PipelineLayout, stage_modules
+from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.norms import local_norm

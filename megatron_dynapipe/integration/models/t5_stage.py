@@ -21,9 +21,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dynapipe.cost import PipelineLayout, stage_modules
-from megatron_dynapipe.cost.state import attends
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing import PipelineLayout, stage_modules
+from megatron_dynapipe.costing.state import attends
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.positions import (

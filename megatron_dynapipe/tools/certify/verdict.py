@@ -10,7 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.tools.certify.parts import above_rounding, errors_by_name, relative_error, whole
 from megatron_dynapipe.tools.certify.records import (
     GRADIENTS,
@@ -21,7 +22,6 @@ from megatron_dynapipe.tools.certify.records import (
     read_parts,
     read_records,
 )
-from megatron_dynapipe.units import amount
 
 SUMS = 1e-4
 """Largest relative difference of losses, norms and gradients in fp32, whose sums are in another order."""

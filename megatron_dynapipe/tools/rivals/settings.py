@@ -17,13 +17,13 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.planning.partition import OrderedPartitions
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.partition import OrderedPartitions
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.units import BatchLayout, round_up
 from megatron_dynapipe.tools.rivals import packed, padded
 from megatron_dynapipe.tools.rivals.rules import RIVALS
-from megatron_dynapipe.units import BatchLayout, round_up
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -48,7 +48,7 @@ class PartitionAlgorithm(enum.StrEnum):
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `planning.partition.Partitioner`: how micro-batches are made in place of the planner's own search.
+    """A `core.partition.Partitioner`: how micro-batches are made in place of the planner's own search.
 
     Attributes:
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of

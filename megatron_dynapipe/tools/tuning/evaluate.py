@@ -24,15 +24,16 @@ from typing import Self
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, ModelState
-from megatron_dynapipe.cost.state import expert_bytes, parameter_bytes
-from megatron_dynapipe.cost.tables import HEAD
-from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.plan.timeline import idle_share
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.costs import HEAD
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError, PlanningError
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.plan import idle_share
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.costing import CostModel, ModelState
+from megatron_dynapipe.costing.state import expert_bytes, parameter_bytes
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.overlap import (
     EdgePasses,
@@ -41,7 +42,6 @@ from megatron_dynapipe.tools.tuning.overlap import (
     exposed_gathering_ns,
     exposed_reduction_ns,
 )
-from megatron_dynapipe.units import Recompute
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""

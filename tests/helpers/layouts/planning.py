@@ -2,17 +2,17 @@
 
 import msgspec
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
-from megatron_dynapipe.cost.pattern import kinds_of_pattern
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.costing import links_of, model_state_of, planner_of, tables_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.ways import ways_of
-from megatron_dynapipe.planning.ways.rules import RULES
-from megatron_dynapipe.units import BatchLayout, Recompute
+from megatron_dynapipe.choosing.planners import links_of, model_state_of, planner_of, tables_of
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, Recompute
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
+from megatron_dynapipe.costing.pattern import kinds_of_pattern
+from megatron_dynapipe.ways import ways_of
+from megatron_dynapipe.ways.rules import RULES
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.packed_plans import halved, relaid
 

@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_dynapipe.core.errors import ExecutionError
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.integration.models import attention as attention_module
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention

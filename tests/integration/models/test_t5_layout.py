@@ -2,12 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import stage_modules
-from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.core.model import BoundaryTensor, PipelineLayout, boundary_tensors
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import stage_modules
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
-from megatron_dynapipe.planning.boundary import BoundaryTensor, boundary_tensors
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.t5_models import t5_layout, t5_model
 
 # encoder layers, decoder layers, split → (encoder, decoder) layers of each stage, stages with word embeddings,
