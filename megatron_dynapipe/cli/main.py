@@ -122,7 +122,7 @@ GONE = {
     "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
     " run finds there (docs/reliability.md)",
     "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
-    " --dynapipe-elastic (docs/elasticity.md)",
+    " --dynapipe-elastic (docs/reliability.md)",
 }
 """Commands of earlier versions, and what takes their place."""
 
