@@ -106,6 +106,16 @@ def test_rows_of_a_plan_without_recomputation_are_priced_as_planned(slices, chun
     assert bounds.memory < bounds.rows[1] == bounds.micro_batches
 
 
+@pytest.mark.parametrize("divided", ["off", "auto"])
+def test_a_long_sample_that_is_not_cut_bounds_plans_by_its_way_through_all_stages(divided) -> None:
+    made = planner(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=4, slices="off", split_backward=divided)
+    samples = batch_of((900, 0), (30, 0))
+    plan = made.plan(samples, 0)
+    bounds = limits(made, samples, plan)
+    assert 2 * bounds.devices < bounds.stages <= plan.totals.predicted_ns
+    assert bounds.stages > 0.8 * plan.totals.predicted_ns
+
+
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])
 def test_the_best_order_of_a_plans_micro_batches_lies_between_its_limit_and_the_plan(stages, lengths) -> None:
     """Whole passes: the limit counts a drain, and the search comes within 2% of the optimum."""
