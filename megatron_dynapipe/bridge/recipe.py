@@ -1,0 +1,306 @@
+"""From a recipe of Megatron-Bridge, once Bridge has settled it, and its built model, to the settings of plans."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_dynapipe import cpu
+from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.cost import A100_RATES, CPU_RATES, ModelShape, Split
+from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.cost.file import check_measured_model
+from megatron_dynapipe.cost.format import located
+from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.data.identity import FileDigests
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.flags import machine
+from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.models.hybrid import STACKS
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.specs import packing_obstacle
+from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
+from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.sampling import LongSamples, SamplerSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.store import StoreAddress
+from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOptions:
+    """What `planned` was asked for besides the recipe; its docstring explains the fields."""
+
+    dataset: Path | None
+    costs: Path | None
+    long_samples: LongSamples
+    memory_limit_bytes: int | None
+    cluster: str
+    store: StoreAddress | None
+    store_bind: str
+    planners: int
+    ahead: int
+    timeout_s: float
+    report_folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplied:
+    """Where a run's plans and samples come from: a `SupplyConfig`."""
+
+    data: Path
+    files: Mapping[str, FileDigests]
+    store: StoreAddress | None
+    store_bind: str
+    planners: int
+    ahead: int
+    timeout_s: float
+    report_folder: Path
+    loss_on: LossOn | None = None
+
+    @classmethod
+    def of(cls, options: PlannedOptions, data: Path) -> "Supplied":
+        """Of a dataset folder."""
+        return cls(
+            data=data,
+            files=read_meta(data).files,
+            store=options.store,
+            store_bind=options.store_bind,
+            planners=options.planners * machine.nodes(),
+            ahead=options.ahead,
+            timeout_s=options.timeout_s,
+            report_folder=options.report_folder,
+        )
+
+
+def device_of_rank() -> torch.device:
+    """The device of this rank, which Bridge has made the current one."""
+    return torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
+
+
+def plan_inputs(
+    config: Any, models: Sequence[nn.Module], control: ControlGroup, options: PlannedOptions, data: Path, iteration: int
+) -> PlanInputs:
+    """Everything plans are made from; every rank calls it, at the same point.
+
+    Args:
+        config: the recipe, as Bridge has settled it.
+        models: this rank's chunks.
+        control: of all ranks.
+        options: of `planned`.
+        data: the dataset folder.
+        iteration: the one with which training begins, or goes on.
+
+    Raises:
+        ConfigError, CostModelError, DataError: settings of plans do not go together, or a file cannot be read.
+    """
+    device = device_of_rank()
+    shape = model_shape(config, on_cpu=device.type == "cpu")
+    costs = _costs(config, shape, options, device)
+    return PlanInputs(
+        data_folder=str(data),
+        splits=_splits(config, options, data, iteration),
+        planner=_planner(config, models, control, options, costs, device),
+        costs=costs,
+    )
+
+
+def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
+    """The numbers of a recipe's model that decide its costs."""
+    model = of_model(config)
+
+    def of(name: str, otherwise: Any = None) -> Any:
+        return getattr(config.model, name, getattr(model, name, otherwise))
+
+    heads = of("num_attention_heads")
+    vocabulary = of("vocab_size") or 0
+    arguments = {
+        "hidden_size": of("hidden_size"),
+        "num_layers": of("num_layers"),
+        "num_attention_heads": heads,
+        "num_query_groups": of("num_query_groups"),
+        "group_query_attention": (of("num_query_groups") or heads) != heads,
+        "kv_channels": of("kv_channels"),
+        "ffn_hidden_size": of("ffn_hidden_size"),
+        "swiglu": of("gated_linear_unit", False),
+        "bias_swiglu_fusion": of("bias_activation_fusion", True),
+        "normalization": of("normalization"),
+        "add_bias_linear": of("add_bias_linear", True),
+        "add_qkv_bias": of("add_qkv_bias", False),
+        "qk_layernorm": of("qk_layernorm", False),
+        "untie_embeddings_and_output_weights": not of("share_embeddings_and_output_weights", True),
+        "position_embedding_type": of("position_embedding_type"),
+        "max_position_embeddings": of("max_position_embeddings") or of("seq_length"),
+        "attention_dropout": of("attention_dropout", 0.0),
+        "hidden_dropout": of("hidden_dropout", 0.0),
+        "num_experts": of("num_moe_experts"),
+        "moe_router_topk": of("moe_router_topk"),
+        "moe_ffn_hidden_size": of("moe_ffn_hidden_size"),
+        "moe_shared_expert_intermediate_size": of("moe_shared_expert_intermediate_size"),
+        "moe_layer_freq": of("moe_layer_freq", 1),
+        "hybrid_layer_pattern": pattern_of(config) or None,
+        "vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": of("make_vocab_size_divisible_by", 128),
+    }
+    return ModelShape.of_megatron(arguments, ModelFamily.GPT, on_cpu=on_cpu)
+
+
+def pattern_of(config: Any) -> str:
+    """The modules of a Hybrid recipe's model, without stages; empty for a GPT."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    found = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in names)
+    return without_stages(next(filter(None, found), ""))
+
+
+def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Split:
+    """Layers of every virtual stage in model order, counted in the models of all ranks."""
+    place = parallel_state.get_pipeline_model_parallel_rank()
+    counts = [sum(len(stack.layers) for stack in model.modules() if isinstance(stack, STACKS)) for model in models]
+    rows = {int(row[0]): row[1:].tolist() for row in control.gather(torch.tensor([place, *counts]))}
+    return tuple(int(rows[stage][chunk]) for chunk in range(len(models)) for stage in sorted(rows))
+
+
+def state_bytes(config: Any) -> StateBytes:
+    """Bytes of a trained parameter's copies."""
+    parameter = of_model(config).params_dtype.itemsize
+    return StateBytes(
+        gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
+        optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
+        optimizer_shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+    )
+
+
+def recompute_modes(config: Any) -> tuple[Recompute, ...]:
+    """The modes that plans choose among: the recipe's, or any.
+
+    Layers of frozen weights whose input needs no gradient cannot be computed again as a whole: Bridge sees to it where
+    the recipe asks for that mode alone.
+    """
+    asked = of_model(config).recompute_granularity
+    if asked is not None:
+        return (Recompute(asked),)
+    return tuple(Recompute) if config.peft is None else (Recompute.NONE, Recompute.SELECTIVE)
+
+
+def _costs(
+    config: Any, shape: ModelShape, options: PlannedOptions, device: torch.device
+) -> MeasuredCosts | AnalyticCosts:
+    if options.costs is not None:
+        costs = MeasuredCosts(path=str(located(options.costs).absolute()))
+        check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
+        return costs
+    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    return AnalyticCosts(
+        shape=shape,
+        rates=msgspec.structs.replace(rates, element_bytes=of_model(config).params_dtype.itemsize),
+        max_size=max(config.train.global_batch_size, config.validation.eval_global_batch_size),
+        max_length=config.model.seq_length,
+    )
+
+
+def _planner(
+    config: Any,
+    models: Sequence[nn.Module],
+    control: ControlGroup,
+    options: PlannedOptions,
+    costs: MeasuredCosts | AnalyticCosts,
+    device: torch.device,
+) -> PlannerSettings:
+    model, on_cpu = of_model(config), device.type == "cpu"
+    cluster = machine.cluster_of(options.cluster, device=device)
+    is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
+    shape = model_shape(config, on_cpu=on_cpu)
+    split = layers_per_stage(models, control)
+    pattern = pattern_of(config) if is_hybrid else ""
+    return PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=int(sum(split)),
+        hidden_size=model.hidden_size,
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        tensor_parallel=model.tensor_model_parallel_size,
+        pipeline_parallel=model.pipeline_model_parallel_size,
+        chunks=len(models),
+        layers_per_stage=split,
+        memory_limit_bytes=options.memory_limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
+        distributed_optimizer=config.ddp.use_distributed_optimizer,
+        recompute=recompute_modes(config),
+        network=machine.network(costs.load().links, cluster),
+        micro_batch_layouts=layouts(models),
+        element_bytes=state_dtype(config).itemsize,
+        sequence_parallel=model.sequence_parallel,
+        model_state_bytes=_model_state(config, models, control),
+        transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
+        expert_layers=shape.experts.layers if shape.experts else (),
+        pattern=kinds_of_pattern(pattern) if pattern else (),
+    )
+
+
+def layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
+    """The layouts that a model's attention takes: packed rows in Transformer Engine's alone, in half precision."""
+    is_half = next(models[0].parameters()).element_size() == 2
+    packs = is_half and RowFormat.of(models) is RowFormat.TRANSFORMER_ENGINE and not packing_obstacle(models)
+    return (BatchLayout.PADDED, BatchLayout.PACKED) if packs else (BatchLayout.PADDED,)
+
+
+def state_dtype(config: Any) -> torch.dtype:
+    """Type of the states that cross stage boundaries."""
+    model = of_model(config)
+    dtype: torch.dtype = model.pipeline_dtype or model.params_dtype
+    return torch.float32 if model.fp32_residual_connection else dtype
+
+
+def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
+    """Memory of every pipeline rank's weights, gradients and optimizer states: the most of any replica's."""
+    counted = [parallel_state.get_pipeline_model_parallel_rank(), state_bytes(config).total(unwrap_model(list(models)))]
+    most = [0] * of_model(config).pipeline_model_parallel_size
+    for stage, size in (values.tolist() for values in control.gather(torch.tensor(counted))):
+        most[stage] = max(most[stage], size)
+    return tuple(most)
+
+
+def _splits(config: Any, options: PlannedOptions, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+    """Train, and with evaluation valid and test where the dataset has samples for them."""
+    meta = read_meta(data)
+
+    def sampler(samples: int) -> SamplerSettings:
+        return SamplerSettings(
+            family=ModelFamily.GPT,
+            seed=config.rng.seed,
+            samples_per_iteration=samples,
+            max_input_length=config.model.seq_length + 1,  # n tokens train n - 1 positions
+            long_samples=options.long_samples,
+            sides=meta.task_sides,
+        )
+
+    train = SplitSettings(
+        name="train",
+        sampler=msgspec.structs.replace(sampler(config.train.global_batch_size), task_rates=meta.task_rates),
+        first_iteration=iteration,
+        first_sample=iteration * config.train.global_batch_size,
+        iterations=max(config.train.train_iters - iteration, 0),
+    )
+    if not (batches := config.validation.eval_iters):
+        return (train,)
+    evaluated = [
+        SplitSettings(name=name, sampler=sampler(config.validation.eval_global_batch_size), evaluation=batches)
+        for name in evaluated_splits(data)
+    ]
+    return (train, *evaluated)
+
+
+def evaluated_splits(data: Path) -> list[str]:
+    """The splits of a dataset folder that have samples to evaluate on."""
+    there = read_meta(data).split_samples
+    return [name for name in ("valid", "test") if there[name]]

@@ -1,0 +1,214 @@
+"""Runs of Megatron-Bridge's training loop, planned and not, of the same samples, from the same HuggingFace weights.
+
+Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an environment that has Megatron-Bridge.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service.planned_splits import split_sampler
+from megatron_dynapipe.service.settings import SplitSettings
+from megatron_dynapipe.units import ModelFamily
+
+LENGTH = 64
+BATCH = 16
+LAYERS = 4
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A HuggingFace folder of random weights, with the tokenizer of `random_dataset`."""
+    import transformers
+
+    from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
+
+    of = {
+        "llama": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=False),
+        "qwen3": lambda: transformers.Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
+        "gemma3": lambda: transformers.Gemma3TextConfig(
+            **_SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=16
+        ),
+    }
+    word_tokenizer(folder, VOCABULARY)
+    torch.manual_seed(1)
+    config = of[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def recipe(
+    model: Path,
+    *,
+    iterations: int = 5,
+    pipeline: int = 1,
+    tensor: int = 1,
+    virtual: int | None = None,
+    lora: str | None = None,
+    save: str | None = None,
+    evaluations: int = 0,
+) -> Any:
+    """A recipe of a small model in fp32, as a user would change one of Bridge's."""
+    config = _pretrain_common()
+    bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
+    provider = bridge.to_megatron_provider(load_weights=lora is None)
+    config.model = provider
+    config.tokenizer.tokenizer_model = str(model)
+    provider.seq_length = config.dataset.seq_length = LENGTH
+    provider.pipeline_model_parallel_size = pipeline
+    provider.virtual_pipeline_model_parallel_size = virtual
+    provider.tensor_model_parallel_size = tensor
+    provider.pipeline_dtype = provider.params_dtype = torch.float32
+    provider.bf16 = provider.fp16 = False
+    for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
+        setattr(provider, fused, False)
+    for fused in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
+        setattr(provider, fused, False)
+    provider.calculate_per_token_loss = True
+    config.ddp.average_in_collective = False
+    config.mixed_precision = None
+    config.train.train_iters = iterations
+    config.train.global_batch_size = BATCH
+    config.train.micro_batch_size = 1
+    config.validation.eval_iters = evaluations
+    config.validation.eval_interval = 2
+    config.scheduler.lr_warmup_iters = 0
+    config.scheduler.lr_decay_iters = 20
+    config.logger.log_interval = 1
+    config.logger.tensorboard_dir = None
+    config.checkpoint.save = config.checkpoint.load = save
+    config.checkpoint.save_interval = 2
+    if lora is not None:
+        config.peft = LoRA(dim=4, alpha=8)
+        config.checkpoint.pretrained_checkpoint = lora
+    return config
+
+
+class Kept(Callback):
+    """Keeps losses, gradient norms and weights of a run."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.evaluated: list[float] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """After each iteration."""
+        self.losses += [float(loss) for loss in (context.loss_dict or {}).values()]
+        self.norms.append(float(context.grad_norm or 0.0))
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """After each evaluation."""
+        self.evaluated += [float(loss) for loss in (context.total_loss_dict or {}).values()]
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """At the end."""
+        for chunk, model in enumerate(unwrap_model(context.model)):
+            for name, weight in model.named_parameters():
+                self.weights[f"{chunk}.{name}"] = weight.detach().cpu().clone()
+
+
+@dataclasses.dataclass(kw_only=True)
+class StockDataset(DatasetProvider):
+    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
+
+    folder: str
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
+        """Iterators of this replica's micro-batches."""
+        return tuple(self._micro_batches(split) for split in ("train", "valid", "test"))
+
+    def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
+        folder = Path(self.folder)
+        meta = read_meta(folder)
+        reader = open_split(folder, split, ModelFamily.GPT)
+        settings = SamplerSettings(
+            family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
+        )
+        sampler = split_sampler(folder, SplitSettings(name=split, sampler=settings))
+        replica = parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        iteration = 0
+        while True:
+            for sample in sampler.batch(iteration).sample_ids[replica::replicas]:
+                given, target = reader[int(sample)]
+                yield padded(given, target, targets_alone=meta.loss == "targets")
+            iteration += 1
+
+
+def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
+    """A sample as a row."""
+    tokens = np.concatenate([given, target]).astype(np.int64)
+    row = {name: torch.zeros(1, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
+    mask = torch.zeros(1, LENGTH)
+    row["tokens"][0, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
+    row["labels"][0, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
+    mask[0, (len(given) - 1 if targets_alone else 0) : len(tokens) - 1] = 1
+    return row | {"loss_mask": mask, "position_ids": torch.arange(LENGTH)[None], "attention_mask": None}
+
+
+@contextlib.contextmanager
+def _stock(config: Any, dataset: str) -> Iterator[None]:
+    """Bridge's own loop; its wheels lack the Makefile that it looks for."""
+    originals = Originals()
+    originals.install([dataclasses.replace(row, everywhere=True) for row in TABLE if row.name == "compile_helpers"])
+    config.dataset = StockDataset(dataloader_type="external", folder=dataset)
+    try:
+        yield
+    finally:
+        originals.revert()
+
+
+def train(*, rank: int, world_size: int, model: str, dataset: str, is_planned: bool, **layout: Any) -> dict[str, Any]:
+    """On one rank: losses, norms and weights of a run."""
+    torch.cuda.set_device(rank)
+    config = recipe(Path(model), **layout)
+    kept = Kept()
+    loop = finetune if config.peft is not None else pretrain
+    around = (
+        functools.partial(planned, config, dataset, report_folder=f"{dataset}-report")
+        if is_planned
+        else functools.partial(_stock, config, dataset)
+    )
+    with around() as run:
+        loop(config=config, forward_step_func=forward_step, callbacks=[kept])
+    packed = is_planned and run.latest is not None and any(m.layout == "packed" for m in run.latest.entry.micro_batches)
+    return vars(kept) | {"packed": packed}
+
+
+def prepare(*, rank: int, world_size: int, folder: str, family: str) -> None:
+    """Make a family's HuggingFace folder."""
+    make_model(Path(folder), family)
