@@ -9,7 +9,22 @@
 `docs/bridge.md` shows how to use it.
 """
 
-from megatron_dynapipe.bridge.planned import planned
-from megatron_dynapipe.bridge.run import PlannedRecipe
+from typing import TYPE_CHECKING, Any
+
+from megatron_dynapipe.bridge.relied_on import check_installed
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.bridge.entry import planned
+    from megatron_dynapipe.bridge.run import PlannedRecipe
 
 __all__ = ["PlannedRecipe", "planned"]
+
+
+def __getattr__(name: str) -> Any:
+    """What the package offers, imported when it is used: modules that need no Megatron-Bridge import without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_installed()
+    from megatron_dynapipe.bridge import entry, run
+
+    return entry.planned if name == "planned" else run.PlannedRecipe

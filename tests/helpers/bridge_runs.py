@@ -5,8 +5,8 @@ Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an envi
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -62,6 +64,9 @@ def make_model(folder: Path, family: str) -> Path:
         ),
     }
     word_tokenizer(folder, VOCABULARY)
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
     torch.manual_seed(1)
     config = of[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -79,8 +84,21 @@ def recipe(
     lora: str | None = None,
     save: str | None = None,
     evaluations: int = 0,
+    half: bool = False,
+    own_samples: str | None = None,
 ) -> Any:
-    """A recipe of a small model in fp32, as a user would change one of Bridge's."""
+    """A recipe of a small model, as a user would change one of Bridge's.
+
+    Args:
+        model: a HuggingFace folder.
+        iterations: of training, in all.
+        pipeline, tensor, virtual: the layout.
+        lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
+        save: where checkpoints are saved, and loaded from if there is one.
+        evaluations: batches of an evaluation.
+        half: in bf16.
+        own_samples: a folder of JSON lines, as the recipe's own samples.
+    """
     config = _pretrain_common()
     bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
     provider = bridge.to_megatron_provider(load_weights=lora is None)
@@ -90,15 +108,16 @@ def recipe(
     provider.pipeline_model_parallel_size = pipeline
     provider.virtual_pipeline_model_parallel_size = virtual
     provider.tensor_model_parallel_size = tensor
-    provider.pipeline_dtype = provider.params_dtype = torch.float32
-    provider.bf16 = provider.fp16 = False
+    provider.pipeline_dtype = provider.params_dtype = torch.bfloat16 if half else torch.float32
+    provider.bf16, provider.fp16 = half, False
+    provider.attention_dropout = provider.hidden_dropout = 0.0
     for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
         setattr(provider, fused, False)
     for fused in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
         setattr(provider, fused, False)
     provider.calculate_per_token_loss = True
     config.ddp.average_in_collective = False
-    config.mixed_precision = None
+    config.mixed_precision = "bf16_mixed" if half else None
     config.train.train_iters = iterations
     config.train.global_batch_size = BATCH
     config.train.micro_batch_size = 1
@@ -113,6 +132,10 @@ def recipe(
     if lora is not None:
         config.peft = LoRA(dim=4, alpha=8)
         config.checkpoint.pretrained_checkpoint = lora
+    if own_samples is not None:
+        config.dataset = GPTSFTDatasetConfig(
+            dataset_root=own_samples, seq_length=LENGTH, do_validation=False, do_test=False, num_workers=0
+        )
     return config
 
 
@@ -146,15 +169,24 @@ class StockDataset(DatasetProvider):
     """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
 
     folder: str
+    own: Any = None
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
-        """Iterators of this replica's micro-batches."""
+        """Iterators of this replica's micro-batches; of the recipe's `own` samples, as Bridge collates each alone."""
+        if self.own is not None:
+            counts = [context.train_samples, 0, 0]
+            train, *_ = get_dataset_provider(self.own)(counts, self.own, tokenizer=context.tokenizer)
+            rows = self._rows("train", lambda sample: train.collate_fn([train[sample]]))
+            return ({name: batch.get(name) for name in _FIELDS} for batch in rows), None, None
         return tuple(self._micro_batches(split) for split in ("train", "valid", "test"))
 
     def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
+        meta = read_meta(Path(self.folder))
+        reader = open_split(Path(self.folder), split, ModelFamily.GPT)
+        return self._rows(split, lambda sample: padded(*reader[sample], targets_alone=meta.loss == "targets"))
+
+    def _rows(self, split: str, row: Callable[[int], Any]) -> Iterator[Any]:
         folder = Path(self.folder)
-        meta = read_meta(folder)
-        reader = open_split(folder, split, ModelFamily.GPT)
         settings = SamplerSettings(
             family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
         )
@@ -164,9 +196,11 @@ class StockDataset(DatasetProvider):
         iteration = 0
         while True:
             for sample in sampler.batch(iteration).sample_ids[replica::replicas]:
-                given, target = reader[int(sample)]
-                yield padded(given, target, targets_alone=meta.loss == "targets")
+                yield row(int(sample))
             iteration += 1
+
+
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
@@ -181,34 +215,68 @@ def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.T
 
 
 @contextlib.contextmanager
-def _stock(config: Any, dataset: str) -> Iterator[None]:
+def _stock(config: Any, dataset: str, own: Any) -> Iterator[None]:
     """Bridge's own loop; its wheels lack the Makefile that it looks for."""
     originals = Originals()
     originals.install([dataclasses.replace(row, everywhere=True) for row in TABLE if row.name == "compile_helpers"])
-    config.dataset = StockDataset(dataloader_type="external", folder=dataset)
+    config.dataset = StockDataset(dataloader_type="external", folder=dataset, own=own)
     try:
         yield
     finally:
         originals.revert()
 
 
-def train(*, rank: int, world_size: int, model: str, dataset: str, is_planned: bool, **layout: Any) -> dict[str, Any]:
-    """On one rank: losses, norms and weights of a run."""
+def train(
+    *,
+    rank: int,
+    world_size: int,
+    model: str,
+    dataset: str,
+    is_planned: bool,
+    memory_limit_mb: float | None = None,
+    **layout: Any,
+) -> dict[str, Any]:
+    """On one rank: what a run `Kept`, and of the last planned iteration its micro-batches and whether rows were packed.
+
+    Args:
+        rank, world_size: as torchrun says.
+        model: a HuggingFace folder.
+        dataset: a dataset folder; with a recipe's own samples the folder in which the planned run has kept them, and
+            that run's report folder.
+        is_planned: whether plans run, or Bridge's own schedule.
+        memory_limit_mb: as `planned`.
+        layout: as `recipe`.
+    """
     torch.cuda.set_device(rank)
     config = recipe(Path(model), **layout)
+    own = config.dataset if layout.get("own_samples") else None
     kept = Kept()
     loop = finetune if config.peft is not None else pretrain
-    around = (
-        functools.partial(planned, config, dataset, report_folder=f"{dataset}-report")
-        if is_planned
-        else functools.partial(_stock, config, dataset)
-    )
-    with around() as run:
+    if not is_planned:
+        found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
+        with _stock(config, found, own):
+            loop(config=config, forward_step_func=forward_step, callbacks=[kept])
+        return vars(kept)
+    report = dataset if own is not None else f"{dataset}-report"
+    with planned(
+        config, None if own is not None else dataset, report_folder=report, memory_limit_mb=memory_limit_mb
+    ) as run:
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
-    packed = is_planned and run.latest is not None and any(m.layout == "packed" for m in run.latest.entry.micro_batches)
-    return vars(kept) | {"packed": packed}
+    assert run.latest is not None
+    rows = run.latest.entry.micro_batches
+    return vars(kept) | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
 
 
 def prepare(*, rank: int, world_size: int, folder: str, family: str) -> None:
     """Make a family's HuggingFace folder."""
     make_model(Path(folder), family)
+
+
+def write_own_samples(folder: Path, samples: int = 48) -> None:
+    """JSON lines of random words, as a recipe's own samples."""
+    draw = np.random.default_rng(3)
+    folder.mkdir(parents=True)
+    with (folder / "training.jsonl").open("w") as file:
+        for _ in range(samples):
+            words = [" ".join(f"w{word}" for word in draw.integers(3, 40, draw.integers(1, most))) for most in (40, 16)]
+            file.write(json.dumps(dict(zip(("input", "output"), words, strict=True))) + "\n")

@@ -7,22 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+
 from megatron_dynapipe.bridge import relied_on
-
-relied_on.check_installed()
-
-from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider  # noqa: E402
-
-from megatron_dynapipe.bridge.recipe import AUTO, PlannedOptions  # noqa: E402
-from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model  # noqa: E402
-from megatron_dynapipe.bridge.run import PlannedRecipe  # noqa: E402
-from megatron_dynapipe.errors import ConfigError  # noqa: E402
-from megatron_dynapipe.integration.hooks import optimizer_patches  # noqa: E402
-from megatron_dynapipe.integration.hooks.originals import Originals  # noqa: E402
-from megatron_dynapipe.report import REPORT_FOLDER  # noqa: E402
-from megatron_dynapipe.sampling import LongSamples  # noqa: E402
-from megatron_dynapipe.store import find_address  # noqa: E402
-from megatron_dynapipe.units import BYTES_PER_MB  # noqa: E402
+from megatron_dynapipe.bridge.recipe import AUTO, PlannedOptions
+from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model
+from megatron_dynapipe.bridge.run import PlannedRecipe
+from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.report import REPORT_FOLDER
+from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.store import find_address
+from megatron_dynapipe.units import BYTES_PER_MB
 
 _originals = Originals()
 
