@@ -66,12 +66,13 @@ ROOMS = {
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
         *("pyarrow", "safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
+    "bridge": room(9, "numpy", "torch", "megatron"),
     "cli": room(9, "numpy", "tqdm", "yaml"),
     "__main__": room(10),
 }
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
-NEIGHBOURS = ("segments", "modules", "tools", "cli", "__main__")
+NEIGHBOURS = ("segments", "modules", "tools", "bridge", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("errors", "files", "outputs", "processes", "units", "cost", "plan", "sampling"),

@@ -90,11 +90,8 @@ def planned(
     """
     relied_on.check()
     check_recipe(config)
-    folder = None if dataset is None else Path(dataset).absolute()
-    if folder is not None:
-        check_dataset(config, folder)
     options = PlannedOptions(
-        dataset=folder,
+        dataset=None if dataset is None else Path(dataset).absolute(),
         costs=None if costs == AUTO else Path(costs),
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
@@ -106,11 +103,19 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    recipe_dataset = config.dataset
-    with PlannedRecipe(config, options, recipe_dataset) as run, _installed(run):
+    if options.dataset is not None:
+        check_dataset(config, options.dataset)
+    with _active(config, options) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def _active(config: Any, options: PlannedOptions) -> Iterator[PlannedRecipe]:
+    """A run of a recipe, whose dataset is the run's for the length of the block."""
+    with PlannedRecipe(config, options, config.dataset) as run, _installed(run):
         served = PlannedDataset(
             dataloader_type="external",
-            folder=None if folder is None else str(folder),
+            folder=None if options.dataset is None else str(options.dataset),
             seq_length=config.model.seq_length,
         )
         with _changed(config, dataset=served.serving(run)), _per_token(config):

@@ -202,6 +202,8 @@ def _costs(
         check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
         return costs
     rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    if config.peft is not None:  # of frozen weights a backward pass makes no gradients, half of its products
+        rates = msgspec.structs.replace(rates, backward_products=rates.backward_products / 2)
     return AnalyticCosts(
         shape=shape,
         rates=msgspec.structs.replace(rates, element_bytes=of_model(config).params_dtype.itemsize),

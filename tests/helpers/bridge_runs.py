@@ -6,7 +6,7 @@ Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an envi
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
 from megatron_dynapipe.units import ModelFamily
+from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LENGTH = 64
 BATCH = 16
@@ -53,8 +54,6 @@ _SMALL: dict[str, Any] = {
 def make_model(folder: Path, family: str) -> Path:
     """A HuggingFace folder of random weights, with the tokenizer of `random_dataset`."""
     import transformers
-
-    from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
     of = {
         "llama": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=False),
@@ -108,13 +107,7 @@ def recipe(
     provider.pipeline_model_parallel_size = pipeline
     provider.virtual_pipeline_model_parallel_size = virtual
     provider.tensor_model_parallel_size = tensor
-    provider.pipeline_dtype = provider.params_dtype = torch.bfloat16 if half else torch.float32
-    provider.bf16, provider.fp16 = half, False
-    provider.attention_dropout = provider.hidden_dropout = 0.0
-    for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
-        setattr(provider, fused, False)
-    for fused in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
-        setattr(provider, fused, False)
+    _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
@@ -139,13 +132,32 @@ def recipe(
     return config
 
 
-class Kept(Callback):
-    """Keeps losses, gradient norms and weights of a run."""
+def _compute_in(provider: Any, dtype: torch.dtype) -> None:
+    """Of one type, by kernels that are rehearsed, without dropout."""
+    provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
+        setattr(provider, fused, False)
+    for fused in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
+        setattr(provider, fused, False)
 
-    def __init__(self) -> None:
+
+class Kept(Callback):
+    """Keeps losses, gradient norms and weights of a run.
+
+    Args:
+        model: the HuggingFace folder that it began from.
+        export: where its weights are exported to at the end, as a HuggingFace folder; None for nowhere.
+    """
+
+    def __init__(self, model: str, export: str | None) -> None:
+        self._model = model
+        self._export = export
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.evaluated: list[float] = []
+        self.exported: dict[str, float] = {}
         self.weights: dict[str, torch.Tensor] = {}
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -162,6 +174,28 @@ class Kept(Callback):
         for chunk, model in enumerate(unwrap_model(context.model)):
             for name, weight in model.named_parameters():
                 self.weights[f"{chunk}.{name}"] = weight.detach().cpu().clone()
+        if self._export is not None:
+            self._compare_exported(context.model)
+
+    def _compare_exported(self, models: Any) -> None:
+        """Export the weights, and compute the loss of a few tokens there and here."""
+        import transformers
+
+        AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
+        tokens = torch.arange(3, 3 + LENGTH + 1)[None]
+        there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
+        with torch.no_grad():
+            logits = there(input_ids=tokens[:, :-1]).logits[..., :VOCABULARY]
+            self.exported["loss there"] = float(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]))
+            losses = models[0](
+                tokens[:, :-1].cuda(), torch.arange(LENGTH)[None].cuda(), None, labels=tokens[:, 1:].cuda()
+            )
+            self.exported["loss here"] = float(losses.mean())
+
+    def kept(self) -> dict[str, Any]:
+        """All of it."""
+        names = ("losses", "norms", "evaluated", "weights")
+        return {name: getattr(self, name) for name in names} | self.exported
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -234,6 +268,7 @@ def train(
     dataset: str,
     is_planned: bool,
     memory_limit_mb: float | None = None,
+    export: str | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of the last planned iteration its micro-batches and whether rows were packed.
@@ -245,18 +280,19 @@ def train(
             that run's report folder.
         is_planned: whether plans run, or Bridge's own schedule.
         memory_limit_mb: as `planned`.
+        export: as `Kept`.
         layout: as `recipe`.
     """
     torch.cuda.set_device(rank)
     config = recipe(Path(model), **layout)
     own = config.dataset if layout.get("own_samples") else None
-    kept = Kept()
+    kept = Kept(model, export)
     loop = finetune if config.peft is not None else pretrain
     if not is_planned:
         found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
         with _stock(config, found, own):
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
-        return vars(kept)
+        return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     with planned(
         config, None if own is not None else dataset, report_folder=report, memory_limit_mb=memory_limit_mb
@@ -264,18 +300,20 @@ def train(
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     rows = run.latest.entry.micro_batches
-    return vars(kept) | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+    return kept.kept() | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
 
 
-def prepare(*, rank: int, world_size: int, folder: str, family: str) -> None:
-    """Make a family's HuggingFace folder."""
-    make_model(Path(folder), family)
+def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
+    """Make the families' HuggingFace folders, and a recipe's own samples."""
+    for family in families:
+        make_model(Path(folder, family), family)
+    write_own_samples(Path(folder, "own"))
 
 
 def write_own_samples(folder: Path, samples: int = 48) -> None:
     """JSON lines of random words, as a recipe's own samples."""
     draw = np.random.default_rng(3)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     with (folder / "training.jsonl").open("w") as file:
         for _ in range(samples):
             words = [" ".join(f"w{word}" for word in draw.integers(3, 40, draw.integers(1, most))) for most in (40, 16)]
