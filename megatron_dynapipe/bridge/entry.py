@@ -25,7 +25,7 @@ _originals = Originals()
 
 
 @dataclass(kw_only=True)
-class PlannedDataset(DatasetProvider):
+class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no types
     """A run's samples, as the recipe names them to Bridge while the run lasts.
 
     Attributes:

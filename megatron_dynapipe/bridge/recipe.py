@@ -20,6 +20,8 @@ from megatron_dynapipe.cost.devices import rates_of
 from megatron_dynapipe.cost.file import check_measured_model
 from megatron_dynapipe.cost.format import located
 from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.cost.recipe import NAMES, recipe_flags
+from megatron_dynapipe.cost.shape import megatron_arguments
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -119,49 +121,16 @@ def plan_inputs(
 
 def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     """The numbers of a recipe's model that decide its costs."""
-    model = of_model(config)
-
-    def of(name: str, otherwise: Any = None) -> Any:
-        return getattr(config.model, name, getattr(model, name, otherwise))
-
-    heads = of("num_attention_heads")
-    vocabulary = of("vocab_size") or 0
-    arguments = {
-        "hidden_size": of("hidden_size"),
-        "num_layers": of("num_layers"),
-        "num_attention_heads": heads,
-        "num_query_groups": of("num_query_groups"),
-        "group_query_attention": (of("num_query_groups") or heads) != heads,
-        "kv_channels": of("kv_channels"),
-        "ffn_hidden_size": of("ffn_hidden_size"),
-        "swiglu": of("gated_linear_unit", False),
-        "bias_swiglu_fusion": of("bias_activation_fusion", True),
-        "normalization": of("normalization"),
-        "add_bias_linear": of("add_bias_linear", True),
-        "add_qkv_bias": of("add_qkv_bias", False),
-        "qk_layernorm": of("qk_layernorm", False),
-        "untie_embeddings_and_output_weights": not of("share_embeddings_and_output_weights", True),
-        "position_embedding_type": of("position_embedding_type"),
-        "max_position_embeddings": of("max_position_embeddings") or of("seq_length"),
-        "attention_dropout": of("attention_dropout", 0.0),
-        "hidden_dropout": of("hidden_dropout", 0.0),
-        "num_experts": of("num_moe_experts"),
-        "moe_router_topk": of("moe_router_topk"),
-        "moe_ffn_hidden_size": of("moe_ffn_hidden_size"),
-        "moe_shared_expert_intermediate_size": of("moe_shared_expert_intermediate_size"),
-        "moe_layer_freq": of("moe_layer_freq", 1),
-        "hybrid_layer_pattern": pattern_of(config) or None,
-        "vocab_size": vocabulary,
-        "make_vocab_size_divisible_by": of("make_vocab_size_divisible_by", 128),
-    }
-    return ModelShape.of_megatron(arguments, ModelFamily.GPT, on_cpu=on_cpu)
+    places = (of_model(config), config.model)  # what the latter says of a name wins
+    said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
+    return ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
 
 
 def pattern_of(config: Any) -> str:
     """The modules of a Hybrid recipe's model, without stages; empty for a GPT."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    found = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in names)
-    return without_stages(next(filter(None, found), ""))
+    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in names)
+    return without_stages(next(filter(None, patterns), ""))
 
 
 def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Split:

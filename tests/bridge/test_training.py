@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dynapipe.cli.model_config import read_model
 from tests.helpers.random_dataset import make_dataset
 from tests.helpers.rehearsal import build, jobs
 
@@ -25,6 +26,8 @@ FAMILIES = ("llama", "qwen3", "gemma3")
 SEVERAL = {"memory_limit_mb": 6.0}
 """So little memory that an iteration takes several micro-batches."""
 TWO = {"pipeline": 2}
+LENGTH = 64
+SIZES = ("heads", "kv_channels", "query_groups", "ffn", "gated", "rms_norm", "biases", "rotary", "tied")
 EXACT = 1e-5
 HALF = 2e-3
 
@@ -44,6 +47,8 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 5, "save": "saved"}),
         "half": (1, False, {"model": "llama", "half": True}),
         "half planned": (2, True, {"model": "llama", "half": True, **TWO}),
+        "hybrid": (1, False, {"model": "llama", "pattern": "*-*-*-*-"}),
+        "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **SEVERAL}),
         "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
         "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
         "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
@@ -64,7 +69,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         jobs.Job(f"{RUNS}:train", _placed(folder, is_planned, row), ranks) for ranks, is_planned, row in rows.values()
     ]
     results = jobs.run_all([*made, *todo], folder, engine=True, deadline_s=3000, preloaded=RUNS)
-    return dict(zip(["prepared", *rows], results, strict=True))
+    return dict(zip(["prepared", *rows], results, strict=True)) | {"folder": folder}
 
 
 def _placed(folder: Path, is_planned: bool, row: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +116,10 @@ def test_a_layout_trains_as_one_rank(ran: dict[str, Any], layout: str) -> None:
     assert_same(last(ran, layout), last(ran, "llama"), within=EXACT)
 
 
+def test_a_hybrid_model_trains_as_without_plans(ran: dict[str, Any]) -> None:
+    assert_same(last(ran, "hybrid planned"), last(ran, "hybrid"), within=EXACT)
+
+
 def test_evaluations_are_those_of_the_loop_itself(ran: dict[str, Any]) -> None:
     """The first: later ones go over the same batches again, and Bridge's own iterators over the next."""
     planned, stock = last(ran, "replicas")["evaluated"], last(ran, "evaluated")["evaluated"]
@@ -144,3 +153,14 @@ def test_a_planned_model_is_exported_to_hugging_face(ran: dict[str, Any]) -> Non
     """Its logits there are those of its trained weights: the loss that Megatron computes of them."""
     exported = last(ran, "exported")
     assert exported["loss there"] == pytest.approx(exported["loss here"], rel=1e-4)
+
+
+def test_a_saved_recipe_says_what_its_model_is(ran: dict[str, Any]) -> None:
+    """The same as the HuggingFace folder that it began from."""
+    folder = ran["folder"]
+    saved = read_model(folder / "saved/iter_0000003/run_config.yaml")
+    began = read_model(folder / "llama/config.json")
+    assert saved.is_recipe
+    assert saved.max_seq_len == LENGTH + 1
+    assert (saved.layers, saved.hidden_size) == (began.layers, began.hidden_size)
+    assert {name: saved.shape[name] for name in SIZES} == {name: began.shape[name] for name in SIZES}
