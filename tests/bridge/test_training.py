@@ -47,7 +47,7 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 5, "save": "saved"}),
         "half": (1, False, {"model": "llama", "half": True}),
         "half planned": (2, True, {"model": "llama", "half": True, **TWO}),
-        "hybrid": (1, False, {"model": "llama", "pattern": "*-*-*-*-"}),
+        "hybrid": (2, False, {"model": "llama", "pattern": "*-*-|*-*-", **TWO}),
         "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **SEVERAL}),
         "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
         "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
@@ -117,6 +117,7 @@ def test_a_layout_trains_as_one_rank(ran: dict[str, Any], layout: str) -> None:
 
 
 def test_a_hybrid_model_trains_as_without_plans(ran: dict[str, Any]) -> None:
+    """From weights that Megatron draws, on each stage anew: on the same layout."""
     assert_same(last(ran, "hybrid planned"), last(ran, "hybrid"), within=EXACT)
 
 

@@ -16,6 +16,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -85,6 +86,7 @@ def recipe(
     evaluations: int = 0,
     half: bool = False,
     own_samples: str | None = None,
+    pattern: str = "",
 ) -> Any:
     """A recipe of a small model, as a user would change one of Bridge's.
 
@@ -97,10 +99,11 @@ def recipe(
         evaluations: batches of an evaluation.
         half: in bf16.
         own_samples: a folder of JSON lines, as the recipe's own samples.
+        pattern: of a HybridModel of random weights, in place of the folder's model.
     """
     config = _pretrain_common()
     bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
-    provider = bridge.to_megatron_provider(load_weights=lora is None)
+    provider = _hybrid(pattern) if pattern else bridge.to_megatron_provider(load_weights=lora is None)
     config.model = provider
     config.tokenizer.tokenizer_model = str(model)
     provider.seq_length = config.dataset.seq_length = LENGTH
@@ -130,6 +133,22 @@ def recipe(
             dataset_root=own_samples, seq_length=LENGTH, do_validation=False, do_test=False, num_workers=0
         )
     return config
+
+
+def _hybrid(pattern: str) -> HybridModelProvider:
+    return HybridModelProvider(
+        hybrid_layer_pattern=pattern,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        vocab_size=VOCABULARY,
+    )
 
 
 def _compute_in(provider: Any, dtype: torch.dtype) -> None:
