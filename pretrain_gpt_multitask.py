@@ -8,8 +8,8 @@ Any Megatron flag and any `--dynapipe-*` flag may follow; the command line wins 
 from megatron_dynapipe.extras import entry_imports
 
 with entry_imports():
+    from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.entry import required
-    from megatron_dynapipe.units import ModelFamily
 
     if __name__ == "__main__":
         required.check_command_line(ModelFamily.GPT)  # before torch is imported, which takes seconds

@@ -1,4 +1,4 @@
-"""Builds the native planner core, megatron_dynapipe.planning._native, from csrc/ with nanobind.
+"""Builds the native planner core, megatron_dynapipe.core._native, from csrc/ with nanobind.
 
 The machine's own C++ compiler builds it; where none works, the one that the package `ziglang` brings, which is then a
 build requirement (scripts/build_backend.py). A build that fails stops the installation and says what is missing.
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from build_backend import ZIGLANG, machine_has_compiler  # noqa: E402
 
-CORE = "megatron_dynapipe.planning._native"
+CORE = "megatron_dynapipe.core._native"
 # No -ffast-math, no -march=native: a plan is the same on every machine.
 COMPILE_ARGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
 

@@ -6,11 +6,11 @@
 
 namespace dynapipe {
 
-// The problem from the arguments of BatchProblem (planning/problem.py), checked.
+// The problem from the arguments of BatchProblem (core/problem.py), checked.
 Links links_of(Keywords& given);
 Problem problem_of(Keywords given);
 
-// What Python and the core both name and number; planning/native.py compares them when it is imported.
+// What Python and the core both name and number; core/native.py compares them when it is imported.
 nb::dict constants();
 
 }  // namespace dynapipe

@@ -233,7 +233,7 @@ private:
 }  // namespace
 
 void bind_batch_problem(nb::module_& module) {
-    nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.planning.problem.BatchProblem.")
+    nb::class_<BatchProblem>(module, "BatchProblem", "See megatron_dynapipe.core.problem.BatchProblem.")
         .def(nb::init<const nb::kwargs&>())
         .def("partition", &BatchProblem::partition, "orders"_a.noconvert(), "improve"_a,
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")

@@ -1,4 +1,4 @@
-// The class BatchProblem of megatron_dynapipe.planning._native.
+// The class BatchProblem of megatron_dynapipe.core._native.
 #pragma once
 
 #include <nanobind/nanobind.h>

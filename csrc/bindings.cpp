@@ -1,4 +1,4 @@
-// megatron_dynapipe.planning._native: arrays in, arrays out. Nothing is converted: floats are refused, not rounded.
+// megatron_dynapipe.core._native: arrays in, arrays out. Nothing is converted: floats are refused, not rounded.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -232,16 +232,16 @@ NB_MODULE(_native, module) {
     module.def("simulate", &run_simulate, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "forward_only"_a, "order"_a.noconvert(), "peak_covers_backward"_a = false, "receive_ahead"_a = -1,
                "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.simulate; (starts, ends, peak bytes, makespan, passes run on each stage "
+               "See megatron_dynapipe.core.simulate; (starts, ends, peak bytes, makespan, passes run on each stage "
                "where it stalls).");
     module.def("list_schedule", &run_list_schedule, "costs"_a.noconvert(), "chunks"_a, "model_state"_a.noconvert(),
                "memory_limit"_a, "forward_only"_a, "depth"_a.noconvert(), "rule"_a, "peak_covers_backward"_a = false,
                "least_gap"_a = kUndivided, "bound"_a = kUnreachable, "before"_a = Integers(),
-               "See megatron_dynapipe.planning.schedules.list_scheduling; (makespan, 1 per forward of every stage).");
-    module.def("reschedule", &run_reschedule, "See megatron_dynapipe.planning.rescheduling; the makespan.");
+               "See megatron_dynapipe.core.orders; (makespan, 1 per forward of every stage).");
+    module.def("reschedule", &run_reschedule, "See megatron_dynapipe.choosing.rescheduling; the makespan.");
     module.def("fast_verify", &run_fast_verify, "lists"_a, "chunks"_a, "micro_batches"_a, "forward_only"_a,
                "ordered_starts"_a = false,
-               "See megatron_dynapipe.planning.native; (whether lists hold, steps of passes and of sends, elements of "
+               "See megatron_dynapipe.core.native; (whether lists hold, steps of passes and of sends, elements of "
                "messages).");
     module.def(
         "orchestrate", &run_orchestrate, nb::kw_only(), "units"_a, "forward"_a.noconvert(), "backward"_a.noconvert(),

@@ -9,7 +9,7 @@ namespace dynapipe {
 
 constexpr int64_t kAbsent = -1;  // a grid point that was never measured or did not fit
 
-// The limit on every cost, in ns (73 minutes) or bytes (4.4 TB), of a layer and of a stage (cost/tables.py). A layer's
+// The limit on every cost, in ns (73 minutes) or bytes (4.4 TB), of a layer and of a stage (core/costs.py). A layer's
 // cost above it is refused; a stage's makes the micro-batch infeasible. It keeps interpolation and sums within 64 bits.
 constexpr int64_t kLargestCost = int64_t{1} << 42;
 

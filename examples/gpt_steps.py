@@ -21,13 +21,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES  # noqa: E402
-from megatron_dynapipe.planning.costing import planner_of  # noqa: E402
-from megatron_dynapipe.planning.planner import Planner  # noqa: E402
-from megatron_dynapipe.planning.settings import PlannerSettings  # noqa: E402
+from megatron_dynapipe.choosing.planners import planner_of  # noqa: E402
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES  # noqa: E402
+from megatron_dynapipe.core.planner import Planner  # noqa: E402
+from megatron_dynapipe.core.settings import PlannerSettings  # noqa: E402
+from megatron_dynapipe.core.units import ModelFamily  # noqa: E402
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
-from megatron_dynapipe.units import ModelFamily  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LONGEST = 4, 64, 4, 512, 128
 

@@ -1,7 +1,8 @@
 """DynaPipe for Megatron-LM: micro-batches of varying shape, planned ahead of training, executed from instructions.
 
-The flow of one iteration is the order of the packages: `sampling` → `planning` (with `cost`) → `plan` → `store` →
-`data` → `runtime` → `integration`, or `modules` for models without Megatron. `docs/design.md` draws it.
+The flow of one iteration is the order of the packages: `sampling` → `core` (with `costing` and `ways`) → `store` →
+`data` → `core` again (with `runtime`) → `integration`, or `modules` for models without Megatron. `docs/design.md` draws
+it.
 
 The names below are loaded when they are first used, so that importing the package imports neither torch nor Megatron.
 """
@@ -9,7 +10,11 @@ The names below are loaded when they are first used, so that importing the packa
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_dynapipe import moved
+
 __version__ = "0.1.0"
+
+moved.install()
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)

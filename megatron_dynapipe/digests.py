@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.files import open_regular, read_bounded
 from megatron_dynapipe.outputs import replace_bytes
 

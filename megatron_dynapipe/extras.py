@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.core.errors import InstallationError
 
 DISTRIBUTION = "megatron-dynapipe"
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_dynapipe.errors import CheckpointError, ConfigError
+from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.files import open_regular
 
 GENERATOR = "megatron-dynapipe"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import config
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 
 
 def write(folder: Path, text: str) -> str:

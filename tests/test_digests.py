@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dynapipe import digests
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_a_module_that_no_extra_brings_is_no_matter_of_extras(name: str | None) 
         ),
         ("python3.11", "nothing", "", "error: expected Python 3.12 or later, got 3.11."),
         (
-            *(sys.executable, "sitecustomize", "import sys; sys.modules['megatron_dynapipe.planning._native'] = None"),
+            *(sys.executable, "sitecustomize", "import sys; sys.modules['megatron_dynapipe.core._native'] = None"),
             "error: expected the planner's native core",
         ),
     ],

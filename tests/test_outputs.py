@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe import outputs
-from megatron_dynapipe.errors import CheckpointError, ConfigError
+from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.outputs import LOCK, lock_folder, say, warn
 
 OURS = '{"format": "dynapipe-plan/1"}'

@@ -236,11 +236,11 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "README.md").touch()
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "bindings.cpp").write_text("#error broken on purpose")
-    planning = tmp_path / "megatron_dynapipe" / "planning"
-    planning.mkdir(parents=True)
-    for file in (planning.parent / "__init__.py", planning / "__init__.py"):
+    core = tmp_path / "megatron_dynapipe" / "core"
+    core.mkdir(parents=True)
+    for file in (core.parent / "__init__.py", core / "__init__.py"):
         file.write_text('__version__ = "0"\n')
-    (planning / LIBRARY).touch()
+    (core / LIBRARY).touch()
     return tmp_path
 
 
@@ -269,7 +269,7 @@ def test_a_build_that_fails_stops_and_leaves_no_older_library(project: Path, opt
     done = build(project, *options, CXX=str(project / "c++"), CC=str(project / "c++"))
     assert done.returncode == 1
     assert "error: the planner's native core could not be built: command" in done.stderr
-    assert (project / "megatron_dynapipe" / "planning" / LIBRARY).exists() == stays
+    assert (project / "megatron_dynapipe" / "core" / LIBRARY).exists() == stays
 
 
 def test_zig_compiles_and_links_where_the_machines_compiler_does_not_work(project: Path) -> None:

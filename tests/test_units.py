@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dynapipe.units import in_mb
+from megatron_dynapipe.core.units import in_mb
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.memory import high_water_marks, message_elements
-from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, time_by_kind
-from megatron_dynapipe.planning.costing import planner_of
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.memory import high_water_marks, message_elements
+from megatron_dynapipe.core.plan import BACKWARD, FORWARD, time_by_kind
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import LiveStorages
 from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.units import ModelFamily
 
 cpu.quieten()
 

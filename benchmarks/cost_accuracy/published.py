@@ -29,15 +29,16 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import markdown
-from megatron_dynapipe.cost import AnalyticCostModel, ModelShape, Network
-from megatron_dynapipe.cost.devices import rates_of
-from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.samples import Samples, batch_of_positions
-from megatron_dynapipe.planning.schedules import ScheduleSettings, schedule
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.orders import ScheduleSettings, schedule
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import AnalyticCostModel, ModelShape, Network
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 FULL, SELECTIVE, NONE = Recompute.FULL, Recompute.SELECTIVE, Recompute.NONE
 LINKS = {"intra_node_latency_us": 10.0, "inter_node_latency_us": 20.0}
@@ -224,7 +225,7 @@ def _predictions(row: Row) -> Iterator[float]:
         )
         try:
             planner = planner_of(settings, costs)
-            problem = planner.problem(Samples.of(batch_of_positions([length] * samples, 0), ModelFamily.GPT))
+            problem = planner.problem(Samples.of(GlobalBatch.of_positions([length] * samples, 0), ModelFamily.GPT))
             shapes = np.tile([[size, length, 0]], (samples // size, 1))
             passes, covered = problem.costs(shapes, np.zeros(len(shapes), np.int64))
             if not covered.all():

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import DEMO_DATA, ROOT, environment, torchrun
-from megatron_dynapipe.cost import A100_RATES, ModelShape
-from megatron_dynapipe.cost.analytic import layer_costs
-from megatron_dynapipe.cost.format import CostFile, read_file, read_points
-from megatron_dynapipe.cost.work import LayerWork
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, ModelShape
+from megatron_dynapipe.costing.analytic import layer_costs
+from megatron_dynapipe.costing.format import CostFile, read_file, read_points
+from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.tools.cost_files import held_out_errors
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 SEEDS = range(5)
 STARTING_MINUTES = 0.4

@@ -27,17 +27,17 @@ import torch
 from benchmarks.common import wall_clock
 from benchmarks.executor import overhead, pieces
 from benchmarks.executor.pairs import add_arguments
-from megatron_dynapipe.cost import TableCostModel
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.data.segments import CutSegment
-from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.samples import batch_of_positions
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime.memory import LiveStorages
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.sampling import GlobalBatch
 
 
 def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:
@@ -71,7 +71,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, obje
     iteration = pieces.iterations(options, device, recompute=True)
     whole_mb, whole_s = peak_mb(iteration, [(options.length, {})])
     limit_mb = options.share * whole_mb
-    batch, limit_bytes = batch_of_positions([options.length], 0), int(limit_mb * BYTES_PER_MB)
+    batch, limit_bytes = GlobalBatch.of_positions([options.length], 0), int(limit_mb * BYTES_PER_MB)
     try:
         planner(options, limit_bytes, "off").plan(batch, 0)
         said = "fits"

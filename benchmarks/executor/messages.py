@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks.executor import overhead, pairs
-from megatron_dynapipe.units import LENGTH_MULTIPLE, Shape
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, Shape
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 """Ways in which the host asks for a tensor's values: on a GPU each waits for the device."""

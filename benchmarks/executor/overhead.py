@@ -33,21 +33,21 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks.executor.pairs import Iteration, add_arguments, measure, report
-from megatron_dynapipe.cost import PipelineLayout, even_split
-from megatron_dynapipe.cost.pattern import with_stages
+from megatron_dynapipe.core.lowering import PipelineTopology, lower
+from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.orders import one_f_one_b
+from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.core.problem import PassOrder
+from megatron_dynapipe.core.units import ModelFamily, Shape
+from megatron_dynapipe.costing import PipelineLayout, even_split
+from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.step_functions import gpt_step
 from megatron_dynapipe.integration.execution.transport import connect
 from megatron_dynapipe.integration.models.norms import LocalNorm
 from megatron_dynapipe.integration.models.specs import hybrid_stack
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import PipelineTopology, lower
-from megatron_dynapipe.planning.problem import PassOrder
-from megatron_dynapipe.planning.schedules.one_f_one_b import one_f_one_b
-from megatron_dynapipe.runtime import StepRunner, TorchTransport
+from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.units import ModelFamily, Shape
 from tests.helpers.plans import random_problem
 
 
@@ -142,7 +142,7 @@ def runners(
     stage, stages = groups.ranks.index(dist.get_rank()), len(groups.ranks)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
     place = {"stage": stage, "stages": stages, "chunks": chunks}
-    runner = StepRunner(transport, device, **place, dtype=torch.float32, deadline_s=300)
+    runner = step_runner(transport, device, **place, dtype=torch.float32, deadline_s=300)
     order = one_f_one_b(random_problem(len(shapes), stages, chunks=chunks))  # Megatron's, whatever passes take
     plan, schedule = lowered(order, shapes, options.hidden, stage, chunks), get_forward_backward_func()
 

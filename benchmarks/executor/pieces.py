@@ -25,6 +25,8 @@ import torch
 from benchmarks.common import in_turns, interval
 from benchmarks.executor import overhead
 from benchmarks.executor.pairs import add_arguments, measure, timed
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -32,10 +34,8 @@ from megatron_dynapipe.integration.execution.step_functions import gpt_step
 from megatron_dynapipe.integration.execution.transport import connect
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.runtime import StepRunner, TorchTransport
+from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.units import Recompute, Shape
 
 Cuts = dict[int, CutSegment]
 Iteration = Callable[..., None]
@@ -91,7 +91,7 @@ def iterations(options: argparse.Namespace, device: torch.device, *, recompute: 
         RecomputeSwitch([model]).set(Recompute.FULL)
     groups = connect(ControlGroup(timeout_s=300), chunks=1, device=device, timeout_s=300)
     transport = TorchTransport(groups.channels, groups.ranks, deadline_s=300)
-    runner = StepRunner(transport, device, stage=0, stages=1, chunks=1, dtype=torch.float32, deadline_s=300)
+    runner = step_runner(transport, device, stage=0, stages=1, chunks=1, dtype=torch.float32, deadline_s=300)
 
     def iteration(rows: Sequence[tuple[int, Cuts]], *, divided: bool = False) -> None:
         backward = (BackwardInput, BackwardWeight) if divided else (Backward,)

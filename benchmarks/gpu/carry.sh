@@ -37,7 +37,7 @@ for folder in "${more[@]}"; do
     cp --recursive --dereference -- "$folder" "$root/with/"
 done
 git ls-files -z | tar --create --null --files-from - | tar --extract --directory "$root"
-cp --parents megatron_dynapipe/planning/_native*.so "$root"
+cp --parents megatron_dynapipe/core/_native*.so "$root"
 cp --parents --recursive .demo/data "$root"
 git describe --always --dirty --abbrev=40 >"$root/COMMIT"
 # Bytecode goes by the sources' content, not by their time, which whatever unpacks them may set anew.

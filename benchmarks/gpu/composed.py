@@ -10,7 +10,8 @@ from math import prod
 
 import numpy as np
 
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -21,11 +22,10 @@ from megatron_dynapipe.plan.instructions import (
     RecvWait,
     SendStart,
 )
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.planning.problem import ScheduleProblem
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.simulate import Simulation, simulate
+from megatron_dynapipe.core.plan import Event, IterationPlan
+from megatron_dynapipe.core.problem import ScheduleProblem
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.simulate import Simulation, simulate
 
 Times = Mapping[Pass, float]
 """ns of one stage's passes."""
@@ -110,7 +110,7 @@ def _transfer_ns(settings: PlannerSettings, message_bytes: np.ndarray, first: in
     times = np.zeros_like(message_bytes)
     if boundaries:
         over = slice(first, first + boundaries)
-        times[:, over] = settings.links.transfer_ns(message_bytes[:, over])
+        times[:, over] = links_of(settings).transfer_ns(message_bytes[:, over])
     return times
 
 

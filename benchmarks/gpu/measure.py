@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 from benchmarks.common import ROOT, markdown, number, say
 from benchmarks.gpu.machine import Processes, ProcessFailedError, provenance
 from megatron_dynapipe.config import cluster_file
-from megatron_dynapipe.cost.format import read_file
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.core.errors import DynaPipeError
+from megatron_dynapipe.costing.format import read_file
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.measure", "--worker")
 LATE_S, LAST_S = 60.0, 15.0

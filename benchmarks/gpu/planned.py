@@ -17,19 +17,19 @@ import yaml
 
 from benchmarks.planning.cases import recorded_batches
 from megatron_dynapipe import config
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.main import build_parser
 from megatron_dynapipe.cli.planning_arguments import costs_and_settings
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.plan.codec import decode_plan, encode
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, MANY_QUEUES_RULES
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.network import GLOO_RULES, MANY_QUEUES_RULES
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.store.codec import decode_plan, encode
 from megatron_dynapipe.tools.rivals.methods import PACKED_METHODS, Longest, method_settings
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
-from megatron_dynapipe.units import ModelFamily
 
 PLANNED, ROWS = "planned", "rows"
 METHODS = (PLANNED, ROWS)

@@ -31,14 +31,14 @@ from torch.testing._internal.distributed import fake_pg as _registered  # noqa: 
 
 from benchmarks.gpu.planned import Case, Planned
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.core.instructions import Channel, Pass
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator
-from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.plan.instructions import Channel, Pass
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.runtime import StepRunner, step
+from megatron_dynapipe.runtime import StepRunner, rank, step_runner
 from megatron_dynapipe.runtime.transport import JoinedWork, Work
-from megatron_dynapipe.units import ModelFamily, Shape
+from megatron_dynapipe.store.codec import digest
+from megatron_dynapipe.store.entry import StageEntry
 
 DEADLINE_S = 120.0
 """Of a transfer."""
@@ -204,8 +204,8 @@ def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[St
         mock.patch.object(dist, "init_process_group", carries_nothing),
         prepared_stages(planned) as setup,
     ):
-        with mock.patch.object(step, "platform_of", partial(clock_of, shared=False)):
-            steps = StepRunner(
+        with mock.patch.object(rank, "platform_of", partial(clock_of, shared=False)):
+            steps = step_runner(
                 AtOnce(),
                 setup.device,
                 stage=stage,

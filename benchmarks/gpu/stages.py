@@ -37,12 +37,12 @@ from benchmarks.gpu.machine import Budget, NotRunError, Processes, ProcessFailed
 from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import cluster_file
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.format import shipped
-from megatron_dynapipe.cost.network import Link
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.units import BYTES_PER_MB
+from megatron_dynapipe.costing import Network
+from megatron_dynapipe.costing.format import shipped
+from megatron_dynapipe.costing.links import Link
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TURNS = {"cuda": 2, "cpu": 6}

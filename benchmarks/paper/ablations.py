@@ -26,17 +26,17 @@ from benchmarks.paper import real
 from benchmarks.paper.clusters import LAYERS, USUAL_SIZE, Case, global_batches
 from benchmarks.paper.output import arguments, chart, write
 from benchmarks.paper.simulate import Point, chosen_split
-from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.partition import by_length, partition
-from megatron_dynapipe.planning.problem import IntArray
-from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.scheduling import schedule_batch
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import DynaPipeError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.partition import by_length, partition
+from megatron_dynapipe.core.problem import IntArray
+from megatron_dynapipe.core.scheduling import schedule_batch
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.units import BatchLayout, Recompute
 
 LAYOUT = (1, 2, 4)
 MAXIMUM_LENGTHS = (512, 1024, 2048, 4096)

@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from benchmarks.planning.cases import COSTS, MEMORY_BYTES, published_results, recorded_batches
-from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import Longest
 from megatron_dynapipe.tools.tuning.space import divisions
-from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 GPUS_PER_NODE = 8
 HIDDEN = {"gpt": 4096, "t5": 1024}

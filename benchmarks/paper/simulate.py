@@ -14,10 +14,10 @@ import msgspec
 
 from benchmarks.common import say
 from benchmarks.paper.clusters import Case, Layout, cut_batches, longest
-from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.planning.layer_split import choose_layer_split
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.layer_split import choose_layer_split
+from megatron_dynapipe.core.errors import DynaPipeError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import Prediction, predict
 

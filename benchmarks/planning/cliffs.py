@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.planning.recorded import BOTH, GB, MODELS, PACKED, _settings, batches, cost_model, half_layers
-from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.settings import PlannerSettings
 
 EVERYTHING = {"micro_batch_layouts": BOTH, "slices": "auto", "split_backward": "auto"}
 SIMPLER: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
     idle        mean share of device time in which no pass runs
     bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
                 over stages, for the micro-batches of the plan
-    of L2       mean of the limit of stages and memory over plan (`planning/limits.py`)
+    of L2       mean of the limit of stages and memory over plan (`choosing/limits.py`)
 
 The published planner is compared where its results are known: on A100s, and batches of flan_like.
 

@@ -14,13 +14,13 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.problem import ScheduleProblem
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.problem import ScheduleProblem
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
 MOST_ORDERS = 300_000
 """Partial orders that a case may take."""

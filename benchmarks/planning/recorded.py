@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.common import markdown
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, CostModel, Experts, ModelShape, TableCostModel
-from megatron_dynapipe.errors import PlanError, PlanningError
-from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import PlanError, PlanningError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, CostModel, Experts, ModelShape, TableCostModel
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.store.codec import digest
 
 RECORDED = Path(__file__).with_name("recorded_plans.json")
 GB = 10**9

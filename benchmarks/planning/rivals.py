@@ -8,7 +8,7 @@ batches, as in training. The others run the fastest for each batch of 1, 2 and 4
 equal layers and whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A
 line per setting and length has the geometric mean of real tokens per second over each, and over the fastest of each
 batch the mean and the worst; then which share of the plan's time is left if devices did nothing but the least work of
-every sample (`planning/limits.py`), and what the ratio would be then. With --labels the batches of sft_like alone,
+every sample (`choosing/limits.py`), and what the ratio would be then. With --labels the batches of sft_like alone,
 whose plans leave out what does not count; the others run all of it.
 
 --output keeps the rows of earlier runs that are not asked for again, and draws them all: `rivals.json`, `rivals.md`,

@@ -26,16 +26,16 @@ import msgspec
 import numpy as np
 
 from benchmarks.planning.recorded import BOTH, MODELS, _settings, batches, cost_model, half_layers
-from megatron_dynapipe.cost import CostModel, CostTables, Quantity
-from megatron_dynapipe.cost.tables import ATTENTION, HEAD, MLP
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.problem import ScheduleProblem
-from megatron_dynapipe.planning.schedules.list_scheduling import adaptive
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.simulate import simulate
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.costs import ATTENTION, HEAD, MLP
+from megatron_dynapipe.core.orders import adaptive
+from megatron_dynapipe.core.problem import ScheduleProblem
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.simulate import simulate
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import CostModel, CostTables, Quantity
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 TIMES = [Quantity.FORWARD, Quantity.BACKWARD, Quantity.WEIGHT]
 Change = Callable[[ScheduleProblem], ScheduleProblem]

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from benchmarks.throughput.methods import ABLATIONS, METHODS, Spec
 from benchmarks.throughput.model import build, weights_of_products
 from benchmarks.throughput.rows import rows_of_2023
-from megatron_dynapipe.cost.devices import peak_flops
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.units import BYTES_PER_MB
+from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, kept_pair
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.units import BYTES_PER_MB
 
 TIMEOUT_S = 1800.0
 """Of a wait for the driver, which may be starting the other jobs, and of a transfer."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.units import BatchLayout, Recompute
 
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
 

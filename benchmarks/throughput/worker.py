@@ -28,8 +28,8 @@ def main() -> None:
     device = config.early_flags(flags).dynapipe_device
     bootstrap.prepare_environment(spec.tensor_parallel, device)
     cpu.enable(device)
+    from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.profiling.setup import prepared
-    from megatron_dynapipe.units import ModelFamily
 
     with prepared(
         flags,

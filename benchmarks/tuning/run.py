@@ -21,11 +21,11 @@ from benchmarks.paper.clusters import (
     published_best,
     published_on,
 )
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning import Space, Tuning, tune
 from megatron_dynapipe.tools.tuning.space import Status
-from megatron_dynapipe.units import BatchLayout
 
 BATCHES = 2
 """Batches that a choice is made from."""

@@ -1,4 +1,4 @@
-// What stages hold while they run passes in a given order, messages included (plan/memory.py states the rules).
+// What stages hold while they run passes in a given order, messages included (core/memory.py states the rules).
 //
 // Messages lie in pools of equal buffers: received activations, received gradients, and what is sent. A pool has as
 // many buffers as have been in use at once so far, each as large as its largest message. An input that a forward keeps
@@ -13,7 +13,7 @@
 
 namespace dynapipe {
 
-// Messages that a stage of a forward-only plan sends before it waits for the first (planning/lowering.py).
+// Messages that a stage of a forward-only plan sends before it waits for the first (core/lowering.py).
 constexpr int64_t kSentAhead = 4;
 
 // The message that a virtual stage receives for a forward pass, and for a backward pass.

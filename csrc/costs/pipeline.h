@@ -8,7 +8,7 @@
 
 namespace dynapipe {
 
-// When transfers are started, and what a start waits for (plan/transfer_rules.py).
+// When transfers are started, and what a start waits for (core/network.py).
 struct TransferRules {
     int64_t receive_ahead = -1;   // passes between a receive's start and its wait; -1 for as many as one receive allows
     bool ordered_starts = false;  // a send's start waits for the channel's previous message
@@ -34,7 +34,7 @@ using Pass = int64_t;
 enum PassKind : uint8_t { kForwardPass, kBackwardPass, kInputPass, kWeightPass, kPassKinds };
 constexpr Pass kNoPass = -1;  // fills up a stage's order where stages run different numbers of passes
 
-// What a micro-batch costs on a virtual stage; see ScheduleProblem in planning/problem.py.
+// What a micro-batch costs on a virtual stage; see ScheduleProblem in core/problem.py.
 enum Cost : uint8_t {
     kForwardNs,
     kBackwardNs,

@@ -1,5 +1,5 @@
 // Costs of modules on a grid of micro-batch shapes, and the costs of a stage that follow from them.
-// cost/tables.py states the rules of interpolation, tests/helpers/stage_costs.py those of stages, with the same
+// core/costs.py states the rules of interpolation, tests/helpers/stage_costs.py those of stages, with the same
 // rounding.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace dynapipe {
 
-// What a module costs (cost/tables.py): ns and bytes. The first five are also what a stage does.
+// What a module costs (core/costs.py): ns and bytes. The first five are also what a stage does.
 enum Quantity { kForward, kBackward, kStored, kPeak, kWeight, kEntryStored, kEntryPeak, kQuantities };
 constexpr int kStageQuantities = kEntryStored;
 constexpr int kPieceRows = 2 * kQuantities;  // of kinds 0 and 1, attention and MLP: what a piece of a sample adds to

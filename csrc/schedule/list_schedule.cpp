@@ -11,7 +11,7 @@ constexpr int64_t kPoints = 64;  // of a trace, about
 
 }  // namespace
 
-// Even groups, as in planning/schedules/one_f_one_b.py.
+// Even groups, as in core/orders.py.
 void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>& turned) {
     if (numbered_ == count && full_ == full && turned_ == turned) return;
     numbered_ = count;

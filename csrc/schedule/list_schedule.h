@@ -1,5 +1,5 @@
 // List scheduling: the order in which stages take passes as they become ready. The rules are told in
-// planning/schedules/list_scheduling.py.
+// core/orders.py.
 #pragma once
 
 #include <cstdint>

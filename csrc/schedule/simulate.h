@@ -1,4 +1,4 @@
-// Running micro-batches through a pipeline in a given order of passes (planning/simulate.py states the rules).
+// Running micro-batches through a pipeline in a given order of passes (core/simulate.py states the rules).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Running micro-batches through a pipeline in a given order of passes, with the starts of transfers as instructions
-// that wait (planning/simulate.py states the rules).
+// that wait (core/simulate.py states the rules).
 #pragma once
 
 #include <cstdint>

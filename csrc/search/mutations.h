@@ -1,4 +1,4 @@
-// Random changes to a solution; planning/search.py says what each does.
+// Random changes to a solution; core/search.py says what each does.
 #pragma once
 
 #include <array>

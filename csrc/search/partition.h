@@ -1,4 +1,4 @@
-// Partitions an order of samples into micro-batches of least predicted iteration time (planning/partition.py tells
+// Partitions an order of samples into micro-batches of least predicted iteration time (core/partition.py tells
 // how).
 #pragma once
 

@@ -1,5 +1,5 @@
 // Local search over partitions, layouts, recompute modes, replicas, order and policy, on list scheduling's makespan.
-// The rules are told in planning/search.py.
+// The rules are told in core/search.py.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@
 namespace dynapipe {
 namespace {
 
-// The numbers of plan/instructions.py.
+// The numbers of core/instructions.py.
 enum Kind : int64_t {
     kLoad = 1,
     kForward,
@@ -23,7 +23,7 @@ enum Kind : int64_t {
     kBackwardWeight
 };
 // A record's name and the elements of its array, its number first. Python holds both against its own
-// (planning/native.py).
+// (core/native.py).
 struct Record {
     const char* name;
     int64_t fields;
@@ -121,7 +121,7 @@ struct Wait {
     bool sending;
 };
 
-// Walks one rank's list, as plan/verify_buffers.py does.
+// Walks one rank's list, as core/verify_buffers.py does.
 class Walk {
 public:
     Walk(const ListShape& shape, int64_t stages, int64_t stage);

@@ -1,4 +1,4 @@
-// Fast verification of instruction lists, from the bytes in which they are published (plan/verify.py states the rules).
+// Fast verification of instruction lists, from the bytes in which they are published (core/verify.py states the rules).
 #pragma once
 
 #include <cstddef>
@@ -18,11 +18,11 @@ struct ListShape {
 struct Verified {
     bool holds = false;
     std::vector<std::vector<int64_t>> passes, sends;
-    std::vector<std::vector<int64_t>> messages;  // elements that are held while each pass runs (plan/memory.py)
+    std::vector<std::vector<int64_t>> messages;  // elements that are held while each pass runs (core/memory.py)
 };
 
-// `data` is one list per pipeline rank in MessagePack, as msgspec writes plan/instructions.py. Trusts nothing of it.
-// What does not hold here is left to plan/verify.py, which says what is wrong.
+// `data` is one list per pipeline rank in MessagePack, as msgspec writes core/instructions.py. Trusts nothing of it.
+// What does not hold here is left to core/verify.py, which says what is wrong.
 Verified fast_verify(const uint8_t* data, size_t size, const ListShape& shape);
 
 // What lists are written by, for Python to hold against its own: numbers of instructions, buffers and payloads,

@@ -13,13 +13,13 @@ from megatron_dynapipe.bridge import relied_on
 from megatron_dynapipe.bridge.recipe import AUTO, PlannedOptions
 from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
-from megatron_dynapipe.units import BYTES_PER_MB
 
 _originals = Originals()
 

@@ -15,13 +15,16 @@ from torch import nn
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.bridge.refusals import of_model
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, ModelShape, Split
-from megatron_dynapipe.cost.devices import rates_of
-from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.format import located
-from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
-from megatron_dynapipe.cost.recipe import NAMES, recipe_flags
-from megatron_dynapipe.cost.shape import megatron_arguments
+from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Split
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import located
+from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
+from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -30,13 +33,10 @@ from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.specs import packing_obstacle
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.store import StoreAddress
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute
 
 AUTO = "auto"
 

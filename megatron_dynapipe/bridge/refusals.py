@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
-from megatron_dynapipe.errors import ConfigError, DataError
-from megatron_dynapipe.units import LENGTH_MULTIPLE
 
 _DIFFERENT_COUNTS = "replicas run different numbers of micro-batches"
 _SHAPES = "micro-batches have shapes of their own"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_dynapipe.errors import InstallationError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import InstallationError, UnsupportedMegatronError
 from megatron_dynapipe.extras import from_clone
 from megatron_dynapipe.integration.hooks.compatibility import SCHEDULES, Call, Name, missing_calls, missing_name
 from megatron_dynapipe.integration.hooks.originals import Replacement

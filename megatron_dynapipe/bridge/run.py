@@ -28,8 +28,9 @@ from megatron_dynapipe.bridge.recipe import (
     plan_inputs,
     state_dtype,
 )
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout, Shape
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import required_fields, takes_mask
 from megatron_dynapipe.integration.execution.transport import open_runner
@@ -41,7 +42,6 @@ from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.planned_splits import drawn_by
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.units import NS_PER_MS, BatchLayout, Shape
 
 logger = logging.getLogger(__name__)
 

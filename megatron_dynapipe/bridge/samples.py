@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of, manifest_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, write_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.sampling import spans_path
 from megatron_dynapipe.sampling.lengths import data_path, task_ids_path

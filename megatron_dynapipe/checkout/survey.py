@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_dynapipe.checkout.version import version_of
-from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.core.errors import PatchError
 
 FOLDER = Path(__file__).parents[1] / "patches"
 DIGESTS = "digests.json"

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
 
 PACKAGE = "megatron-core[training]==0.19.2"
 """The release that pip installs where there is none: the newest release that the tests train with."""

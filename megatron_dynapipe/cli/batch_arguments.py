@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batches
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import positive
 
 BATCHES = 8

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_unpacked
 from megatron_dynapipe.sampling import (
     GlobalBatch,
@@ -18,7 +19,6 @@ from megatron_dynapipe.sampling import (
     SpanTable,
     read_task_ids,
 )
-from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-batches/1"
 

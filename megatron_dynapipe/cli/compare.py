@@ -16,11 +16,11 @@ from megatron_dynapipe.cli.planning_arguments import (
     costs_and_settings,
     describe_cluster,
 )
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.errors import DataError, PlanningError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import DataError, PlanningError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict_fastest
-from megatron_dynapipe.units import ModelFamily
 
 FORMAT = "dynapipe-compare/1"
 _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"

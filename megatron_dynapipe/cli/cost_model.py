@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.cli import print_json
-from megatron_dynapipe.cost.check import tables_of
-from megatron_dynapipe.cost.file import TableCostModel
-from megatron_dynapipe.cost.format import CostFile
+from megatron_dynapipe.costing.check import tables_of
+from megatron_dynapipe.costing.file import TableCostModel
+from megatron_dynapipe.costing.format import CostFile
 from megatron_dynapipe.integration.flags.planning_flags import number
 from megatron_dynapipe.tools.cost_files import differences, held_out_errors
 

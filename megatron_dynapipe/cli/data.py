@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily, amount
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.inspect import SORTS, dataset_statistics, problems, statistics_table
 from megatron_dynapipe.tools.mixture.spec import plain_mixture, read_mixture
-from megatron_dynapipe.units import ModelFamily, amount
 
 _SHOWN = 10
 """Samples that `show` prints as text, unless others are asked for."""

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import IO, NoReturn, override
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.errors import DynaPipeError, near_name
+from megatron_dynapipe.core.errors import DynaPipeError, near_name
 from megatron_dynapipe.extras import missing
 
 PROGRAM = "megatron-dynapipe"

@@ -13,14 +13,14 @@ import msgspec
 import yaml
 
 from megatron_dynapipe.config import expand, load_yaml
-from megatron_dynapipe.cost import Experts, ModelShape
-from megatron_dynapipe.cost.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
-from megatron_dynapipe.cost.pattern import kinds_of_pattern
-from megatron_dynapipe.cost.recipe import model_of, recipe_flags
-from megatron_dynapipe.cost.shape import hugging_face_fields, megatron_arguments, megatron_fields
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily, target_positions
+from megatron_dynapipe.costing import Experts, ModelShape
+from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
+from megatron_dynapipe.costing.pattern import kinds_of_pattern
+from megatron_dynapipe.costing.recipe import model_of, recipe_flags
+from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import ModelFamily, target_positions
 
 RUN_FILES = (".yaml", ".yml")
 GPT = ModelFamily.GPT

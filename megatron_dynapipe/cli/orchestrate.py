@@ -7,10 +7,10 @@ import msgspec
 
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
+from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
 from megatron_dynapipe.segments import SegmentCosts
 from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration, Topology, orchestrate
-from megatron_dynapipe.units import BYTES_PER_MB
 
 FORMAT = "dynapipe-orchestrate/1"
 _ROW = "{:>5}  {:<32}{:>9}{:>14}{:>12}  {}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, State, Survey, survey
 from megatron_dynapipe.cli import print_json
-from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.core.errors import PatchError
 from megatron_dynapipe.tools.patch import change, refusal
 
 FORMAT = "dynapipe-patch/2"

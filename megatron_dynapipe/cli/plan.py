@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.batches import NamedBatch
@@ -18,19 +20,15 @@ from megatron_dynapipe.cli.planning_arguments import (
     describe_cluster,
     exported,
 )
-from megatron_dynapipe.errors import DataError, PlanningError
+from megatron_dynapipe.core.errors import DataError, PlanningError
+from megatron_dynapipe.core.instructions import Pass, format_instruction
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.plan import MUCH_IDLE, IterationPlan, MicroBatch, idle_share
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout
 from megatron_dynapipe.outputs import check_replaceable, write_file
-from megatron_dynapipe.plan.codec import digest, encode, is_plan
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.plan.pieces import cut_entries
-from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.timeline import MUCH_IDLE, idle_share
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout
+from megatron_dynapipe.store.codec import digest, encode, is_plan
+from megatron_dynapipe.ways.chains import cut_entries
 
 FORMAT = "dynapipe-plan-report/1"
 PHASES = ("ordering", "partition", "schedule", "lowering", "verify")

@@ -10,12 +10,19 @@ from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.cli.batches import read_batches
 from megatron_dynapipe.cli.model_config import experts_of, given_numbers, model_shape, take_model_config
 from megatron_dynapipe.config import Cluster, read_cluster
-from megatron_dynapipe.cost import (
+from megatron_dynapipe.core.costs import LARGEST_COORDINATE
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import (
     A100_RATES,
     AnalyticCostModel,
     CostModel,
@@ -25,12 +32,10 @@ from megatron_dynapipe.cost import (
     TableCostModel,
     even_split,
 )
-from megatron_dynapipe.cost.devices import rates_of
-from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.network import Link
-from megatron_dynapipe.cost.pattern import check_stages, kinds_of_pattern, split_of_pattern
-from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.costing.pattern import check_stages, kinds_of_pattern, split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
     EQUAL,
@@ -41,13 +46,8 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.layer_split import MORE_CHUNKS, choose_layer_split
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.export import megatron_flags
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
 
 ANALYTIC = "analytic"
 """The `--cost-model` that is no file."""

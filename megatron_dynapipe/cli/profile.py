@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.cost.format import is_cost_file
+from megatron_dynapipe.costing.format import is_cost_file
 from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
 from megatron_dynapipe.outputs import check_replaceable, is_first_rank
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.cli import print_json
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.outputs import check_replaceable
 from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.tools.report.page import PAGE, is_page, write_page

@@ -3,15 +3,15 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import format_stages
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.outputs import GENERATOR, check_replaceable, marked
-from megatron_dynapipe.plan.codec import decode_plan
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.pieces import chains, cut_entries
-from megatron_dynapipe.plan.text import format_stages
 from megatron_dynapipe.report.trace import Panel, write_trace
-from megatron_dynapipe.units import BYTES_PER_MB
+from megatron_dynapipe.store.codec import decode_plan
+from megatron_dynapipe.ways.chains import chains, cut_entries
 
 PICTURES = (".png", ".svg")
 

@@ -27,14 +27,15 @@ from megatron_dynapipe.cli.planning_arguments import (
     planner_settings,
 )
 from megatron_dynapipe.config import cluster_file
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.cost.devices import peak_flops
-from megatron_dynapipe.cost.format import read_file
-from megatron_dynapipe.cost.pattern import split_of_pattern
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily, round_up
+from megatron_dynapipe.costing import CostModel
+from megatron_dynapipe.costing.devices import peak_flops
+from megatron_dynapipe.costing.format import read_file
+from megatron_dynapipe.costing.pattern import split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import StepRates
 from megatron_dynapipe.tools.tuning.space import Split
@@ -45,7 +46,6 @@ from megatron_dynapipe.tools.tuning.validate import (
     recipe_overrides,
     train_best,
 )
-from megatron_dynapipe.units import ModelFamily, round_up
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.plan.codec import decode_plan, digest
-from megatron_dynapipe.plan.verify import verify
+from megatron_dynapipe.store.codec import decode_plan, digest
+from megatron_dynapipe.ways.rules import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.entry.failure import reported
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dynapipe.checkout.version import found_version
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.cpu.stub_table import (
     DEVICE_ONLY,
     ENVIRONMENT,
@@ -24,7 +25,6 @@ from megatron_dynapipe.cpu.stub_table import (
     STUBS,
     Stub,
 )
-from megatron_dynapipe.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 

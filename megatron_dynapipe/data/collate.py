@@ -25,12 +25,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.core.errors import DataError, PlanError
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
-from megatron_dynapipe.errors import DataError, PlanError
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling import Cutter
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Self
 
 import msgspec
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import file_digest
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import spans_path
 from megatron_dynapipe.sampling.lengths import data_path, ends_path, index_path, task_ids_path
 

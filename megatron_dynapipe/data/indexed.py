@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import checksums_path
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import LengthTable, data_path, read_array, read_ends, read_index
-from megatron_dynapipe.units import ModelFamily
 
 LOOK_S = 1.0
 """Between two looks at whether a file without checksums has been changed."""

@@ -17,9 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.core.errors import DataError, StoreTimeoutError
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch
-from megatron_dynapipe.errors import DataError, StoreTimeoutError
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.store.entry import StageEntry
 
 _CLOSE_SECONDS = 5.0
 """How long `close` waits for an unfinished fetch; its thread ends with the process in any case."""

@@ -20,13 +20,13 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, meta_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling import TruncationSide
 from megatron_dynapipe.sampling.lengths import read_task_ids
-from megatron_dynapipe.units import ModelFamily
 
 FORMAT: Literal["dynapipe-dataset/3"] = "dynapipe-dataset/3"
 FORMAT_WITHOUT_ENDS: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"

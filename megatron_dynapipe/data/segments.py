@@ -32,11 +32,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.errors import PlanError
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.packing import holds_row, least_shape, row_offsets
-from megatron_dynapipe.plan.pieces import cut_entries
-from megatron_dynapipe.units import BatchLayout, ModelFamily, input_positions
+from megatron_dynapipe.core.errors import PlanError
+from megatron_dynapipe.core.plan import MicroBatch, holds_row, least_shape, row_offsets
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, input_positions
+from megatron_dynapipe.ways.chains import cut_entries
 
 
 class CutSegment(NamedTuple):

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.choosing.trial import equal_passes
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import Instruction, Payload, RecvStart, SendStart
+from megatron_dynapipe.core.lowering import PipelineTopology, lower
+from megatron_dynapipe.core.orders import SCHEDULES
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import TensorMeta
-from megatron_dynapipe.plan.instructions import Instruction, Payload, RecvStart, SendStart
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.planning.lowering import PipelineTopology, lower
-from megatron_dynapipe.planning.schedules import SCHEDULES
-from megatron_dynapipe.planning.schedules.trial import equal_passes
 from megatron_dynapipe.runtime import TorchTransport, Transport
 from megatron_dynapipe.runtime.process_groups import backend_of, make_groups, warm_up
 from megatron_dynapipe.runtime.shared_weights import WeightCopies

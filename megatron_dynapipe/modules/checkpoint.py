@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import check_digests, write_digests
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.modules.boundary import Part
 from megatron_dynapipe.outputs import unwritten
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 
 Batch = Mapping[str, Any]
 """Tensors (and constants) by the name of the model's argument."""

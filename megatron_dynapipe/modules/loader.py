@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.network import GLOO_RULES, TransferRules, cuda_rules
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
+from megatron_dynapipe.costing import Network
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
-from megatron_dynapipe.plan.codec import decode_entry, encode
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, StageEntry
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, TransferRules, cuda_rules
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.samples import batch_of_positions
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.sampling import Batches, LastBatch
+from megatron_dynapipe.sampling import Batches, GlobalBatch, LastBatch
 from megatron_dynapipe.segments import SegmentCosts, segment_settings
+from megatron_dynapipe.store.codec import decode_entry, encode
+from megatron_dynapipe.store.entry import StageEntry
 
 PAD_VALUES: Mapping[str, int] = {"labels": -100, "label": -100, "targets": -100, "attention_mask": 0}
 """Values that fill up tensors of these names; others are filled with 0."""
@@ -143,7 +143,7 @@ class ModulePlanner:
 
         `lengths` are those of its samples, in positions; a micro-batch's sample ids are places in it.
         """
-        return self.planner.plan(batch_of_positions(lengths, iteration), iteration, forward_only=forward_only)
+        return self.planner.plan(GlobalBatch.of_positions(lengths, iteration), iteration, forward_only=forward_only)
 
     def share(self, batch: Batch, *, forward_only: bool = False) -> tuple[list[dict[str, Any]], IterationPlan]:
         """One replica's batch as planned micro-batches, each trimmed to the length of its longest sample.
@@ -152,7 +152,7 @@ class ModulePlanner:
         tensor. Padding is expected at the end of each row.
         """
         lengths = _lengths(batch)
-        plan = self._alone.plan(batch_of_positions(lengths, 0), 0, forward_only=forward_only)
+        plan = self._alone.plan(GlobalBatch.of_positions(lengths, 0), 0, forward_only=forward_only)
         return [_rows(batch, micro_batch) for micro_batch in plan.replicas[0].micro_batches], plan
 
 

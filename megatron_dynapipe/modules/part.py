@@ -7,7 +7,7 @@ from typing import Any, override
 import torch
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch, Inputs
 from megatron_dynapipe.modules.program import DividedTrace, StageFunction

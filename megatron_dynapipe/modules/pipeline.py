@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import Instruction
+from megatron_dynapipe.core.plan import IterationPlan, StagePlan
 from megatron_dynapipe.modules.boundary import (
     Part,
     Specialization,
@@ -30,11 +32,10 @@ from megatron_dynapipe.modules.inputs import Batch, batch_rows, split_batch
 from megatron_dynapipe.modules.loader import ModulePlanner
 from megatron_dynapipe.modules.ranks import Failures, start_agreement
 from megatron_dynapipe.modules.runner import LossFunction, ModuleStage, check_count
-from megatron_dynapipe.plan.instructions import Instruction
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry, StagePlan
-from megatron_dynapipe.runtime import PendingTotals, Step, StepRunner, Trace
+from megatron_dynapipe.runtime import PendingTotals, Step, Trace, step_runner
 from megatron_dynapipe.runtime.control_group import StepAgreement
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
+from megatron_dynapipe.store.entry import StageEntry
 
 _COMPARED_STEPS = 100
 _COMPARED_EVERY = 10
@@ -143,7 +144,7 @@ class Pipeline:
         transport, channels = part.connect(timeout_s)
         groups = [ranks.control.group, *channels, replicas, stages, *(shared.groups if shared else ())]
         self._failures = Failures(ranks.control, [group for group in groups if group is not None])
-        self._runner = StepRunner(
+        self._runner = step_runner(
             transport,
             part.device,
             stage=part.stage,

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_dynapipe.cost.format import UNITS, Table
-from megatron_dynapipe.cost.network import Link
+from megatron_dynapipe.core.units import BYTES_PER_MB
+from megatron_dynapipe.costing.format import UNITS, Table
+from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters
@@ -23,7 +24,6 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.links import measure_links
 from megatron_dynapipe.runtime.memory import pass_memory
 from megatron_dynapipe.segments import Segment, SegmentCosts
-from megatron_dynapipe.units import BYTES_PER_MB
 
 _REPEATS = 5
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 
-from megatron_dynapipe.errors import ConfigError, ExecutionError
+from megatron_dynapipe.core.errors import ConfigError, ExecutionError
 from megatron_dynapipe.runtime.control_group import AGREED, ControlGroup, StepAgreement
 from megatron_dynapipe.runtime.process_groups import group_of_each
 

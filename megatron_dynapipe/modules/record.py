@@ -37,7 +37,7 @@ from torch.utils._pytree import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Sizes of a batch's tensors, by name."""

@@ -7,13 +7,13 @@ from typing import Any, override
 
 import torch
 
-from megatron_dynapipe.errors import DataError, ExecutionError
+from megatron_dynapipe.core.errors import DataError, ExecutionError
+from megatron_dynapipe.core.instructions import Pass, RecvStart, SendStart
+from megatron_dynapipe.core.passes import StageModel
 from megatron_dynapipe.modules.boundary import Specialization, crossing_of
 from megatron_dynapipe.modules.inputs import Batch
-from megatron_dynapipe.plan.instructions import Pass, RecvStart, SendStart
 from megatron_dynapipe.runtime import StepRunner
 from megatron_dynapipe.runtime.control_group import AGREED
-from megatron_dynapipe.runtime.passes import StageModel
 
 LossFunction = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 """Takes a model's output and the micro-batch; gives the sum of the losses and their number."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
-from megatron_dynapipe.errors import ConfigError, ExecutionError
+from megatron_dynapipe.core.errors import ConfigError, ExecutionError
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import TensorMeta
 

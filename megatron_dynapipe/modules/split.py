@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_parameters
 from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
-from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, stage_of_each
 
 Initialise = Callable[[nn.Module], None]

@@ -9,12 +9,12 @@ import msgspec
 import torch
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import TensorShape
 from megatron_dynapipe.modules.boundary import Part, Specialization, signature
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.shapes import ShapeTracker, Structure, output_structure
-from megatron_dynapipe.plan.instructions import TensorShape
 
 Shapes = Sequence[TensorShape] | Callable[[Batch], Sequence[TensorShape]]
 """Shapes of the tensors at every boundary, or a function from a micro-batch to them."""

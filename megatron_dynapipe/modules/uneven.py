@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.instructions import Channel, Instruction, RecvStart, SendStart
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.pipeline import Pipeline, StepWork
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.record import TensorMeta
 from megatron_dynapipe.modules.shapes import Structure
 from megatron_dynapipe.modules.stage import Stage
-from megatron_dynapipe.plan.instructions import Channel, Instruction, RecvStart, SendStart
-from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import HostStagedTransport, TorchTransport, Transport
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import make_groups

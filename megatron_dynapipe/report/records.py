@@ -12,12 +12,11 @@ from typing import get_args
 
 import msgspec
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.plan import Event, Totals
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.outputs import replace_bytes
-from megatron_dynapipe.plan.iteration import Totals
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.units import Shape
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):

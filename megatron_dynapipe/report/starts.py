@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.report.records import RECORD_TYPES, RunRecord, read_records
 
 RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")

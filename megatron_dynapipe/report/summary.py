@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import NS_PER_MS, Shape, in_mb
 from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
-from megatron_dynapipe.units import NS_PER_MS, Shape, in_mb
 
 SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""

@@ -16,11 +16,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_dynapipe.core.instructions import EFFECTS, Pass, Work
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import NS_PER_MS
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import EFFECTS, Pass, Work
-from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report.trace import Panel
-from megatron_dynapipe.units import NS_PER_MS
 
 FORWARD = "#4878a8"
 BACKWARD = "#e08a3c"

@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.core.instructions import EFFECTS, format_instruction
+from megatron_dynapipe.core.plan import Timeline, idle_share
 from megatron_dynapipe.outputs import GENERATOR, marked, write_file
-from megatron_dynapipe.plan.instructions import EFFECTS
-from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.timeline import Timeline, idle_share
 
 _NS_PER_US = 1_000
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import DynaPipeError, PlanError, PlannerFailedError
+from megatron_dynapipe.core.errors import DynaPipeError, PlanError, PlannerFailedError
 
 _T = TypeVar("_T")
 _IDENTITY = 16

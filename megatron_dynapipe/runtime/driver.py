@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 
 HIDDEN = ("", "-1", "NoDevFiles")
 """First entries of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last for jobs without any."""

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import in_mb
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import in_mb
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

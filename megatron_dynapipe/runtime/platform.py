@@ -1,46 +1,14 @@
-"""The device beneath an executor: where tensors live and how time passes there."""
+"""The devices beneath an executor: how time passes on each, and what it says of its memory."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from megatron_dynapipe.core.executor import DevicePlatform, Mark
+
 ANCHOR_LASTS_NS = 60 * 10**9
 """After this long the drift between a device's clock and the host's is corrected."""
-
-Mark = Callable[[], int]
-"""A moment on the device: call it, once the device has passed it, for its time in nanoseconds."""
-
-
-class DevicePlatform(Protocol):
-    """The facts of a device that the executor needs."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        ...
-
-    def align(self) -> None:
-        """Begin an iteration's marks: their times stay exact to a microsecond for some seconds after this call."""
-        ...
-
-    def mark(self) -> Mark:
-        """Mark the present moment of the device's work, without waiting for it."""
-        ...
-
-    def has_passed(self, mark: Mark) -> bool:
-        """Whether the device has passed one of its marks, without waiting for it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all work given to the device is done."""
-        ...
-
-    def peak_bytes(self) -> int | None:
-        """High-water mark of device memory since the last call, or None where the device does not count."""
-        ...
 
 
 class CpuPlatform:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.plan.instructions import Channel, Payload, channel_of
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import Channel, Payload, channel_of
 
 TRANSFER_BLOCKS = 8
 """Thread blocks of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.core.instructions import Channel
 from megatron_dynapipe.runtime.messages import joined, landing
 from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.outputs import is_first_rank
 
 _SAY_S = 5.0

@@ -2,7 +2,7 @@
 
 A message is one transfer, whatever tensors it holds (`runtime.messages`).
 
-Every channel (`plan.instructions.Channel`) has a process group over the whole pipeline. Within a channel transfers
+Every channel (`core.instructions.Channel`) has a process group over the whole pipeline. Within a channel transfers
 match in the order in which both ends start them. Every wait has the transport's deadline.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.core.instructions import Channel
 from megatron_dynapipe.runtime.messages import joined, landing
 from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 

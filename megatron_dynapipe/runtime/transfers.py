@@ -2,15 +2,16 @@
 
     OUTPUT ──SEND: copied──► a buffer of the pool ──transport──► a buffer of the peer's pool ──WAIT_RECV──► INPUT
 
-The pools are those that the plan's memory counts (`plan.memory`): as many equal buffers as a list holds at once.
+The pools are those that the plan's memory counts (`core.memory`): as many equal buffers as a list holds at once.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from megatron_dynapipe.errors import ExecutionError
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.core.errors import ExecutionError
+from megatron_dynapipe.core.executor import BufferTable, Dtypes, Handlers
+from megatron_dynapipe.core.instructions import (
     POOLS,
     RECEIVED_BUFFER,
     SENT_BUFFER,
@@ -23,10 +24,9 @@ from megatron_dynapipe.plan.instructions import (
     Transfer,
     buffer_of,
     channel_of,
+    format_instruction,
 )
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.runtime.executor import BufferTable, Dtypes, Handlers
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.runtime.messages import MessageBuffers, message_bytes, views
 from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 

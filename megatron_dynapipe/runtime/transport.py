@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dynapipe.plan.instructions import Channel
+from megatron_dynapipe.core.instructions import Channel
 
 
 class Work(Protocol):
@@ -71,15 +71,15 @@ class NoTransport:
 
 
 class GatedTransport:
-    """A transport whose first transfer of a step waits for the ranks' agreement on it.
-
-    Attributes:
-        gate: called before the next transfer, once; raises where the step cannot run.
-    """
+    """A transport whose first transfer of a step waits for the ranks' agreement on it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.gate: Callable[[], None] | None = None
+        self._gate: Callable[[], None] | None = None
+
+    def wait_for(self, gate: Callable[[], None] | None) -> None:
+        """Call `gate` before the next transfer, once; it raises where the step cannot run."""
+        self._gate = gate
 
     def start_send(self, channel: Channel, stage: int, tensors: Sequence[torch.Tensor]) -> Work:
         """Start sending; see `Transport`."""
@@ -92,7 +92,7 @@ class GatedTransport:
         return self._transport.start_recv(channel, stage, tensors)
 
     def _pass(self) -> None:
-        if self.gate is not None:
-            gate = self.gate
-            self.gate = None
+        if self._gate is not None:
+            gate = self._gate
+            self._gate = None
             gate()

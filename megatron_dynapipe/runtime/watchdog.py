@@ -18,9 +18,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.text import point_at
-from megatron_dynapipe.runtime.trace import Trace
+from megatron_dynapipe.core.executor import Trace
+from megatron_dynapipe.core.instructions import point_at
+from megatron_dynapipe.core.plan import StagePlan
 
 DEADLINE_FRACTION = 0.8
 """Fraction of the process groups' deadline after which a device that makes no progress is reported."""

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.spans import SpanTable
-from megatron_dynapipe.units import ModelFamily
 
 Ints = npt.NDArray[np.int64]
 

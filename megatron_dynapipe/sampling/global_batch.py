@@ -1,5 +1,6 @@
 """The record of one iteration's samples, which sampling hands to planning."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,14 @@ class GlobalBatch:
             target_lengths=np.zeros_like(input_lengths) + np.asarray(targets, np.int32),
             labels=None if labels is None else np.asarray(labels, np.int32),
         )
+
+    @classmethod
+    def of_positions(cls, lengths: Sequence[int], iteration: int) -> "GlobalBatch":
+        """Samples of so many positions, numbered by their places.
+
+        A sample of n positions counts as n + 1 tokens: a decoder-only one trains on one position less than it has.
+        """
+        return cls.of_lengths(np.asarray(lengths, np.int32) + 1, iteration=iteration)
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -22,9 +22,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.units import ModelFamily
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

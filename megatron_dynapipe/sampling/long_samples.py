@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.cutting import Cut, Cutter, Ints, TruncationSide
 from megatron_dynapipe.sampling.lengths import LengthTable
-from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.sampling.sampler import SamplerSettings

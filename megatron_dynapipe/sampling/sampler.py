@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.batches import (
     Batches,
     LastBatch,
@@ -18,7 +19,6 @@ from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongOfTask, LongSampleReport, LongSamples, apply_maximum
 from megatron_dynapipe.sampling.spans import SpanTable
-from megatron_dynapipe.units import ModelFamily
 
 MOST_SHUFFLED = 2**22
 """Samples of which a permutation is kept in memory; of more, places are computed one by one."""

@@ -12,7 +12,7 @@ import threading
 import time
 from types import FrameType
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannerLoop
 from megatron_dynapipe.service.planned_splits import PlannedSplits

@@ -5,7 +5,7 @@ import traceback
 
 import msgspec
 
-from megatron_dynapipe.errors import DynaPipeError, PlannerFailedError, StoreError
+from megatron_dynapipe.core.errors import DynaPipeError, PlannerFailedError, StoreError
 from megatron_dynapipe.store import PlanKeys, Store
 
 logger = logging.getLogger(__name__)

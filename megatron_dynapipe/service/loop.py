@@ -11,7 +11,7 @@ which nodes make themselves where it is late (`source`).
 import logging
 import time
 
-from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings

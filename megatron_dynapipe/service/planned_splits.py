@@ -4,12 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import file_digest
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.plan.codec import encode_entries
-from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+from megatron_dynapipe.store.codec import encode_entries
 
 logger = logging.getLogger(__name__)
 

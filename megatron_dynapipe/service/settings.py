@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megatron_dynapipe.cost import AnalyticCostModel, DeviceRates, ModelShape, TableCostModel
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.costing import AnalyticCostModel, DeviceRates, ModelShape, TableCostModel
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.store import RETENTION_S, PlanKeys, StoreAddress
 

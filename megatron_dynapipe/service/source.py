@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import decode_failure, describe_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs

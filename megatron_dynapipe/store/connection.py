@@ -20,7 +20,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from megatron_dynapipe.errors import StoreError, StoreFullError
+from megatron_dynapipe.core.errors import StoreError, StoreFullError
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.protocol import REPLY_TIMEOUT_S
 

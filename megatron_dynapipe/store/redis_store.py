@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from redis.exceptions import ResponseError
 
-from megatron_dynapipe.errors import StoreError, StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreError, StoreTimeoutError
+from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.store.address import StoreAddress
 from megatron_dynapipe.store.connection import MAX_VALUE_BYTES, Command, Connections
 from megatron_dynapipe.store.protocol import REPLY_TIMEOUT_S, RETENTION_S
-from megatron_dynapipe.units import BYTES_PER_MB
 
 COMMANDS = "-@all +ping +select +xadd +xread +unlink +expire +info"
 """Rights that a user of the server needs, as its ACL says it; with the keys `address.PATTERN`."""

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from megatron_dynapipe.errors import ConfigError, StoreError
+from megatron_dynapipe.core.errors import ConfigError, StoreError
 from megatron_dynapipe.processes import ChildLog, start_guarded, terminate
 from megatron_dynapipe.store.address import PATTERN as KEYS
 from megatron_dynapipe.store.address import StoreAddress

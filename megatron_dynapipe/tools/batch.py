@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel, TableCostModel
-from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
-from megatron_dynapipe.errors import ConfigError, CostModelError, PlanningError
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import MicroBatch, StagePlan
-from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.costs import LARGEST_COORDINATE
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, PlanningError
+from megatron_dynapipe.core.instructions import Pass, format_instruction
+from megatron_dynapipe.core.plan import MicroBatch, StagePlan
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily
+from megatron_dynapipe.costing import CostModel, TableCostModel
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BYTES_PER_MB, BatchLayout, ModelFamily
 
 _MOST = 100_000
 """Layers, or ranks of one kind, that anybody has."""

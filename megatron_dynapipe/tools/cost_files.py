@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from megatron_dynapipe.cost.check import TIMES, Errors, as_arrays, tables_of
-from megatron_dynapipe.cost.format import CostFile
-from megatron_dynapipe.cost.surface import Floats, fit_surface
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError
+from megatron_dynapipe.costing.check import TIMES, Errors, as_arrays, tables_of
+from megatron_dynapipe.costing.format import CostFile
+from megatron_dynapipe.costing.surface import Floats, fit_surface
 
 FEWEST_KEPT = 4
 """A fit is never asked to predict a table from fewer points than this."""

@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import meta_path
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.long_samples import LongSamples
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.core.errors import DynaPipeError
 from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
 
 
@@ -164,7 +164,7 @@ def check_store(url_file: Path | None = None) -> Finding:
 
 def check_native_core() -> Finding:
     """The compiled planner core, which is part of the package."""
-    from megatron_dynapipe.planning.native import core
+    from megatron_dynapipe.core.native import core
 
     return Finding("ok", f"loads: {Path(str(core.__file__)).name}")
 

@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.cost.pattern import without_stages
-from megatron_dynapipe.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.core.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
@@ -36,7 +37,6 @@ from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, sa
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
-from megatron_dynapipe.units import ModelFamily
 
 ELASTIC = "--dynapipe-elastic"
 LAYOUT: Mapping[str, object] = {

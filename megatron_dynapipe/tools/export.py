@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, Split, even_split
-from megatron_dynapipe.cost.pattern import megatron_layout, pattern_of
-from megatron_dynapipe.cost.tables import MLP
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.costing import tables_of
-from megatron_dynapipe.planning.layer_split import choose_layer_split
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.layer_split import choose_layer_split
+from megatron_dynapipe.choosing.planners import tables_of
+from megatron_dynapipe.core.costs import MLP
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CostModel, Split, even_split
+from megatron_dynapipe.costing.pattern import megatron_layout, pattern_of
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import ModelFamily
 
 LAYOUT = "--pipeline-model-parallel-layout"
 PATTERN = "--hybrid-layer-pattern"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import changed_file, meta_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta
 from megatron_dynapipe.digests import file_digest
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
-from megatron_dynapipe.units import ModelFamily
 
 _MOST_NAMED = 5
 _COLUMNS = 100

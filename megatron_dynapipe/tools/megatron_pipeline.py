@@ -21,22 +21,23 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import batch_maker, gpt_step, required_fields, t5_step
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.models.specs import packing_obstacle
-from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.plan.iteration import IterationPlan, StageEntry
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
-from megatron_dynapipe.planning.planner import Planner
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.store.codec import digest
+from megatron_dynapipe.store.entry import StageEntry
 
 Sample = tuple[Sequence[int], Sequence[int]]
 """Tokens of an input and of its target; a decoder-only model is trained on one after the other."""
@@ -80,7 +81,7 @@ class MegatronPipeline:
         models: this rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`.
         optimizer: Megatron's, from `get_megatron_optimizer`; None to accumulate gradients or evaluate only.
         planner: plans; its settings say what the model is and how it is laid out. On a GPU its plans are made under the
-            rules of transfers there, if its settings have none of their own (`plan.transfer_rules`).
+            rules of transfers there, if its settings have none of their own (`core.network`).
         tokens: what collation adds.
         loss_on: which tokens of a GPT's samples count; where targets alone do, its head runs over these alone.
         seed: of dropouts.

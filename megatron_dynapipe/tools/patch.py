@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, State, Survey, load_all, survey
-from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.core.errors import PatchError
 from megatron_dynapipe.outputs import replace_bytes
 
 _TIMEOUT_S = 60

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import open_split, read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn, learned
 from megatron_dynapipe.sampling import SpanTable
 from megatron_dynapipe.sampling.lengths import read_task_ids
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
-from megatron_dynapipe.units import ModelFamily
 
 _COLOURED, _MARKED = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
 

@@ -6,8 +6,8 @@ import gc
 import pytest
 import torch
 
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.runtime.memory import LiveStorages
-from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.processes import run_ranks
 

@@ -11,11 +11,10 @@ from benchmarks.common import environment
 from benchmarks.gpu import composed, measure, planned, stages
 from benchmarks.gpu.planned import METHODS, ROWS, Planned
 from benchmarks.throughput import comparison, report, rows
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.cost import format as cost_format
-from megatron_dynapipe.errors import CostModelError
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.core.errors import CostModelError
+from megatron_dynapipe.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -25,12 +24,13 @@ from megatron_dynapipe.plan.instructions import (
     Load,
     RecvWait,
 )
-from megatron_dynapipe.plan.timeline import Event
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import TableCostModel
+from megatron_dynapipe.costing import format as cost_format
+from tests.core.planner_cases import batch, cost_model, settings
 from tests.helpers.benchmark_data import A100_COSTS
 from tests.helpers.commands import run_python
-from tests.planning.planner_cases import batch, cost_model, settings
 
 SMALL = ("--device", "cpu", "--small")
 

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.common import interval, ratio_of_sums
 from benchmarks.throughput import comparison, devices, methods, report, rows, run, synthetic, training
 from megatron_dynapipe import config
-from megatron_dynapipe.cost import A100_RATES
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.costing import A100_RATES
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.sampling import LengthTable
-from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning.planner_cases import batch_of, cost_model, settings
+from tests.core.planner_cases import batch_of, cost_model, settings
 
 NAMES = ("num-layers", "encoder-num-layers", "decoder-num-layers")
 NAMES += ("seq-length", "decoder-seq-length", "max-position-embeddings")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder, write_meta
-from megatron_dynapipe.errors import ConfigError, DataError
 from tests.helpers.random_dataset import make_dataset, word_tokenizer
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_dynapipe import bridge
 from megatron_dynapipe.bridge import relied_on
-from megatron_dynapipe.errors import InstallationError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import InstallationError, UnsupportedMegatronError
 from tests.helpers.commands import run_python
 
 HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.bridge import samples
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, sequence
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import Cutter, SpanTable
-from megatron_dynapipe.units import ModelFamily
 
 TOKENIZER = SimpleNamespace(vocab_size=100, eos_id=2, pad_id=0)
 

@@ -10,8 +10,8 @@ import pytest
 from megatron_dynapipe.cli.batches import dataset_batches
 from megatron_dynapipe.cli.compare import geometric_means
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.planning_commands import arguments, report
 from tests.helpers.random_dataset import make_dataset
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.cost.format import encode_file
-from tests.cost.models import gpt_file
+from megatron_dynapipe.costing.format import encode_file
+from tests.costing.models import gpt_file
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_dynapipe import __version__, planning
+from megatron_dynapipe import __version__
+from megatron_dynapipe import core as planning
 from megatron_dynapipe.checkout import version
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.core.errors import StoreError
 from megatron_dynapipe.store import StoreServer
 from megatron_dynapipe.tools import doctor as checks
 from megatron_dynapipe.tools.doctor import Finding
@@ -102,8 +103,8 @@ def test_apex_of_the_public_index_is_told_from_nvidias(monkeypatch, tmp_path, ou
 def test_a_planner_core_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("native", "_native"):
         monkeypatch.delattr(planning, name, raising=False)
-    monkeypatch.delitem(sys.modules, "megatron_dynapipe.planning.native", raising=False)
-    monkeypatch.setitem(sys.modules, "megatron_dynapipe.planning._native", None)
+    monkeypatch.delitem(sys.modules, "megatron_dynapipe.core.native", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_dynapipe.core._native", None)
     found = checks.run_checks()["planner core"]
     assert found.status == "fail"
     assert found.found.startswith("expected the planner's native core")

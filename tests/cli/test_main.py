@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dynapipe import __version__, cli
 from megatron_dynapipe.cli import main as frame
-from megatron_dynapipe.errors import DataError, DynaPipeError
+from megatron_dynapipe.core.errors import DataError, DynaPipeError
 from tests.helpers.commands import run, run_python
 
 

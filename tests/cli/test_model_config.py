@@ -9,11 +9,12 @@ import pytest
 
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
-from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.format import decode_file
-from megatron_dynapipe.errors import ConfigError, CostModelError
-from megatron_dynapipe.units import ModelFamily, Recompute
+from megatron_dynapipe.core.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, Experts, ModelShape, PipelineLayout
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import decode_file
+from megatron_dynapipe.costing.state import parameter_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -85,7 +86,7 @@ def parameters(shape: ModelShape, args: argparse.Namespace) -> int:
     tables = AnalyticCostModel(shape, A100_RATES, max_size=1, max_length=8).tables(
         tensor_parallel=1, recompute=Recompute.NONE
     )
-    return int(layout.parameter_bytes(tables.state)[0]) // 2
+    return int(parameter_bytes(layout, tables.state)[0]) // 2
 
 
 def arguments(path: Path, **given: Any) -> argparse.Namespace:

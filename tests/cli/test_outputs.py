@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dynapipe import outputs
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.plan import codec
+from megatron_dynapipe.store import codec
 from tests.helpers.plans import make_plan
 from tests.helpers.runs import write_run
 from tests.tools.prepare.test_run import text_samples
@@ -140,7 +140,7 @@ def test_files_and_folders_of_the_user_stay(output, inputs, path, capsys):
 @walk
 def test_what_cannot_be_written_is_said_before_the_work(output, inputs, path, capsys, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # as for a user who is not root
-    for name in ("planning.planner.Planner", "report.records.read_records", "plan.codec.decode_plan"):
+    for name in ("core.planner.Planner", "report.records.read_records", "store.codec.decode_plan"):
         monkeypatch.setattr(f"megatron_dynapipe.{name}", None)  # what takes long
     assert "is read-only" in refused(output, inputs, path, capsys)
 

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.plan import codec
-from megatron_dynapipe.plan.text import format_stages
+from megatron_dynapipe.core.instructions import format_stages
+from megatron_dynapipe.store import codec
 from tests.helpers.lists import parse_stages
 from tests.helpers.plans import make_plan
 

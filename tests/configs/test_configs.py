@@ -13,11 +13,11 @@ import yaml
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.config import read_cluster
-from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.core.plan import IterationPlan
+from tests.core.planner_cases import of_lengths
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
 from tests.helpers.processes import run_ranks
 from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, Job, check
-from tests.planning.planner_cases import of_lengths
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "benchmarks" / "throughput").glob("gpu_*.yaml")])
@@ -80,12 +80,12 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
 
+    from megatron_dynapipe.choosing.planners import planner_of
     from megatron_dynapipe.config import expand
+    from megatron_dynapipe.core.orders import ScheduleSettings
+    from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.entry.bootstrap import environment
     from megatron_dynapipe.integration.flags import command_line, from_megatron
-    from megatron_dynapipe.planning.costing import planner_of
-    from megatron_dynapipe.planning.schedules import ScheduleSettings
-    from megatron_dynapipe.units import ModelFamily
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asserts with tensor parallelism

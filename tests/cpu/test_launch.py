@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.cpu.__main__ import check_script
-from megatron_dynapipe.errors import ConfigError
 from tests.helpers.commands import run_python
 
 

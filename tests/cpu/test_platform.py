@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_dynapipe.checkout import version
+from megatron_dynapipe.core.errors import ConfigError, UnsupportedMegatronError
 from megatron_dynapipe.cpu import cuda_stubs, platform, stub_table
-from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
 from tests.helpers.commands import run_python
 from tests.helpers.processes import in_ranks
 

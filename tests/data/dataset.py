@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import BatchLayout, Shape
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta, write_meta
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling.lengths import task_ids_path
-from megatron_dynapipe.units import BatchLayout, Shape
 from tests.helpers import lists
 from tests.helpers.samples import write_samples
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dynapipe.core.errors import DataError, PlanError
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import in_one_buffer
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import DataError, PlanError
-from megatron_dynapipe.plan.iteration import MicroBatch
 from megatron_dynapipe.sampling import Cutter, SpanTable, TruncationSide
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.data.dataset import BOS as B
 from tests.data.dataset import EOS as E
 from tests.data.dataset import collator_of, micro_batch, write_dataset

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import LastBatch, LengthTable, LongSamples, Sampler, SamplerSettings
-from megatron_dynapipe.units import ModelFamily
 
 mixtures = st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 5)), min_size=1, max_size=5)
 

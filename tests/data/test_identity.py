@@ -9,11 +9,11 @@ import pytest
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import check_files, checksums_path
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.digests import file_digest
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset
 
 

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling.lengths import ends_path
 from megatron_dynapipe.tools.prepare.indexed import save_array
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.samples import write_samples
 
 SAMPLES = [([1, 2, 3], [4]), ([7], [8, 9]), ([0, 99], [98, 97, 96])]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dynapipe.core.errors import DataError, PlanError, StoreTimeoutError
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator
-from megatron_dynapipe.errors import DataError, PlanError, StoreTimeoutError
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.store.entry import StageEntry
 from tests.data.dataset import collator_of, micro_batch, write_dataset
 from tests.helpers.plans import stage_entry
 

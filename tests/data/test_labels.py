@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily, Shape, round_up
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import (
     Cutter,
     LengthTable,
@@ -20,7 +21,6 @@ from megatron_dynapipe.sampling import (
     SpanTable,
     TruncationSide,
 )
-from megatron_dynapipe.units import ModelFamily, Shape, round_up
 from tests.helpers import lists
 from tests.helpers.conversations import samples, span_table
 

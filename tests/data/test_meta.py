@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import meta_path
 from megatron_dynapipe.data.meta import open_split, read_meta
-from megatron_dynapipe.errors import DataError
 from tests.data.dataset import SAMPLES, write_dataset
 
 

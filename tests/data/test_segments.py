@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.data.segments import RowSegments, causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.errors import PlanError
 
 
 @pytest.mark.parametrize(

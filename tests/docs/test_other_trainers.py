@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.tools import batch
-from megatron_dynapipe.units import ModelFamily
 
 PAGE = Path(__file__).parents[2] / "docs/other-trainers.md"
 SHAPE = {"hidden": 64, "heads": 4, "kv_channels": 16, "ffn": 256, "vocabulary": 100}

@@ -27,13 +27,13 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LENGTH = 64

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dynapipe.plan import verify
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.core import verify
+from megatron_dynapipe.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -20,9 +20,8 @@ from megatron_dynapipe.plan.instructions import (
     SendStart,
     SendWait,
 )
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.verify_buffers import Dimensions, Steps
-from megatron_dynapipe.units import (
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import (
     BatchLayout,
     ModelFamily,
     Recompute,
@@ -31,6 +30,7 @@ from megatron_dynapipe.units import (
     round_up,
     target_positions,
 )
+from megatron_dynapipe.core.verify_buffers import Dimensions, Steps
 
 
 def verify_lists(

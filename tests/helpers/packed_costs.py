@@ -15,8 +15,8 @@ the same rules with the same rounding.
 
 import numpy as np
 
-from megatron_dynapipe.cost.tables import ABSENT, CostTables, IntArray, PackedTables, Quantity, at_point
-from megatron_dynapipe.units import round_up
+from megatron_dynapipe.core.costs import ABSENT, CostTables, IntArray, PackedTables, Quantity, at_point
+from megatron_dynapipe.core.units import round_up
 
 _LARGEST_SHARE = 2**40
 _LARGEST_ROW = 2**20

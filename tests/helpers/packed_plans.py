@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Instruction, Pass, TensorShape
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Recompute, Shape
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Instruction, Pass, TensorShape
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, Shape
 from tests.helpers.lists import packed_shape
 
 LAYOUTS: dict[str, Callable[[int], bool]] = {

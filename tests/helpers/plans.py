@@ -5,15 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Pass
-from megatron_dynapipe.plan.iteration import IterationPlan, MicroBatch, ReplicaPlan, StageEntry, StagePlan, Totals
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.lowering import PipelineTopology, lower
-from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules import SCHEDULES
-from megatron_dynapipe.planning.simulate import simulate
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Pass
+from megatron_dynapipe.core.lowering import PipelineTopology, lower
+from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.orders import SCHEDULES
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan, Totals
+from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.simulate import simulate
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.store.entry import StageEntry
 from tests.helpers.lists import micro_batch, packed_shape
 
 NO_LIMIT = 10**9

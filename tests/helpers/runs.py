@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, RecvWait
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
+from megatron_dynapipe.core.instructions import Backward, Forward, RecvWait
+from megatron_dynapipe.core.plan import BACKWARD, FORWARD, OTHER, TRANSFER, Event, IterationPlan, time_by_kind
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.report.records import IterationRecord, RecordFile, RunRecord, StageRecord, TimelineRecord
-from megatron_dynapipe.units import Shape
 from tests.helpers.plans import make_plan
 
 MS = 1_000_000

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.core.instructions import (
     SENT_BUFFER,
     Backward,
     BackwardInput,
@@ -32,10 +32,10 @@ from megatron_dynapipe.plan.instructions import (
     Forward,
     Load,
     SendStart,
+    format_instruction,
 )
-from megatron_dynapipe.plan.iteration import IterationPlan, StagePlan
-from megatron_dynapipe.plan.memory import ELEMENT_BYTES, message_elements
-from megatron_dynapipe.plan.text import format_instruction
+from megatron_dynapipe.core.memory import ELEMENT_BYTES, message_elements
+from megatron_dynapipe.core.plan import IterationPlan, StagePlan
 from megatron_dynapipe.runtime import (
     PipelineExecutor,
     PooledTransfers,

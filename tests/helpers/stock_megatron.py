@@ -24,11 +24,11 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.integration.hooks import optimizer_patches
 from megatron_dynapipe.integration.models.specs import hybrid_stack
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import PipelineLayout
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
-from megatron_dynapipe.units import ModelFamily
 
 
 def t5_model(**changes: object) -> ModelConfig:

@@ -118,7 +118,7 @@ sys.exit(f"imported {outside}" if outside != {"megatron_dynapipe"} else 0)
 def test_a_name_of_the_package_says_what_it_needs(tmp_path: Path) -> None:
     program = f"""{BLOCK}
 import megatron_dynapipe
-from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.core.errors import InstallationError
 assert megatron_dynapipe.tune
 try:
     megatron_dynapipe.Pipeline

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe import Pipeline, SharedModule, Stage, split_model
-from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
+from megatron_dynapipe.core.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.modules.inputs import Inputs
 from megatron_dynapipe.modules.trace import CutPoint
 from tests.helpers.processes import run_ranks

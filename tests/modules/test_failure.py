@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dynapipe.errors import ExecutionError
+from megatron_dynapipe.core.errors import ExecutionError
 from tests.helpers.processes import RanksFailedError, run_ranks
 from tests.modules.test_pipeline import toy_batch, toy_loss, toy_pipeline
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dynapipe import Pipeline, split_model
-from megatron_dynapipe.plan.instructions import SendStart
+from megatron_dynapipe.core.instructions import SendStart
 from tests.helpers.processes import in_ranks
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss
 from tests.modules.test_planning import planner_of

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dynapipe import CutPoint, Pipeline, split_model
-from megatron_dynapipe.errors import CheckpointError, ConfigError, DataError
+from megatron_dynapipe.core.errors import CheckpointError, ConfigError, DataError
 from megatron_dynapipe.modules.trace import ReadAttributes
 from tests.helpers.processes import in_ranks, run_ranks
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe import Pipeline, split_model
-from megatron_dynapipe.cost import ABSENT, Quantity
-from megatron_dynapipe.errors import ConfigError, CostModelError, DataError, InfeasibleError
+from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, DataError, InfeasibleError
+from megatron_dynapipe.core.instructions import RecvStart, SendStart
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.costing import ABSENT, Quantity
 from megatron_dynapipe.modules import profile
 from megatron_dynapipe.modules.loader import DynaPipeDataLoader, ModulePlanner, Pad
 from megatron_dynapipe.modules.profile import profile_module
-from megatron_dynapipe.plan.instructions import RecvStart, SendStart
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.balance import evenest
 from megatron_dynapipe.segments import Segment, SegmentCosts, divide_segments
-from megatron_dynapipe.units import Recompute
 from tests.helpers.processes import run_ranks
 from tests.modules.models import CASES, build
 from tests.modules.test_pipeline import toy, toy_batch, toy_loss

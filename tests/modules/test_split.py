@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe import Pipeline, split_model
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.runtime.memory import LiveStorages
 from tests.helpers.processes import in_ranks, run_ranks
 from tests.modules.test_pipeline import Toy, toy, toy_batch, toy_loss, whole_losses

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_dynapipe import Pipeline, SharedModule, Stage
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from tests.helpers.processes import in_ranks
 from tests.modules.test_pipeline import checkpoint_names

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.modules.program import DividedTrace
 from megatron_dynapipe.modules.trace import CutPoint, cut_points, resolve_split_points, trace
 from tests.modules.models import SMALL, of_transformers, quiet

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.costing import Network
 from megatron_dynapipe.modules.uneven import UnevenPipeline, stage_of_plan
 from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
 from tests.helpers.processes import in_ranks, run_ranks

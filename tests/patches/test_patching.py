@@ -12,7 +12,7 @@ import pytest
 from megatron_dynapipe import checkout_hooks
 from megatron_dynapipe.checkout.survey import State, load_all, survey
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.errors import PatchError
+from megatron_dynapipe.core.errors import PatchError
 from megatron_dynapipe.tools import patch as patching
 from megatron_dynapipe.tools.patch import change
 from tests.helpers.megatron_wheels import VERSIONS, unpack

@@ -2,8 +2,8 @@ import json
 
 from matplotlib.image import imread
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.core.instructions import Backward, Forward, Payload, RecvWait
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.report import timeline
 from megatron_dynapipe.report.timeline import draw
 from megatron_dynapipe.report.trace import Panel, write_trace

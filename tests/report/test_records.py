@@ -2,12 +2,11 @@ import itertools
 
 import pytest
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.plan.instructions import Forward
-from megatron_dynapipe.plan.iteration import Totals
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.instructions import Forward
+from megatron_dynapipe.core.plan import Event, Totals
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.report.records import IterationRecord, RecordFile, TimelineRecord, read_records
-from megatron_dynapipe.units import Shape
 
 TOTALS = Totals(samples=4, real_tokens=60, padded_positions=80, micro_batches=(2, 1), predicted_ns=900)
 

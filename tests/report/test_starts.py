@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.report.starts import check_records, earlier_starts, keep_earlier
 from tests.helpers.runs import run_record, write_run
 

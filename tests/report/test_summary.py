@@ -3,11 +3,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.plan.iteration import Totals
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.plan import Totals
+from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
 from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.units import NS_PER_MS, Shape
 
 MAXIMUM = Shape(1, 90, 10)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.cost import CPU_RATES, ModelShape
-from megatron_dynapipe.errors import DynaPipeError, InfeasibleError, PlanError, PlannerFailedError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import DynaPipeError, InfeasibleError, PlanError, PlannerFailedError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.processes import in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import Channel, Forward, Load, Payload
-from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.core.instructions import Channel, Forward, Load, Payload
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.runtime import (
     CudaPlatform,
     HostStagedTransport,

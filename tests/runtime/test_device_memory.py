@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.runtime import memory
 from megatron_dynapipe.runtime.memory import MemoryCounts, memory_counts, reserve
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dynapipe.plan.instructions import Buffer, Forward
-from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.core.executor import BufferTable
+from megatron_dynapipe.core.instructions import Buffer, Forward
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.runtime import CpuPlatform, PipelineExecutor, PooledTransfers
-from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.messages import MessageBuffers, in_place, joined, landing, message_bytes, views
 from megatron_dynapipe.runtime.transport import JoinedWork
 from tests.helpers.lists import parse_instruction

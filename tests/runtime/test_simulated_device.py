@@ -6,13 +6,13 @@ from collections import deque
 import pytest
 import torch
 
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
+from megatron_dynapipe.core.executor import BufferTable
+from megatron_dynapipe.core.network import CUDA_RULES
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.runtime import TorchTransport
-from megatron_dynapipe.runtime.executor import BufferTable
 from megatron_dynapipe.runtime.transport import JoinedWork
-from megatron_dynapipe.units import BatchLayout, ModelFamily
+from tests.core.planner_cases import batch, planner
 from tests.helpers.simulated_device import Device, DeviceMemoryError, DeviceStallError, Job, check, run
-from tests.planning.planner_cases import batch, planner
 
 CASES = {
     f"{family}, {stages} stages of {chunks}, {replicas} replicas, {'packed' if packed else 'padded'}": {

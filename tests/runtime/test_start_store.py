@@ -5,7 +5,7 @@ import os
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_dynapipe.errors import ConfigError, CostModelError, DynaPipeError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, DynaPipeError
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew, says_first
 from tests.helpers.processes import in_ranks, run_ranks
 from tests.store.servers import free_port

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Channel, Forward, Load, Payload
-from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.core.instructions import Backward, Buffer, Channel, Forward, Load, Payload
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.runtime import (
     CpuPlatform,
     HostStagedTransport,

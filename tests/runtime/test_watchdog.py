@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dynapipe.plan.instructions import Backward, Forward, Load
-from megatron_dynapipe.plan.iteration import StagePlan
+from megatron_dynapipe.core.instructions import Backward, Forward, Load
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.runtime import PipelineExecutor, PooledTransfers
 from megatron_dynapipe.runtime.watchdog import ListWatchdog, Watchdog, watched
 

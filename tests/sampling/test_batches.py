@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.sampling import batches as batches_module
 from megatron_dynapipe.sampling.batches import Batches, LastBatch, TaskDraws, TaskRows, draws_of_rates, key_of, permuted
 

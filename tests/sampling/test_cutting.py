@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import Cutter, SpanTable, TruncationSide
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.conversations import Sample, samples, span_table
 
 

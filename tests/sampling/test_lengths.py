@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.lengths import (
     HEADER,
     MAGIC,
@@ -17,7 +18,6 @@ from megatron_dynapipe.sampling.lengths import (
     read_task_ids,
     task_ids_path,
 )
-from megatron_dynapipe.units import ModelFamily
 
 LENGTHS = [3, 1, 5, 2]
 

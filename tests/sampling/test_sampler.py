@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import GlobalBatch, LengthTable, LongSamples, Sampler, SamplerSettings, SpanTable
-from megatron_dynapipe.units import ModelFamily
 
 
 def table(pairs: list[tuple[int, int]]) -> LengthTable:

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import CPU_RATES, ModelShape
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import Store, StoreAddress, StoreServer, new_job_name, open_store
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.samples import write_samples
 
 type Settings = Callable[..., ServiceSettings]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import InfeasibleError, StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.errors import InfeasibleError, StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service import PlanSource, ServiceSettings, loop
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.loop import PlannerLoop, SplitWindow

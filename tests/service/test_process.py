@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import PlannerFailedError, StoreTimeoutError
-from megatron_dynapipe.plan.codec import decode_entry
-from megatron_dynapipe.plan.iteration import StageEntry
+from megatron_dynapipe.core.errors import PlannerFailedError, StoreTimeoutError
 from megatron_dynapipe.service import PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
 from megatron_dynapipe.store import Store, StoreServer, open_store
+from megatron_dynapipe.store.codec import decode_entry
+from megatron_dynapipe.store.entry import StageEntry
 from tests.helpers.waiting import is_running, until
 
 COMMAND = [sys.executable, "-m", "megatron_dynapipe.service"]

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError
 from megatron_dynapipe.service import MeasuredCosts
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from megatron_dynapipe.core.errors import PlannerFailedError, StoreError
 from megatron_dynapipe.digests import file_digest
-from megatron_dynapipe.errors import PlannerFailedError, StoreError
-from megatron_dynapipe.plan.codec import decode_entry
 from megatron_dynapipe.service import PlanSource, source
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits, drawn_by
 from megatron_dynapipe.store import PlanKeys, Store, new_job_name
+from megatron_dynapipe.store.codec import decode_entry
 from tests.helpers.samples import write_samples
 
 PLACES = [(0, 0), (1, 1)]

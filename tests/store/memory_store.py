@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_dynapipe.errors import StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreTimeoutError
 
 
 class MemoryStore:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.core.errors import StoreError
 from megatron_dynapipe.store import StoreServer, connection, open_store
 from tests.store.servers import Relay, Scripted, server_pid
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_dynapipe.errors import StoreError, StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreError, StoreTimeoutError
 from megatron_dynapipe.store import Store, StoreServer, open_store
 from tests.store.memory_store import MemoryStore
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from megatron_dynapipe.errors import StoreError
+from megatron_dynapipe.core.errors import StoreError
 from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name, open_store
 from tests.store.servers import free_port, serving
 

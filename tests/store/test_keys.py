@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name
 
 KEYS = PlanKeys(job="run-7", settings_digest="ab12")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from megatron_dynapipe.errors import ConfigError, StoreError, StoreTimeoutError
+from megatron_dynapipe.core.errors import ConfigError, StoreError, StoreTimeoutError
 from megatron_dynapipe.store import StoreAddress, StoreServer, open_store
 from megatron_dynapipe.store import server as server_module
 from tests.helpers.commands import run_python

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.store import PlanKeys, StoreAddress, new_job_name, open_store
 from megatron_dynapipe.store.connection import OLDEST_REDIS, check_kind, fields_of
 from megatron_dynapipe.store.redis_store import COMMANDS

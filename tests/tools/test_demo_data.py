@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.meta import SPLITS, read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LengthTable, read_task_ids
 from megatron_dynapipe.tools import demo_data as demo
 from megatron_dynapipe.tools.demo_data import (

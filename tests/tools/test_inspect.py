@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from megatron_dynapipe.tools.inspect import dataset_statistics, length_statistics, statistics_table
 from tests.data.dataset import write_dataset

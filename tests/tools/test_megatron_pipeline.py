@@ -72,7 +72,7 @@ def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
 @in_ranks(2)
 def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives(rank):
     """On a device that needs watching."""
-    from megatron_dynapipe.runtime import step
+    from megatron_dynapipe.runtime import rank as runners
     from tests.helpers.layouts.trainer import Trainer
 
     seen, ended = [], []
@@ -82,7 +82,7 @@ def test_a_pipelines_lists_are_watched_for_as_long_as_it_lives(rank):
         yield lambda plan, trace: seen.append((plan.stage, len(trace)))
         ended.append(deadline_s)
 
-    step.watched = watched
+    runners.watched = watched
     trainer = Trainer(Layout(stages=2))
     trainer.pipeline.step(trainer.batch)
     assert (seen, ended) == ([(rank, 0)], [])

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from megatron_dynapipe.errors import PlanningError
+from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.tools.rivals.dynamic_cp import dynamic_cp
 from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, Room, Rows
 

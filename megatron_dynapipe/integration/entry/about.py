@@ -9,10 +9,10 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import find_version
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags.machine import nodes, processor_and_cores, world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.units import amount
 
 
 def about(run: RunConfig) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version
-from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.processes import end_with_launcher

@@ -20,9 +20,10 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
-from megatron_dynapipe.cost import TableCostModel
-from megatron_dynapipe.cost.format import CostFile
-from megatron_dynapipe.errors import CostModelError
+from megatron_dynapipe.core.errors import CostModelError
+from megatron_dynapipe.core.units import amount
+from megatron_dynapipe.costing import TableCostModel
+from megatron_dynapipe.costing.format import CostFile
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
@@ -31,7 +32,6 @@ from megatron_dynapipe.integration.profiling.result import noise
 from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0
-from megatron_dynapipe.units import amount
 
 START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
@@ -28,7 +29,6 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.units import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.session import Session

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.errors import (
+from megatron_dynapipe.core.errors import (
     ConfigError,
     CostModelError,
     DataError,

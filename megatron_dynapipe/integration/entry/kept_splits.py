@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe import cost, planning
-from megatron_dynapipe.cost import Split, parse_split
+from megatron_dynapipe import core as planning
+from megatron_dynapipe import costing as cost
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing import Split, parse_split
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded, user_cache_folder
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
 from megatron_dynapipe.integration.flags.run_config import RunConfig

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.cost.devices import rates_of
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import ConfigError, DataError, PlanningError
+from megatron_dynapipe.core.units import ModelFamily, amount
+from megatron_dynapipe.costing import CostModel
+from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
-from megatron_dynapipe.planning.costing import planner_of
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.sampling import Sampler, read_task_ids
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.units import ModelFamily, amount
 
 _OTHER_RUN_S = 10.0
 """How long a run that saves nothing waits for the folder of another that is about to end."""

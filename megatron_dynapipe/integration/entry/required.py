@@ -4,10 +4,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_dynapipe import config
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
 from megatron_dynapipe.outputs import is_first_rank
-from megatron_dynapipe.units import ModelFamily
 
 _RUN = (
     ("--dynapipe-data",),

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from megatron_dynapipe import digests
-from megatron_dynapipe.cost import Split, even_split
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.costing import Split, even_split
 from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resumed_states import check_states
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER

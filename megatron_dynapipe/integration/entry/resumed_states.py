@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry.resume_record import ResumeRecord

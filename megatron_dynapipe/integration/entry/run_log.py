@@ -7,7 +7,10 @@ from itertools import chain
 import torch
 from megatron.core import parallel_state
 
-from megatron_dynapipe.cost.devices import peak_flops
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.units import NS_PER_MS, Shape
+from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.entry.about import about
@@ -17,16 +20,13 @@ from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.limits import limits
 from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace, platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts
 from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
-from megatron_dynapipe.units import NS_PER_MS, Shape
+from megatron_dynapipe.store.entry import StageEntry
 
 
 class RunLog:

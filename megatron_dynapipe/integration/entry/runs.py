@@ -16,10 +16,11 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.cost import Split, parse_split
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import Split, parse_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
@@ -42,7 +43,6 @@ from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
-from megatron_dynapipe.units import ModelFamily
 
 _SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
 """Arguments that are settled after Megatron's checks: by its tokenizer, by the devices, and by what was measured."""

@@ -20,9 +20,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import Shape, input_positions, target_positions
 from megatron_dynapipe.data.collate import RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.entry.run_log import RunLog
 from megatron_dynapipe.integration.entry.start_clock import StartClock
@@ -38,7 +39,6 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import reserve
 from megatron_dynapipe.service.planned_splits import drawn_by
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.units import Shape, input_positions, target_positions
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.leaving import GRACE_S, leave_report_to_another_rank
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags
 from megatron_dynapipe.outputs import is_first_rank

@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
+from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.integration.execution.megatron_stage import (
     ForwardStep,
     LoadMicroBatch,
@@ -24,8 +26,6 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
 from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.integration.models.experts import forget_iteration
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
-from megatron_dynapipe.plan.iteration import StagePlan
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 
 

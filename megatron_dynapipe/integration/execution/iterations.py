@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import StepRunner, StepTotals
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.store.entry import StageEntry
 
 
 class IterationRunner:

@@ -12,13 +12,13 @@ from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Pass
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.spans import pass_span
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
 from megatron_dynapipe.integration.models.experts import finish_iteration, routers_of
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
-from megatron_dynapipe.plan.instructions import Backward, BackwardWeight, Forward, Pass
 
 DeviceBatch = Mapping[str, Any]
 """The value that a step function takes from its iterator for one micro-batch."""

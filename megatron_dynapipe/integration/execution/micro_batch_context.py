@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
 from megatron_dynapipe.integration.models.experts import begin_pass, gatherers_of
 from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
-from megatron_dynapipe.units import Recompute
 
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"
 """Megatron's name of the state that differs between tensor-parallel ranks."""

@@ -6,10 +6,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.runtime import HostStagedTransport, ScatterGatherTransport, StepRunner, TorchTransport, Transport
+from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.costing import ScatterGather
+from megatron_dynapipe.runtime import (
+    HostStagedTransport,
+    ScatterGatherTransport,
+    StepRunner,
+    TorchTransport,
+    Transport,
+    step_runner,
+)
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import PipelineGroups, backend_of, group_of_each, make_groups, warm_up
 
@@ -47,7 +55,7 @@ def open_runner(
         transport: Transport = _through_the_host(control, settings, wire)
     else:
         transport = _divided(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
-    return StepRunner(
+    return step_runner(
         transport,
         device,
         stage=stage,
@@ -79,7 +87,7 @@ def _divided(
     timeout_s: float,
 ) -> Transport:
     """The transport with messages divided where that is planned."""
-    links = settings.links
+    links = links_of(settings)
     if not (any(links.sharded) and links.gbps.size):
         return wire
     group = tensor_group(control, device=device, timeout_s=timeout_s)

@@ -23,15 +23,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch._dynamo import config as dynamo
 
+from megatron_dynapipe.core.instructions import Backward, Buffer, Forward, Load, TensorShape
+from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep, MegatronStage
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.plan.instructions import Backward, Buffer, Forward, Load, TensorShape
-from megatron_dynapipe.planning.boundary import BoundarySettings, boundary_tensors
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 
 LENGTH = 8 * LENGTH_MULTIPLE
 """Positions of the longer padded micro-batches, where samples may be as long."""

@@ -15,17 +15,17 @@ from typing import Literal
 import torch
 from megatron.core.utils import is_te_min_version
 
-from megatron_dynapipe.cost import Experts
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.choosing.trial import unordered_because
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.problem import SplitBackward
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.costing import Experts
 from megatron_dynapipe.integration.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
 from megatron_dynapipe.integration.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
-from megatron_dynapipe.planning.problem import SplitBackward
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.schedules.trial import unordered_because
 from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
-from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 FLAG = "--dynapipe-layout"
 

@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dynapipe.cost import ScatterGather
-from megatron_dynapipe.cost.pattern import EXPERTS, kinds_of_pattern
-from megatron_dynapipe.cost.tables import LARGEST_COORDINATE
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.costs import LARGEST_COORDINATE
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
+from megatron_dynapipe.costing import ScatterGather
+from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.integration.flags import machine, megatron_flags
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.trackers import check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
-from megatron_dynapipe.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Values of Megatron's `--recompute-modules` that can be switched for each micro-batch."""

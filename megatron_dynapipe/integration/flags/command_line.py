@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import CONFIG_FLAG, EARLY_FLAGS, UNSET_FLAG
+from megatron_dynapipe.core.errors import ConfigError, near_name
+from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import ConfigError, near_name
 from megatron_dynapipe.integration.flags import fork
 from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.flags.planning_flags import (
@@ -35,7 +36,6 @@ from megatron_dynapipe.outputs import is_first_rank, say
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
 from megatron_dynapipe.store.address import FORM
-from megatron_dynapipe.units import ModelFamily, round_up
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import RunConfig

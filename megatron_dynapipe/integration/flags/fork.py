@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags.megatron_flags import under_headings
 
 NOT_TAKEN = {line: instead for instead, line in under_headings(Path(__file__).with_suffix(".txt"))}

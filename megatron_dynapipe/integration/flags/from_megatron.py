@@ -11,15 +11,19 @@ import msgspec
 import torch
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.choosing.trial import unordered_because
 from megatron_dynapipe.config import Cluster
-from megatron_dynapipe.cost import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
-from megatron_dynapipe.cost.devices import rates_of
-from megatron_dynapipe.cost.file import check_measured_model
-from megatron_dynapipe.cost.format import located
-from megatron_dynapipe.cost.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import located
+from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import (
     Backward,
@@ -38,15 +42,11 @@ from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, Run
 from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.plan.transfer_rules import GLOO_RULES, cuda_rules
-from megatron_dynapipe.planning.schedules.trial import unordered_because
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily
 
 _LAYER_COSTS = (
     *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),

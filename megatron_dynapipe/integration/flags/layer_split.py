@@ -7,8 +7,11 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_dynapipe.cost import PipelineLayout, Split, even_split
-from megatron_dynapipe.cost.pattern import (
+from megatron_dynapipe.choosing.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import PipelineLayout, Split, even_split
+from megatron_dynapipe.costing.pattern import (
     check_stages,
     kinds_of_pattern,
     megatron_layout,
@@ -16,15 +19,12 @@ from megatron_dynapipe.cost.pattern import (
     with_stages,
     without_stages,
 )
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.planning.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.sampling import LastBatch
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
-from megatron_dynapipe.units import ModelFamily
 
 
 def megatron_config(args: argparse.Namespace) -> TransformerConfig:

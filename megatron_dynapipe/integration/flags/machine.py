@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.cost.network import Link
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing import Network
+from megatron_dynapipe.costing.links import Link
 
 AUTO = "auto"
 NONE = "none"

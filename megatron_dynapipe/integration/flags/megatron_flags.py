@@ -10,8 +10,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's, in the folder of checkpoints: the iteration of the last complete one."""

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.cost.pattern import without_stages
+from megatron_dynapipe.costing.pattern import without_stages
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

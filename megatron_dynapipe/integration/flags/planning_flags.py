@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dynapipe.cost import parse_split
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout, Recompute
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
+from megatron_dynapipe.costing import parse_split
 
 TRAINING = "--dynapipe-"
 """How training's flags begin."""
@@ -62,12 +62,12 @@ def layers_per_stage(text: str) -> str | tuple[float, ...]:
     """A type of arguments: `AUTO`, `EQUAL`, or the layers of each virtual stage."""
     if text in (AUTO, EQUAL):
         return text
-    expected = "layers as 5,2.5,0.5 (multiples of 0.5, none 0), auto or equal"
+    expected = "layers as 5,2.5,0.5 (multiples of 0.5; the first or the last may be 0), auto or equal"
     try:
         split = parse_split(text, expected=expected)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from None
-    if min(split) == 0:
+    if 0 in split[1:-1] or not any(split):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return split
 
@@ -76,7 +76,7 @@ class _Schedules:
     """Names of schedules, which come with the native core: asked for when a value or the help text needs them."""
 
     def __iter__(self) -> Iterator[str]:
-        from megatron_dynapipe.planning.schedules import SCHEDULES
+        from megatron_dynapipe.core.orders import SCHEDULES
 
         return iter(SCHEDULES)
 

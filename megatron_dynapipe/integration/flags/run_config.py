@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_dynapipe.cost import ModelShape, PipelineLayout, Split
-from megatron_dynapipe.cost.tables import EXPERT_MLP, MLP
+from megatron_dynapipe.core.costs import EXPERT_MLP, MLP
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import ModelShape, PipelineLayout, Split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
-from megatron_dynapipe.units import ModelFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_dynapipe.checkout.version import found_version
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 

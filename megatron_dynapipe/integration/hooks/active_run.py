@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.runtime import process_groups
-from megatron_dynapipe.units import Shape
 
 
 class PlannedRun(Protocol):

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
+from megatron_dynapipe.core.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.cpu.platform import resolve
-from megatron_dynapipe.errors import PatchError, UnsupportedMegatronError
 from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
 from megatron_dynapipe.outputs import say
 

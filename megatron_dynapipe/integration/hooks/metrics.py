@@ -10,12 +10,12 @@ import torch
 from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, input_positions
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.runtime import DevicePlatform
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, input_positions
 
 PREFIX = "dynapipe/"
 

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_dynapipe.plan.instructions import EFFECTS, Pass, Work
+from megatron_dynapipe.core.instructions import EFFECTS, Pass, Work
 
 GROUP = "microbatch"
 """Megatron's group of spans; its flags say which groups are on."""

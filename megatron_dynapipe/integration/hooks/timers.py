@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.timers import Timer, Timers
 
-from megatron_dynapipe.plan.instructions import EFFECTS, SENT_BUFFER, Instruction, Payload, Transfer, Work
+from megatron_dynapipe.core.instructions import EFFECTS, SENT_BUFFER, Instruction, Payload, Transfer, Work
 from megatron_dynapipe.runtime import Trace
 
 LOG_LEVEL = 2

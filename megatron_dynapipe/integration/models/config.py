@@ -8,11 +8,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
-from megatron_dynapipe.cost import Experts
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import Experts
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
-from megatron_dynapipe.units import ModelFamily
 
 GELU_TANH = "gelu_tanh"
 """An activation for which Megatron has no flag: GELU by its tanh form, alone as in GPT-2, or of gates as in T5 v1.1.

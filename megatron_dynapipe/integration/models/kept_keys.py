@@ -4,7 +4,7 @@
     backward   piece 1: adds its gradient of k0     piece 0: gradient of k0 = its own + what has been added
 
 What is kept shares memory with the layer's own keys where those stay for the backward pass, and is a copy of them where
-they are recomputed. Backward passes of later pieces come first (`plan.pieces`), so that the sum is complete when the
+they are recomputed. Backward passes of later pieces come first (`ways.chains`), so that the sum is complete when the
 piece's own backward pass takes it up. Nothing of this crosses a stage.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dynapipe.cost.pieces import SUMMED_IN_FP32
+from megatron_dynapipe.core.errors import ExecutionError
+from megatron_dynapipe.costing.pieces import SUMMED_IN_FP32
 from megatron_dynapipe.data.segments import CutSegment
-from megatron_dynapipe.errors import ExecutionError
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 """An input that makes autograd run the backward of `_Read`, whose tensors are no leaves; it never gets a gradient."""

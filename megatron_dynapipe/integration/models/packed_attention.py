@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.integration.models.kept_keys import KeptKeys, KeptPiece, joined_again
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments

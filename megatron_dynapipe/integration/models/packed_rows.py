@@ -77,12 +77,19 @@ class PackedRow(AttentionRows):
         return [0, *accumulate(self.lengths_q)]
 
     def later_keys(self, segment: int, like: Tensor) -> Tensor:
-        """The mask that SDPA adds to the scores of a piece: [1, 1, queries, keys], made once for all layers."""
-        if segment not in self._masks:
-            queries, before = self.lengths_q[segment], self.cuts[segment].start
-            hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
-            self._masks[segment] = hidden.triu(before + 1)[None, None]
-        return self._masks[segment]
+        """The mask that SDPA adds to the scores of a piece: [1, 1, queries, keys].
+
+        On a GPU, where the kernel keeps it for the backward pass, it is made once for all layers. On a CPU nothing
+        keeps it: a row that did would hold as much as the scores of one head, which plans do not count.
+        """
+        if segment in self._masks:
+            return self._masks[segment]
+        queries, before = self.lengths_q[segment], self.cuts[segment].start
+        hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
+        mask = hidden.triu_(before + 1)[None, None]
+        if like.is_cuda:
+            self._masks[segment] = mask
+        return mask
 
     def pick(self, rotations: Tensor) -> Tensor:
         """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.cost.pattern import with_stages
+from megatron_dynapipe.costing import PipelineLayout, stage_modules
+from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.norms import local_norm
@@ -73,7 +73,7 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     def build(config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any) -> GPTModel:
         layers, stage = gpt_layers(model, config), groups.pp.rank()
         if layout is not None:
-            modules = layout.virtual_stage_modules[stage + (chunk or 0) * layout.stages].encoder
+            modules = stage_modules(layout)[stage + (chunk or 0) * layout.stages].encoder
             layers = layers_of(modules, layers)
         else:
             first = get_transformer_layer_offset(config, chunk, stage)

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows, decoder_rows, encoder_rows
-from megatron_dynapipe.units import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

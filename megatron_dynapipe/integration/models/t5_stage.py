@@ -21,9 +21,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.cost.layout import attends
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing import PipelineLayout, stage_modules
+from megatron_dynapipe.costing.state import attends
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
 from megatron_dynapipe.integration.models.positions import (
@@ -71,7 +71,7 @@ class T5Stage(LanguageModule):
         super().__init__(config=config, pg_collection=pg_collection)
         self.model_type = ModelType.encoder_or_decoder
         self.model, self.layout, self.stage = model, layout, stage
-        self.stage_modules = layout.virtual_stage_modules[stage]
+        self.stage_modules = stage_modules(layout)[stage]
         self.vp_stage = stage // layout.stages if layout.chunks > 1 else None
         self.pre_process = self.stage_modules.embeds
         self.post_process = self.stage_modules.ends_decoder
@@ -270,7 +270,7 @@ class T5Stage(LanguageModule):
 
 def sharings(model: ModelConfig, layout: PipelineLayout) -> tuple[SharedWeight, ...]:
     """Every weight of the whole model that several virtual stages may hold."""
-    kind, stages = model.positions.kind, list(enumerate(layout.virtual_stage_modules))
+    kind, stages = model.positions.kind, list(enumerate(stage_modules(layout)))
     embedding = tuple(stage for stage, modules in stages if modules.embeds)
     words = tuple(stage for stage, modules in stages if modules.embeds or modules.ends_decoder)
     weights = [SharedWeight(name=_WORDS, stages=words if model.tied else embedding, name_in=_name_of_words)]

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_dynapipe.cost.format import encode_file, is_cost_file
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing.format import encode_file, is_cost_file
 from megatron_dynapipe.integration.profiling import division
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
@@ -20,7 +21,6 @@ from megatron_dynapipe.integration.profiling.result import cost_file, describe, 
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.runtime.links import measure_links
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 BUDGET_FOR_MEASURING = 0.9
 """Share of the budget; the rest is for starting, fitting and writing."""

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_dynapipe.cost.division import LAYER_KINDS, PEAK_UNIT, Division, LayerKind, Peak, Rates
-from megatron_dynapipe.cost.surface import nonnegative_least_squares
+from megatron_dynapipe.core.units import Recompute, round_up
+from megatron_dynapipe.costing.division import LAYER_KINDS, PEAK_UNIT, Division, LayerKind, Peak, Rates
+from megatron_dynapipe.costing.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
 from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, of_row
-from megatron_dynapipe.units import Recompute, round_up
 
 POSITIONS = 1024
 """Positions of the micro-batches that are measured, about."""

@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.cost import PipelineLayout
+from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
+from megatron_dynapipe.costing import PipelineLayout
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
@@ -35,7 +36,6 @@ from megatron_dynapipe.integration.models.packed_rows import (
 from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
-from megatron_dynapipe.units import ModelFamily, Recompute, Shape, round_up
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""

@@ -28,10 +28,11 @@ from typing import NamedTuple, override
 import torch
 import torch.distributed as dist
 
+from megatron_dynapipe.core.executor import DevicePlatform, Mark
+from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
-from megatron_dynapipe.runtime.platform import CpuPlatform, DevicePlatform, Mark, platform_of
-from megatron_dynapipe.units import Recompute, Shape
+from megatron_dynapipe.runtime.platform import CpuPlatform, platform_of
 
 FEWEST_REPEATS = 3
 MOST_REPEATS = 15

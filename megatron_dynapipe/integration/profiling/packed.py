@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.cost.tabulate import FEWEST_ROWS as FEWEST_TO_FIT
-from megatron_dynapipe.cost.tabulate import PartTables, RowSample, fit_part, row_terms
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, round_up
+from megatron_dynapipe.costing.tabulate import FEWEST_ROWS as FEWEST_TO_FIT
+from megatron_dynapipe.costing.tabulate import PartTables, RowSample, fit_part, row_terms
 from megatron_dynapipe.integration.profiling.layers import Forward, Lengths, MeasuredModule
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute, Shape, round_up
 
 LONGEST_ROW = 4096
 SHARES = (16, 4, 1)

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.cost.adaptive import AdaptiveGrid
-from megatron_dynapipe.cost.division import LAYER_KINDS
-from megatron_dynapipe.cost.tabulate import grid_axes
+from megatron_dynapipe.core.units import NS_PER_MS, Recompute
+from megatron_dynapipe.costing.adaptive import AdaptiveGrid
+from megatron_dynapipe.costing.division import LAYER_KINDS
+from megatron_dynapipe.costing.tabulate import grid_axes
 from megatron_dynapipe.integration.profiling.layers import Point
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks
-from megatron_dynapipe.units import NS_PER_MS, Recompute
 
 SMOOTH_ENOUGH = 0.08
 """Expected error times distance (in octaves) below which no point is worth measuring any more."""

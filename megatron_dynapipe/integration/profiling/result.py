@@ -12,9 +12,10 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
-from megatron_dynapipe.cost.check import validated_errors
-from megatron_dynapipe.cost.division import LAYER_KINDS, Division, LayerKind
-from megatron_dynapipe.cost.format import (
+from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute, Shape
+from megatron_dynapipe.costing.check import validated_errors
+from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
+from megatron_dynapipe.costing.format import (
     FORMAT,
     PACKED_FORMAT,
     UNITS,
@@ -24,8 +25,8 @@ from megatron_dynapipe.cost.format import (
     Points,
     key_of,
 )
-from megatron_dynapipe.cost.network import Link
-from megatron_dynapipe.cost.tabulate import LONGEST_ROW, fitted_entry
+from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.costing.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule
@@ -33,7 +34,6 @@ from megatron_dynapipe.integration.profiling.measure import PROCESSOR_SHARE, REP
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurements
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
-from megatron_dynapipe.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute, Shape
 
 _STATE_BYTES = 2
 """Bytes that the format counts for a parameter, whatever its type."""

@@ -17,17 +17,17 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.config import without_flags
-from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.cost.pattern import without_stages
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks, command_line, fork, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 
 _OTHER_LAYOUTS = (
     "--dynapipe-layers-per-stage",

@@ -4,9 +4,9 @@ import functools
 import os
 from typing import Self
 
+from megatron_dynapipe.core.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import PlannerFailedError
+from megatron_dynapipe.core.errors import PlannerFailedError
 from megatron_dynapipe.service.failure import decode_failure, encode_failure
 
 

@@ -16,18 +16,16 @@ from typing import Self
 import msgspec
 import torch
 
+from megatron_dynapipe.core.errors import PlanError, PlannerFailedError
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import PlanError, PlannerFailedError
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
 from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
-from megatron_dynapipe.plan.codec import decode_entry
-from megatron_dynapipe.plan.iteration import StageEntry
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
 from megatron_dynapipe.service.process import PlannerProcess
@@ -42,6 +40,8 @@ from megatron_dynapipe.store import (
     new_job_name,
     open_store,
 )
+from megatron_dynapipe.store.codec import decode_entry
+from megatron_dynapipe.store.entry import StageEntry
 
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.core.units import ModelFamily
 
 _MOST_OFF = 0.2
 """A share of the predicted time, between it and the measured one."""

@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import torch
 
+from megatron_dynapipe.core.executor import Mark
+from megatron_dynapipe.core.plan import MUCH_IDLE, Event
+from megatron_dynapipe.core.units import BatchLayout, in_mb
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import Between, EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.outputs import warn
-from megatron_dynapipe.plan.timeline import MUCH_IDLE, Event
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
     IterationRecord,
@@ -28,8 +30,6 @@ from megatron_dynapipe.report.summary import format_summary, summarise
 from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.runtime.platform import Mark
-from megatron_dynapipe.units import BatchLayout, in_mb
 
 
 class Recorder:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dynapipe.core.plan import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
 from megatron_dynapipe.data.iterator import PlannedIteration
-from megatron_dynapipe.plan.memory import activation_peak_bytes
-from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, OTHER, TRANSFER, Event, time_by_kind
 from megatron_dynapipe.report.records import EvaluationRecord, StageRecord
 from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.store.entry import activation_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

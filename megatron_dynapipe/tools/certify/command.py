@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron_dynapipe import config
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.tools.certify import flags as command_lines
 from megatron_dynapipe.tools.certify.records import read_records
 from megatron_dynapipe.tools.certify.verdict import Check, checks_fp32, checks_half

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dynapipe import config
-from megatron_dynapipe.cost import even_split
-from megatron_dynapipe.cost.pattern import ATTENDS, DENSE, EXPERTS, STAGE_END, with_stages, without_stages
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import amount
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import amount
+from megatron_dynapipe.costing import even_split
+from megatron_dynapipe.costing.pattern import ATTENDS, DENSE, EXPERTS, STAGE_END, with_stages, without_stages
 
 MOST_BYTES = 4_000_000_000
 STATE_BYTES = 16

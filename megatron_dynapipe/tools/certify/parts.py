@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.certify.records import Part
 
 

@@ -16,6 +16,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import BatchLayout, Recompute, target_positions
 from megatron_dynapipe.data.collate import HostMicroBatch, sample_numbers
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
@@ -23,12 +25,10 @@ from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK
 from megatron_dynapipe.integration.models.experts import forget_iteration
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.pieces import cut_entries
 from megatron_dynapipe.tools.certify.parameters import gradients_of
 from megatron_dynapipe.tools.certify.parts import errors_by_name
 from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
-from megatron_dynapipe.units import BatchLayout, Recompute, target_positions
+from megatron_dynapipe.ways.chains import cut_entries
 
 States = dict[tuple[int, int], Sequence[Tensor]]
 """Outputs of chunks for micro-batches, by micro-batch and chunk."""

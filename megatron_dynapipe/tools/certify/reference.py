@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
+from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
@@ -28,7 +29,6 @@ from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
 from megatron_dynapipe.tools.certify.records import GRADIENTS, REVERSED, SAMPLES, RankRecord
 from megatron_dynapipe.tools.conversion import checkpoint
-from megatron_dynapipe.units import ModelFamily, Shape
 
 Sample = tuple[int, list[int], list[int], list[float], list[int] | None]
 """Number, tokens that go in, labels, which of these count, and an encoder's input."""

@@ -10,7 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.tools.certify.parts import above_rounding, errors_by_name, relative_error, whole
 from megatron_dynapipe.tools.certify.records import (
     GRADIENTS,
@@ -21,7 +22,6 @@ from megatron_dynapipe.tools.certify.records import (
     read_parts,
     read_records,
 )
-from megatron_dynapipe.units import amount
 
 SUMS = 1e-4
 """Largest relative difference of losses, norms and gradients in fp32, whose sums are in another order."""
@@ -209,7 +209,9 @@ def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> st
     low, high = min(off.values(), default=1.0), max(off.values(), default=1.0)
     places = {sample: place for record in ranks for sample, place in record.places.items()}
     replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
-    alike = [name for name in sorted(set(replicas.values())) if off.keys() == {n for n in numbers if replicas[n] == name}]
+    alike = [
+        name for name in sorted(set(replicas.values())) if off.keys() == {n for n in numbers if replicas[n] == name}
+    ]
     if alike and high - low < 0.05:
         return f"{alike[0]} count {low:.2f} times"
     return f"{len(off)} samples count {low:.2f} to {high:.2f} times: means of means" if off else ""

@@ -12,14 +12,14 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.training.global_vars import destroy_global_vars
 from torch import nn
 
-from megatron_dynapipe.cost.hugging_face import Flags
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import newest
 from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
-from megatron_dynapipe.units import ModelFamily
 
 
 @contextlib.contextmanager

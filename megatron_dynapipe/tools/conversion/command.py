@@ -11,9 +11,10 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from megatron_dynapipe.cost.hugging_face import T5_LIKE, Flags, family_of
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.hugging_face import T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord, newest, read_record
 from megatron_dynapipe.outputs import fresh_folder
@@ -22,7 +23,6 @@ from megatron_dynapipe.tools.conversion.families import UNTIED, flags, read_conf
 from megatron_dynapipe.tools.conversion.names import HEAD, entries
 from megatron_dynapipe.tools.conversion.source import is_tied, published, rounded, their_model
 from megatron_dynapipe.tools.conversion.tensors import TensorEntry
-from megatron_dynapipe.units import ModelFamily
 
 RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
 _HEADER = """\

@@ -1,12 +1,12 @@
-"""A HuggingFace model's run file: `cost.hugging_face`'s flags, those of its numbers, and what has none refused."""
+"""A HuggingFace model's run file: `costing.hugging_face`'s flags, those of its numbers, and what has none refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dynapipe.cost.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flags, megatron_flags, obstacle_in
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.units import round_up
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import round_up
+from megatron_dynapipe.costing.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flags, megatron_flags, obstacle_in
 
 UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128

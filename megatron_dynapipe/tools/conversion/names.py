@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_dynapipe.cost.hugging_face import T5_LIKE, Flags
-from megatron_dynapipe.cost.shape import expert_layers
+from megatron_dynapipe.costing.hugging_face import T5_LIKE, Flags
+from megatron_dynapipe.costing.shape import expert_layers
 from megatron_dynapipe.tools.conversion.tensors import (
     Heads,
     TensorEntry,

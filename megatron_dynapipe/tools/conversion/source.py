@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.cost.hugging_face import OF_EXPERTS
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing.hugging_face import OF_EXPERTS
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resume_record import named
 

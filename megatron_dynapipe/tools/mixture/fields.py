@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError, conversation_of
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import TaskSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import WHOLE_BYTES, file_digest
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture.rows import Block, file_blocks, files_of_source, hub_blocks, rows_as_block
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 

@@ -26,7 +26,7 @@ import msgspec
 import yaml
 
 from megatron_dynapipe.config import load_yaml
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import TruncationSide
 
 _MOST_WEIGHT = 1e9

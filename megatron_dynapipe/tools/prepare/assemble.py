@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import TruncationSide, spans_path
 from megatron_dynapipe.sampling.lengths import data_path, ends_path, task_ids_path
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, task_rates

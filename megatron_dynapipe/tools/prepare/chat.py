@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture.fields import described
 from megatron_dynapipe.tools.mixture.messages import KNOWN, Conversation, Message, TemplateError
 from megatron_dynapipe.tools.mixture.spec import Turns

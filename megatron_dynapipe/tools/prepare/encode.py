@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.sampling.long_samples import LongSamples
 from megatron_dynapipe.tools.mixture.fields import Reader, read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError

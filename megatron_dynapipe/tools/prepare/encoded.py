@@ -9,7 +9,7 @@ from typing import Protocol
 
 import tokenizers
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture.messages import RowError
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer
 

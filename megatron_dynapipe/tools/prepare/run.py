@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.processes import set_parent_death_signal
 from megatron_dynapipe.tools.folders import delete_folder, replace_folder, restore_folder, strangers
 from megatron_dynapipe.tools.mixture.rows import Block

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 
 

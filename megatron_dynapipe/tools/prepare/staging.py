@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.prepare.encode import MOST_ERRORS, EncodedBlock
 from megatron_dynapipe.tools.prepare.settings import Skipped
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.messages import Conversation, RowError
 from megatron_dynapipe.tools.mixture.rows import Block

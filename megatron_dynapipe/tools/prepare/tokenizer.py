@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SENTINEL = "<extra_id_{}>"

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dynapipe.plan.instructions import EFFECTS, Work
-from megatron_dynapipe.plan.text import format_instruction
-from megatron_dynapipe.plan.timeline import Timeline, kind_of
+from megatron_dynapipe.core.instructions import EFFECTS, Work, format_instruction
+from megatron_dynapipe.core.plan import Timeline, kind_of
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, amount
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.tools.report.run import PASSES, RecordedTimeline, Run, stage_medians
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, amount
 
 ITERATION = "iteration"
 """Title of the axes on which starts are marked."""

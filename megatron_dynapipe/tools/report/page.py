@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.errors import InstallationError
+from megatron_dynapipe.core.errors import InstallationError
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.extras import from_clone
 from megatron_dynapipe.outputs import marked, write_file
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.report.summary import Summary
 from megatron_dynapipe.tools.report.charts import run_charts, timeline_panels
 from megatron_dynapipe.tools.report.run import Run
-from megatron_dynapipe.units import amount
 
 PAGE = "report.html"
 """Its name in the folder of a run."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.plan.instructions import Payload, RecvWait, SendStart
-from megatron_dynapipe.plan.timeline import BACKWARD, FORWARD, TRANSFER, Event, Timeline, time_by_kind
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.instructions import Payload, RecvWait, SendStart
+from megatron_dynapipe.core.plan import BACKWARD, FORWARD, TRANSFER, Event, Timeline, time_by_kind
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
     IterationRecord,
@@ -21,7 +22,6 @@ from megatron_dynapipe.report.records import (
 )
 from megatron_dynapipe.report.starts import RANK_FILE, earlier_starts
 from megatron_dynapipe.report.summary import joined
-from megatron_dynapipe.units import Shape
 
 PASSES = (FORWARD, BACKWARD)
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dynapipe.cost.pieces import piece_costs
-from megatron_dynapipe.errors import InfeasibleError, PlanningError
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.samples import Samples, round_up_all
-from megatron_dynapipe.planning.schedules import Schedule, ScheduleSettings, schedule
-from megatron_dynapipe.units import BatchLayout, Shape
+from megatron_dynapipe.core.batch import Samples, round_up_all
+from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
+from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, schedule
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.units import BatchLayout, Shape
+from megatron_dynapipe.costing.pieces import piece_costs
 
 
 @dataclass(slots=True)

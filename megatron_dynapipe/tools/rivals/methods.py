@@ -23,23 +23,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.cost import CostModel
-from megatron_dynapipe.errors import PlanningError
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.plan.timeline import idle_share
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
-from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
-from megatron_dynapipe.tools.rivals.pipelines import by_hand
-from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, row_sizes
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.units import (
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan, idle_share
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import (
     BYTES_PER_MB,
     BatchLayout,
     ModelFamily,
@@ -47,6 +38,14 @@ from megatron_dynapipe.units import (
     round_up,
     target_positions,
 )
+from megatron_dynapipe.costing import CostModel
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
+from megatron_dynapipe.tools.rivals.packed import pack
+from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
+from megatron_dynapipe.tools.rivals.pipelines import by_hand
+from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, row_sizes
+from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 BRIDGE = "bridge"
 BRIDGE_ROW = 8192
@@ -77,7 +76,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_mb: of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
-        of_limits: of a planned batch, how near it is to what no plan can beat (`planning.limits`).
+        of_limits: of a planned batch, how near it is to what no plan can beat (`choosing.limits`).
         limits: of a planned batch, these in milliseconds, by name.
         idle: share of all stages' time in which no pass runs.
     """

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dynapipe.errors import ConfigError, PlanningError
-from megatron_dynapipe.planning.partition import OrderedPartitions, Partition
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.errors import ConfigError, PlanningError
+from megatron_dynapipe.core.partition import OrderedPartitions, Partition
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, row_sizes
-from megatron_dynapipe.units import BatchLayout
 
 _Rows = list[IntArray]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron_dynapipe.planning.partition import Partition
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.partition import Partition
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
 
 
 def partitions(problem: BatchProblem, order: IntArray, offered: Iterable[IntArray]) -> tuple[Partition, ...]:

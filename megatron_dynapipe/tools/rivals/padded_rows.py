@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dynapipe.errors import InfeasibleError
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.samples import Samples, round_up_all
+from megatron_dynapipe.core.batch import Samples, round_up_all
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.tools.rivals.dynamic_cp import RowsRun, fastest_mode
 from megatron_dynapipe.tools.rivals.rules import PADDED, Room
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, even_split
-from megatron_dynapipe.planning.balance import evenest
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.costing import CostModel, even_split
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.bounds import layer_work, least_work
 

@@ -11,17 +11,19 @@ Each takes one recompute mode for all. Where the number is not given, several ar
 """
 
 import enum
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.partition import OrderedPartitions
-from megatron_dynapipe.planning.problem import BatchProblem, IntArray
-from megatron_dynapipe.planning.samples import Samples
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.partition import OrderedPartitions
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.units import BatchLayout, round_up
 from megatron_dynapipe.tools.rivals import packed, padded
 from megatron_dynapipe.tools.rivals.rules import RIVALS
-from megatron_dynapipe.units import BatchLayout
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -46,7 +48,7 @@ class PartitionAlgorithm(enum.StrEnum):
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `planning.partition.Partitioner`: how micro-batches are made in place of the planner's own search.
+    """A `core.partition.Partitioner`: how micro-batches are made in place of the planner's own search.
 
     Attributes:
         micro_batch_size: samples of a micro-batch, for uniform and padding, rows for packed rows; None tries powers of
@@ -86,7 +88,7 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The samples, for padding with the lengths that they are padded to; raises DataError where one is longer."""
         if self.algorithm is not PartitionAlgorithm.PADDING:
             return samples
-        return samples.padded(self.padded_input_length, self.padded_target_length)
+        return _padded(samples, self.padded_input_length, self.padded_target_length)
 
     def partitions(self, problem: BatchProblem, order: IntArray, *, hidden_size: int) -> OrderedPartitions:
         """Every partition of the algorithm that fits with one micro-batch in flight, by size and recompute mode.
@@ -112,3 +114,25 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             rows = packed.pack(problem.input_positions, problem.target_positions, *longest)
             return packed.partitions(problem, packed.joined(rows, self.micro_batch_size))
         return packed.partitions(problem, packed.rows_of_rival(problem, self.algorithm, longest[0], hidden_size))
+
+
+def _padded(samples: Samples, input_length: int | None, target_length: int | None) -> Samples:
+    """Every sample padded to these lengths, or where they are None to the batch's longest.
+
+    Raises:
+        DataError: a sample is longer.
+    """
+    longest = int(samples.inputs.max()), int(samples.targets.max())
+    asked = (input_length, target_length)
+    lengths = [most if length is None else round_up(length) for most, length in zip(longest, asked, strict=True)]
+    if lengths[0] < longest[0] or lengths[1] < longest[1]:
+        raise DataError(
+            f"samples of up to {longest[0]} input and {longest[1]} target positions cannot be padded to"
+            f" {lengths[0]} and {lengths[1]}",
+            hint="truncate the samples, or pad to longer lengths",
+        )
+    return replace(
+        samples,
+        inputs=np.full_like(samples.inputs, lengths[0]),
+        targets=np.full_like(samples.targets, lengths[1]),
+    )

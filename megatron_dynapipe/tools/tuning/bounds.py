@@ -1,6 +1,6 @@
 """Lower bounds on the time of every plan of a batch, found without planning it.
 
-Sample i takes at least its least share of any micro-batch that it may be in (`planning.least_costs`). Then with all
+Sample i takes at least its least share of any micro-batch that it may be in (`choosing.least_costs`). Then with all
 samples' shares on a stage's modules, a replica's busiest stage works for `work / replicas`, after a micro-batch has
 come through the stages before it and before one has gone back through them. However small it is, a micro-batch takes
 the least of all costs: launching kernels takes time.
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost import CostModel, Kind, Links, PipelineLayout
-from megatron_dynapipe.cost.tables import Floats
-from megatron_dynapipe.planning.balance import evenest
-from megatron_dynapipe.planning.costing import tables_of
-from megatron_dynapipe.planning.least_costs import BOTH, LeastCosts
-from megatron_dynapipe.planning.samples import Samples
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.choosing.least_costs import BOTH, LeastCosts
+from megatron_dynapipe.choosing.planners import links_of, tables_of
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.costs import Floats
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
+from megatron_dynapipe.costing import CostModel, Kind, Links, PipelineLayout
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.units import LENGTH_MULTIPLE, BatchLayout
 
 CHARGED = ((1, 1), (1, 0), (0, 1))
 """Whether inputs' and targets' positions count where those of a packed row are charged to its samples."""
@@ -85,7 +85,7 @@ def _known(costs: Sequence[Floats]) -> Floats:
 def least_ns(settings: PlannerSettings, work: LeastWork, *, any_split: bool = False) -> int:
     """A time that the predicted time of every plan of the batch reaches."""
     layout = settings.layout
-    links = settings.links
+    links = links_of(settings)
     latency = links.latency_ns.min(axis=0)
     modules = _counts(layout, work).sum(axis=0)
     through = max(float((work.samples @ modules).max(initial=0)), float(work.floor @ modules)) + 2 * float(

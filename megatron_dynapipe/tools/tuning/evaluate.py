@@ -24,14 +24,16 @@ from typing import Self
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, ModelState
-from megatron_dynapipe.cost.tables import HEAD
-from megatron_dynapipe.errors import ConfigError, DynaPipeError, PlanningError
-from megatron_dynapipe.plan.memory import peak_bytes
-from megatron_dynapipe.plan.timeline import idle_share
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.costs import HEAD
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError, PlanningError
+from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.plan import idle_share
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.costing import CostModel, ModelState
+from megatron_dynapipe.costing.state import expert_bytes, parameter_bytes
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.overlap import (
     EdgePasses,
@@ -40,7 +42,6 @@ from megatron_dynapipe.tools.tuning.overlap import (
     exposed_gathering_ns,
     exposed_reduction_ns,
 )
-from megatron_dynapipe.units import Recompute
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""
@@ -220,7 +221,7 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True):
         """That of a layout."""
         both, _ = step_ns(settings, state, rates)
         shared = _STORED_BYTES / (rates.gradient_bytes + _STORED_BYTES) if settings.distributed_optimizer else 0
-        parameters = settings.layout.parameter_bytes(state) // _STORED_BYTES
+        parameters = parameter_bytes(settings.layout, state) // _STORED_BYTES
         return cls(
             reduction_ns=both - round(both * shared),
             gathering_ns=round(both * shared),
@@ -250,8 +251,8 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
     """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
     layout = settings.layout
     shared = settings.expert_parallel
-    everything = layout.parameter_bytes(state)
-    experts = layout.expert_bytes(state)
+    everything = parameter_bytes(layout, state)
+    experts = expert_bytes(layout, state)
     reduction = stepped = 0.0
     for state_bytes, replicas, apart in (
         (everything - experts, settings.data_parallel, 1),
@@ -275,7 +276,7 @@ def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1
     The head, and the last MLP where it does so, run `counted` of the tokens.
     """
     layout = settings.layout
-    weights = int(layout.parameter_bytes(state).sum())
+    weights = int(parameter_bytes(layout, state).sum())
     bytes_of = {**state.modules, HEAD: state.embedding_bytes}
     over_labels = layout.over_labels(state.expert_kind, experts=settings.label_experts)
     left_out = (1 - counted) * sum(bytes_of[layout.modules[module]] for module in over_labels)

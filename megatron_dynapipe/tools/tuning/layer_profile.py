@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.tables import IntArray
-from megatron_dynapipe.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.costs import IntArray
+from megatron_dynapipe.core.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS
 from megatron_dynapipe.segments import SegmentCosts
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 _STATE_PER_PARAMETER_BYTE = 4
 """Parameter, gradient and Adam's two moments, all in the parameter's type."""

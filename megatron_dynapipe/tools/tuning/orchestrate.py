@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.tables import IntArray
-from megatron_dynapipe.errors import ConfigError, InfeasibleError
-from megatron_dynapipe.planning.native import NEVER, core
-from megatron_dynapipe.planning.problem import PASS_KINDS
+from megatron_dynapipe.core.costs import IntArray
+from megatron_dynapipe.core.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.core.native import NEVER, core
+from megatron_dynapipe.core.problem import PASS_KINDS
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS
 from megatron_dynapipe.tools.tuning.layer_profile import LayerProfile
 from megatron_dynapipe.tools.tuning.topology import Counts, Topology
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS
 
 _BEAMS = ((24, 48), (700, 160))
 """(labels kept of a number of stages, plans simulated) of each round: the first finds a plan to prune with."""

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_dynapipe.plan.instructions import BackwardInput, Forward, Pass
-from megatron_dynapipe.plan.iteration import IterationPlan
+from megatron_dynapipe.core.instructions import BackwardInput, Forward, Pass
+from megatron_dynapipe.core.plan import IterationPlan
 
 LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
 """Parameters of a bucket: at least so many, and so many for each replica."""

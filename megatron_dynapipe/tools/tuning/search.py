@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, Network
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
-from megatron_dynapipe.planning.costing import planner_of, tables_of
-from megatron_dynapipe.planning.layer_split import choose_layer_split
-from megatron_dynapipe.planning.limits import limits
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.choosing.layer_split import choose_layer_split
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of, tables_of
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, Recompute
+from megatron_dynapipe.costing import CostModel, Network
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
@@ -37,7 +38,6 @@ from megatron_dynapipe.tools.tuning.evaluate import (
     token_flops,
 )
 from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
-from megatron_dynapipe.units import BYTES_PER_MB, NS_PER_MS, Recompute
 
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_dynapipe.cost import CostModel, even_split
-from megatron_dynapipe.cost.tables import ATTENTION
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.costs import ATTENTION
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.costing import CostModel, even_split
 
 
 class Split(enum.StrEnum):

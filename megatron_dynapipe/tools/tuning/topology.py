@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.cost.network import Network
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.network import Network
 
 MOST_DEVICES = 64
 _MOST_PLACEMENTS = 300

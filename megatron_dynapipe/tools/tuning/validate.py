@@ -17,12 +17,12 @@ from statistics import fmean
 
 import msgspec
 
-from megatron_dynapipe.cost.pattern import megatron_layout
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BYTES_PER_MB, amount
+from megatron_dynapipe.costing.pattern import megatron_layout
 from megatron_dynapipe.processes import run_guarded
 from megatron_dynapipe.tools.tuning.space import TunedLayout, Tuning
-from megatron_dynapipe.units import BYTES_PER_MB, amount
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _TAIL = 12

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.core.units import ModelFamily
 from tests.helpers.processes import run_ranks
 
 HIDDEN, HEADS, VOCABULARY, MAX_LENGTH = 32, 4, 512, 64

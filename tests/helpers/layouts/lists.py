@@ -6,16 +6,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.plan.instructions import SENT_BUFFER, Backward, Buffer, Forward, Load, SendStart
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES
+from megatron_dynapipe.core.executor import Handlers
+from megatron_dynapipe.core.instructions import SENT_BUFFER, Backward, Buffer, Forward, Load, SendStart
+from megatron_dynapipe.core.network import CUDA_RULES
+from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.runtime import BufferTable, PipelineExecutor, PooledTransfers, TorchTransport, platform_of
-from megatron_dynapipe.runtime.executor import Handlers
 from megatron_dynapipe.runtime.messages import message_bytes
 from megatron_dynapipe.runtime.process_groups import group_of_each, make_groups, warm_up
-from megatron_dynapipe.units import ModelFamily
+from tests.core.planner_cases import batch, planner
 from tests.helpers.layouts.layout import Layout
-from tests.planning.planner_cases import batch, planner
 
 DTYPE = torch.bfloat16
 

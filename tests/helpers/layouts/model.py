@@ -20,8 +20,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.cost import PipelineLayout
-from megatron_dynapipe.cost.pattern import megatron_layout, with_stages
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import PipelineLayout, stage_modules
+from megatron_dynapipe.costing.pattern import megatron_layout, with_stages
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.norms import local_norm
@@ -36,7 +37,6 @@ from megatron_dynapipe.integration.models.specs import (
 )
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.tools.certify.parameters import entries
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model
 
@@ -148,7 +148,7 @@ def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) ->
         pipeline = PipelineLayout(
             family=layout.kind, encoder_layers=layout.depth, layers_per_stage=layout.split, chunks=layout.chunks
         )
-        modules = pipeline.virtual_stage_modules[chunk * layout.stages + stage].encoder
+        modules = stage_modules(pipeline)[chunk * layout.stages + stage].encoder
         layers = layers_of(modules, [layer] * layout.depth)
     else:
         layers = [layer] * get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)

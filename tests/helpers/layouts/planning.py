@@ -2,16 +2,17 @@
 
 import msgspec
 
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
-from megatron_dynapipe.cost.pattern import kinds_of_pattern
-from megatron_dynapipe.plan.iteration import IterationPlan, ReplicaPlan, StagePlan
-from megatron_dynapipe.plan.transfer_rules import CUDA_RULES, GLOO_RULES
-from megatron_dynapipe.planning.costing import planner_of, tables_of
-from megatron_dynapipe.planning.planner import Planner
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
-from megatron_dynapipe.planning.ways import ways_of
-from megatron_dynapipe.units import BatchLayout, Recompute
+from megatron_dynapipe.choosing.planners import links_of, model_state_of, planner_of, tables_of
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, Recompute
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
+from megatron_dynapipe.costing.pattern import kinds_of_pattern
+from megatron_dynapipe.ways import ways_of
+from megatron_dynapipe.ways.rules import RULES
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.packed_plans import halved, relaid
 
@@ -76,7 +77,15 @@ def planner(layout: Layout) -> LayoutPlanner:
     shape = ModelShape(family=layout.kind, heads=HEADS, vocabulary=VOCABULARY, **sizes)
     rates = msgspec.structs.replace(CPU_RATES, layer_overhead_us=layout.layer_overhead_us)
     costs = AnalyticCostModel(shape, rates, max_size=64, max_length=MAX_LENGTH)
-    made = LayoutPlanner(settings, tables_of(settings, costs), ways_of(settings), costs_digest=costs.digest)
+    made = LayoutPlanner(
+        settings,
+        tables=tables_of(settings, costs),
+        links=links_of(settings),
+        model_state_bytes=model_state_of(settings, tables_of(settings, costs)),
+        ways=ways_of(settings),
+        rules=RULES,
+        costs_digest=costs.digest,
+    )
     made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
     made.divided = layout.divided
     if layout.idle:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.mlp import MLP
 
-from megatron_dynapipe.errors import DynaPipeError
-from megatron_dynapipe.plan.iteration import StagePlan
-from megatron_dynapipe.planning.planner import Planner
+from megatron_dynapipe.core.errors import DynaPipeError
+from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, _longest, global_batch
-from megatron_dynapipe.units import BatchLayout, Recompute
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.planning import planner
 from tests.helpers.layouts.trainer import Trainer

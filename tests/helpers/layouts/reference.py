@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.certify.parameters import parts_of
 from megatron_dynapipe.tools.certify.reference import position_losses
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import build, start, t5_split
 

@@ -7,13 +7,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
+from megatron_dynapipe.core.plan import MicroBatch
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.plan.iteration import MicroBatch
-from megatron_dynapipe.plan.pieces import chains
 from megatron_dynapipe.tools.certify.parameters import parts_of
 from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Tokens, global_batch
-from megatron_dynapipe.units import BatchLayout
+from megatron_dynapipe.ways.chains import chains
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import DTYPES, build, start, t5_split
 from tests.helpers.layouts.planning import planner

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_dynapipe.cost.format import encode_file
-from tests.cost.models import gpt_file
+from megatron_dynapipe.costing.format import encode_file
+from tests.costing.models import gpt_file
 from tests.helpers import entry_scripts
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -19,7 +19,7 @@ def run_of(hidden: int, report: str = "report") -> Any:
     """As much of a run's configuration as measuring looks at."""
     from types import SimpleNamespace
 
-    from megatron_dynapipe.units import ModelFamily, Recompute
+    from megatron_dynapipe.core.units import ModelFamily, Recompute
 
     return SimpleNamespace(
         family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, layer_costs={"hidden_size": str(hidden)}, on_cpu=True,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.runtime import driver
 from megatron_dynapipe.tools import doctor

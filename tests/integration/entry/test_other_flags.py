@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.supply.same_flags import ELSEWHERE, OWN, check_same_flags, comparable
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks

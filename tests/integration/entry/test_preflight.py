@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost.format import encode_file
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing.format import encode_file
 from megatron_dynapipe.data.meta import read_meta, write_meta
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.sampling import LengthTable, TruncationSide
-from tests.cost.models import gpt_file
+from tests.costing.models import gpt_file
 from tests.helpers.commands import run_python
 from tests.helpers.entry_scripts import train
 from tests.helpers.processes import run_ranks

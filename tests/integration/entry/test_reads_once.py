@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.cost.format import encode_file
-from tests.cost import models
+from megatron_dynapipe.costing.format import encode_file
+from tests.costing import models
 from tests.helpers.entry_scripts import run_entry, words
 from tests.helpers.processes import run_ranks
 

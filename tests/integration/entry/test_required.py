@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import config
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.entry.required import check_command_line, check_required
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.commands import ROOT
 
 GPT = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.integration.entry.resume_record import (
     NAME,
     CheckpointRecords,

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.helpers.entry_scripts import ROOT, train
+from tests.helpers.random_dataset import make_dataset
 
 
 def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
@@ -29,11 +30,19 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_samples_may_have_more_than_65536_positions(data, tmp_path):
-    """Where the flags allow them, such as those that `convert` writes: costs of rows had a grid that was too long."""
-    flags = "--train-iters 2 --position-embedding-type rope --max-position-embeddings 131072 --seq-length 131072"
-    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path)
-    assert len(run["losses"]) == 2
+def test_samples_may_have_more_than_65536_positions(tmp_path):
+    """In pieces and whole: costs of rows had a grid that was too long."""
+    data = make_dataset(tmp_path / "data", samples=2, lengths=(66_000, 66_001))
+    flags = (
+        "--train-iters 1 --global-batch-size 1 --position-embedding-type rope --seq-length 66104"
+        " --max-position-embeddings 131072 --pipeline-model-parallel-size 2 --num-layers 2 --dynapipe-timeout-s 300"
+    )
+    losses = []
+    for pieces in ("2048", "off"):
+        report = tmp_path / f"pieces {pieces}"
+        runs = train("gpt", data, f"{flags} --dynapipe-slices {pieces}", ranks=2, report=report, deadline_s=400)
+        losses.append(runs[-1]["losses"]["1"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.slow

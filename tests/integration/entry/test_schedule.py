@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from megatron_dynapipe.plan.instructions import EFFECTS, Pass
+from megatron_dynapipe.core.instructions import EFFECTS, Pass
 from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import train
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dynapipe.plan.instructions import Backward, BackwardInput, BackwardWeight, Instruction
-from megatron_dynapipe.units import ModelFamily
-from tests.planning.planner_cases import settings
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Instruction
+from megatron_dynapipe.core.units import ModelFamily
+from tests.core.planner_cases import settings
 
 
 class Group:

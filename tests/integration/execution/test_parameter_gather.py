@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe.plan.instructions import Backward, Forward
+from megatron_dynapipe.core.instructions import Backward, Forward
 from tests.helpers.layouts.layout import on_ranks, table
 
 LAYOUTS = ("gpt 1x2x2, two chunks", "t5 1x1x2 *")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from tests.helpers.layouts.layout import Layout, table
 from tests.helpers.processes import in_ranks, run_ranks
 

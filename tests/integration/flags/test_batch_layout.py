@@ -5,7 +5,8 @@ from argparse import Namespace
 import pytest
 from packaging.version import Version
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.integration.flags import batch_layout
 from megatron_dynapipe.integration.flags.batch_layout import (
     batch_layouts,
@@ -14,7 +15,6 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     split_backward,
     undivided_because,
 )
-from megatron_dynapipe.units import BatchLayout, ModelFamily
 
 PADDED, PACKED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags import command_line
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import train, words
 from tests.helpers.processes import run_ranks
 

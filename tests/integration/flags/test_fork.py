@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe import config
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
 
 GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"

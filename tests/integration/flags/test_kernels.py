@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags import checks
 from megatron_dynapipe.runtime import kernel_compiler
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron_dynapipe.cost.pattern import expert_modules, kinds_of_pattern
-from megatron_dynapipe.cost.shape import Experts
+from megatron_dynapipe.choosing.planners import tables_of
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.pattern import expert_modules, kinds_of_pattern
+from megatron_dynapipe.costing.shape import Experts
 from megatron_dynapipe.integration.flags.run_config import label_flops
-from megatron_dynapipe.planning.costing import tables_of
 from megatron_dynapipe.tools.tuning.evaluate import token_flops
-from megatron_dynapipe.units import ModelFamily
-from tests.planning.planner_cases import cost_model, settings
+from tests.core.planner_cases import cost_model, settings
 
 HIDDEN, FFN, VOCABULARY, EXPERTS, EXPERT_FFN = 128, 512, 4096, 4, 256
 DENSE, ROUTED = 2 * FFN, 2 * 2 * EXPERT_FFN + EXPERTS

@@ -5,9 +5,9 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags.layer_split import other_split, settle
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
 
@@ -59,6 +59,7 @@ SETTLED = {
     "t5, virtual stages": (ModelFamily.T5, (1.5, 1, 0.5, 1), {}, None, 2),
     "gpt": (ModelFamily.GPT, "equal", {}, None, None),
     "gpt, layers": (ModelFamily.GPT, (3, 1), {}, "Ettt|tL", None),
+    "gpt, the head alone": (ModelFamily.GPT, (4, 0), {}, "Etttt|L", None),
     "gpt, half layers of two chunks": (
         ModelFamily.GPT, (1.5, 0.5, 2, 1), {"num_virtual_stages_per_pipeline_rank": 2}, "Et|t|tt|tL", None),
     "gpt, to be planned": (ModelFamily.GPT, "auto", {"num_layers": 5}, "Ettt|ttL", None),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags import fork
 from megatron_dynapipe.integration.flags.megatron_flags import FILE, check, decisions, flag_of, own_actions
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import train
 from tests.helpers.megatron_wheels import VERSIONS, unpack
 from tests.helpers.processes import run_ranks

@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 
+from megatron_dynapipe.core import orders as schedules
+from megatron_dynapipe.core.orders import SCHEDULES
+from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.integration.flags.planning_flags import TRAINING, add_planning_flags
-from megatron_dynapipe.planning import schedules
-from megatron_dynapipe.planning.schedules import SCHEDULES
-from megatron_dynapipe.units import Recompute
 
 TAKEN = [
     # a flag, its old spelling among commands' flags, a value as text, its attribute and value
@@ -20,12 +20,13 @@ TAKEN = [
     *(("schedule", "schedule", name, "schedule", name) for name in SCHEDULES),
     ("layers-per-stage", "layer-split", "3", "layers_per_stage", (3,)),
     ("layers-per-stage", "layer-split", "2.5,1.5", "layers_per_stage", (2.5, 1.5)),
+    ("layers-per-stage", "layer-split", "0,3,0", "layers_per_stage", (0, 3, 0)),
     ("layers-per-stage", "layer-split", "auto", "layers_per_stage", "auto"),
     ("scatter-gather", "scatter-gather", "on", "scatter_gather", "on"),
     ("expert-imbalance", "expert-imbalance", "2", "expert_imbalance", 2.0),
 ]
 REFUSED = [
-    *(("layers-per-stage", text) for text in ("", "3,x", "3,0,1", "3;1", "automatic")),
+    *(("layers-per-stage", text) for text in ("", "3,x", "3,0,1", "0", "0,0", "3;1", "automatic")),
     *(("slices", text) for text in ("7", "on", "-8", "8.5")),
     *(("limit-rc-type", text) for text in ("", "some", "none,none", "full;none")),
     *(("device-memory-limit", text) for text in ("0", "-1", "nan", "inf", "x")),

@@ -4,12 +4,12 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.choosing.trial import unordered_because
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import Backward, Forward
+from megatron_dynapipe.core.orders import SCHEDULES, ScheduleSettings
+from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.integration.flags.batch_layout import schedule
-from megatron_dynapipe.plan.instructions import Backward, Forward
-from megatron_dynapipe.planning.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.planning.schedules import SCHEDULES, ScheduleSettings
-from megatron_dynapipe.planning.schedules.trial import unordered_because
 
 
 def args(method: str, stages: int, chunks: int | None) -> Namespace:
@@ -41,7 +41,7 @@ def plain(problem: ScheduleProblem) -> PassOrder:
     [(plain, 2, 2, "AssertionError: one chunk per rank"), (backward_first, 2, 1, "StallError|PlanningError")],
 )
 def test_a_schedule_that_cannot_order_the_pipeline_is_refused(order, stages, chunks, reason, monkeypatch) -> None:
-    monkeypatch.setattr("megatron_dynapipe.planning.schedules.trial.SCHEDULES", {"mine": order})
+    monkeypatch.setattr("megatron_dynapipe.choosing.trial.SCHEDULES", {"mine": order})
     message = f"--dynapipe-schedule mine cannot order .* {stages} .* {chunks} .*({reason})"
     with pytest.raises(ConfigError, match=message):
         schedule(args("mine", stages, chunks))

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from megatron_dynapipe.errors import UnsupportedMegatronError
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.integration.entry import bootstrap
 from megatron_dynapipe.integration.hooks import compatibility
 from tests.helpers.processes import in_ranks

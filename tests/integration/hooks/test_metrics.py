@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.hooks import metrics
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset

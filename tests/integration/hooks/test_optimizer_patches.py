@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import optimizer_patches, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source

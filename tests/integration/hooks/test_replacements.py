@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from megatron_dynapipe.checkout.version import version_of
-from megatron_dynapipe.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import ConfigError, UnsupportedMegatronError
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.integration.entry import checkout
 from megatron_dynapipe.integration.hooks import active_run, replacements
-from megatron_dynapipe.units import Shape
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import in_ranks
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.integration.entry import checkout
-from megatron_dynapipe.plan.instructions import (
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.instructions import (
     Backward,
     Buffer,
     Forward,
@@ -18,7 +17,8 @@ from megatron_dynapipe.plan.instructions import (
     SendStart,
     SendWait,
 )
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.integration.entry import checkout
 from tests.helpers.processes import in_ranks
 
 MS = 1_000_000

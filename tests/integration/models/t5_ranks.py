@@ -7,13 +7,13 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
-from megatron_dynapipe.units import Shape
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.model import config, draw_weights

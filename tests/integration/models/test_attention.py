@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.data.segments import causal_mask, cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import CHANNELS, HEADS, assert_alike, config, inputs, run, start

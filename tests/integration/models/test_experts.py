@@ -11,13 +11,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import sample_numbers
 from megatron_dynapipe.integration.models import experts
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
 from megatron_dynapipe.integration.models.experts import PlannedRouter
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
-from megatron_dynapipe.units import BatchLayout, ModelFamily, Shape
 from tests.helpers.lists import micro_batch
 from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import config, start

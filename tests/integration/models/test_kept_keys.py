@@ -1,5 +1,6 @@
 """Attention of a sample in pieces is that of the whole sample."""
 
+import weakref
 from functools import partial
 from itertools import pairwise, product
 from unittest.mock import patch
@@ -10,8 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_dynapipe.core.errors import ExecutionError
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.errors import ExecutionError
 from megatron_dynapipe.integration.models import attention as attention_module
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
@@ -122,6 +123,16 @@ def test_pieces_attend_as_the_whole_sample_and_others_of_their_rows_as_if_alone(
         with kernel(how), patch.object(attention_module, "attend_pieces_in_kernel", side_effect=joined) as calls:
             attends_as_whole(groups, recompute=recompute, engine=how == "engine")
         assert calls.call_count == (len(ENDS) - 2) * (1 + recompute), "the first piece's keys are not copied"
+
+
+def test_no_mask_of_a_piece_outlives_its_attention_on_a_cpu():
+    """A row lives until its backward pass: with masks in it, all rows under way would hold all their pieces' masks."""
+    row = row_of(1)
+    mask = row.later_keys(0, torch.zeros(1))
+    assert mask.shape == (1, 1, ENDS[2] - ENDS[1], ENDS[2]) and mask.isinf().sum() == 10
+    freed = weakref.ref(mask)
+    del mask
+    assert freed() is None
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ def test_norm(normalization):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.integration.models.norms import LocalNorm, local_norm
 
     def config(**changes: object) -> TransformerConfig:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dynapipe.errors import PlanError
+from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.integration.models import packed_attention, relative_attention
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import ENGINE, EngineCoreAttention, has_fused_kernel

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost.layout import PipelineLayout
+from megatron_dynapipe.core.model import BoundaryTensor, PipelineLayout, boundary_tensors
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import stage_modules
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
-from megatron_dynapipe.planning.boundary import BoundaryTensor, boundary_tensors
-from megatron_dynapipe.units import ModelFamily
 from tests.helpers.t5_models import t5_layout, t5_model
 
 # encoder layers, decoder layers, split → (encoder, decoder) layers of each stage, stages with word embeddings,
@@ -26,7 +26,7 @@ TABLE = {
 )
 def test_splits(encoder, decoder, split, layers, words, positions):
     layout = t5_layout(encoder, decoder, len(split), split)
-    stages = layout.virtual_stage_modules
+    stages = stage_modules(layout)
     drawn = ["|".join("".join(map(str, whole(stack))) for stack in (stage.encoder, stage.decoder)) for stage in stages]
     assert drawn == layers
     assert holders(layout) == [words, positions]
@@ -49,7 +49,7 @@ def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: boo
 def test_virtual_stages_go_round_the_ranks():
     layout = t5_layout(4, 4, 2, chunks=2)
     assert layout.stages == 2 and holders(layout)[0] == [0, 2, 3]
-    assert layout.virtual_stage_modules == t5_layout(4, 4, 4).virtual_stage_modules
+    assert stage_modules(layout) == stage_modules(t5_layout(4, 4, 4))
 
 
 def test_megatron_is_told_of_one_holder_of_embeddings():
@@ -66,7 +66,7 @@ def splits(draw):
 def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
     encoder, split = case
     decoder = sum(split) - encoder
-    stages = t5_layout(encoder, decoder, len(split), split).virtual_stage_modules
+    stages = stage_modules(t5_layout(encoder, decoder, len(split), split))
     assert [i for stage in stages for i in stage.encoder] == list(range(2 * encoder))
     assert [i for stage in stages for i in stage.decoder] == list(range(2 * decoder))
     for happens_once in ("starts_encoder", "ends_encoder", "starts_decoder", "ends_decoder"):

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from tests.helpers.processes import in_ranks
 
 

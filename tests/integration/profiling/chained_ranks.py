@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, build_parts, only
 from megatron_dynapipe.integration.profiling.measure import measure
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 POINTS = {"encoder": (2, 32), "decoder": (2, 32, 16), "postprocess": (2, 32)}
 

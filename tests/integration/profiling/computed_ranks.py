@@ -14,15 +14,16 @@ from megatron.training.global_vars import unset_global_variables
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.cli.model_config import read_model
-from megatron_dynapipe.cost import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
-from megatron_dynapipe.cost.analytic import layer_costs
-from megatron_dynapipe.cost.experts import ExpertParallel, with_expert_parallel
-from megatron_dynapipe.cost.work import LayerWork
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
+from megatron_dynapipe.costing.analytic import layer_costs
+from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.costing.state import parameter_bytes
+from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point, build_parts
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.memory import pass_memory
-from megatron_dynapipe.units import ModelFamily, Recompute
 
 CPU = torch.device("cpu")
 SIZE, INPUTS, TARGETS = 4, 64, 32
@@ -78,7 +79,7 @@ def _parameters(
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
     shared = ExpertParallel(expert_parallel, tensor_parallel, imbalance=1.0)
     state = with_expert_parallel(tables, shared, Network(), Recompute.NONE).state
-    computed = layout.parameter_bytes(state)[stage] // 2
+    computed = parameter_bytes(layout, state)[stage] // 2
     return int(computed), sum(parameter.numel() for parameter in built.parameters())
 
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_dynapipe.cost.division import PEAK_UNIT, Rates
-from megatron_dynapipe.cost.tabulate import PartTables
+from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
+from megatron_dynapipe.costing.division import PEAK_UNIT, Rates
+from megatron_dynapipe.costing.tabulate import PartTables
 from megatron_dynapipe.integration.profiling import division as profiled
 from megatron_dynapipe.integration.profiling.layers import build_parts, only
 from megatron_dynapipe.integration.profiling.measure import Scope
 from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, measure_rows, of_row, row_tables
 from megatron_dynapipe.integration.profiling.setup import prepared
 from megatron_dynapipe.runtime.platform import platform_of
-from megatron_dynapipe.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
 from tests.helpers.stage_costs import parts_of
 
 WITHIN = Shape(size=8, input_length=64, target_length=32)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import CostTables, PipelineLayout, Quantity
-from megatron_dynapipe.cost.division import Division, Peak, Rates
-from megatron_dynapipe.cost.modules import Dividing
-from megatron_dynapipe.units import ModelFamily
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CostTables, PipelineLayout, Quantity
+from megatron_dynapipe.costing.division import Division, Peak, Rates
+from megatron_dynapipe.costing.modules import Dividing
 from tests.helpers.processes import run_ranks
 from tests.helpers.stage_costs import GPT_KINDS, STATE, stage_costs
 from tests.integration.profiling.chained_ranks import compare

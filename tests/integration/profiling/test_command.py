@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.cost import ABSENT, Quantity, TableCostModel
-from megatron_dynapipe.cost.tables import ATTENTION, MLP
+from megatron_dynapipe.core.costs import ATTENTION, MLP
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import ABSENT, Quantity, TableCostModel
 from megatron_dynapipe.extras import DISTRIBUTION
-from megatron_dynapipe.units import ModelFamily, Recompute
 from tests.helpers.processes import run_ranks
 
 FLAGS = [

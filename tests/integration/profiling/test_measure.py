@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dynapipe.core.executor import Mark
 from megatron_dynapipe.integration.profiling import measure as module
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.integration.profiling.measure import ThreadClock, clock_of, measure
 from megatron_dynapipe.runtime.memory import PassMemory
-from megatron_dynapipe.runtime.platform import CpuPlatform, Mark
+from megatron_dynapipe.runtime.platform import CpuPlatform
 from tests.helpers.processes import run_ranks
 
 CPU = torch.device("cpu")

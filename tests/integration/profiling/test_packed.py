@@ -35,9 +35,9 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
 
 @pytest.mark.parametrize("part", ["encoder", "decoder", "postprocess"])
 def test_the_first_rows_tell_all_coefficients(part):
-    from megatron_dynapipe.cost.tabulate import row_terms
+    from megatron_dynapipe.core.units import Shape
+    from megatron_dynapipe.costing.tabulate import row_terms
     from megatron_dynapipe.integration.profiling.packed import FEWEST_ROWS, rows_of
-    from megatron_dynapipe.units import Shape
 
     rows = rows_of(part, Shape(size=16, input_length=1536, target_length=264), 8192)
     assert len(set(rows)) == len(rows) > FEWEST_ROWS

@@ -18,9 +18,9 @@ def test_ranks_share_a_gpu_over_gloo_alone(backend: str, said: str) -> None:
     from megatron_dynapipe import cpu
 
     cpu.enable()
-    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.core.errors import ConfigError
+    from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.profiling import setup
-    from megatron_dynapipe.units import ModelFamily
 
     devices: list[str] = []
 

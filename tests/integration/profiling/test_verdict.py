@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.integration.profiling.result import verdict
-from tests.cost.models import gpt_file
+from tests.costing.models import gpt_file
 
 
 @pytest.mark.parametrize(

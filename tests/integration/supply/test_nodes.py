@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.errors import PlannerFailedError
+from megatron_dynapipe.core.errors import PlannerFailedError
 from tests.helpers.entry_scripts import words
 from tests.helpers.processes import in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -24,10 +24,10 @@ def supplied(*, rank: int, world_size: int, data: str, folder: str) -> dict[str,
 
     cpu.quieten()
     cpu.enable("cpu")
+    from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.flags import command_line
     from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
     from megatron_dynapipe.runtime.control_group import ControlGroup
-    from megatron_dynapipe.units import ModelFamily
 
     report = Path(folder) / f"node-{rank // PER_NODE}"
     _, run = command_line.parse(ModelFamily.GPT, words("gpt", Path(data), FLAGS, report=report))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
-from megatron_dynapipe.units import ModelFamily
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
+from megatron_dynapipe.core.instructions import Forward
+from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply import recorder as module
 from megatron_dynapipe.integration.supply.recorder import Recorder
-from megatron_dynapipe.plan.instructions import Forward
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.plan.timeline import Event
 from megatron_dynapipe.report import timeline
 from megatron_dynapipe.report.records import IterationRecord, RunRecord, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.units import Shape
+from megatron_dynapipe.store.entry import StageEntry
 from tests.helpers.plans import make_plan
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.memory import high_water_marks
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.stage_record import Between, HostLosses, stage_record
-from megatron_dynapipe.plan.instructions import Pass
-from megatron_dynapipe.plan.iteration import StageEntry
-from megatron_dynapipe.plan.memory import activation_peak_bytes, high_water_marks
 from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.store.entry import StageEntry, activation_peak_bytes
 from tests.helpers.plans import make_plan
 
 PLAN = make_plan((3,), 2)

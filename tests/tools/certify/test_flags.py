@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.tools.certify import flags
 from tests.helpers.commands import ROOT
 

@@ -47,7 +47,7 @@ def back(place: Path, rows: int | None = None, like: Path | None = None) -> tupl
 
 
 def refusal(call: Callable[[], object]) -> str:
-    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.core.errors import ConfigError
 
     try:
         return str(call())

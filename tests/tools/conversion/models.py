@@ -116,7 +116,7 @@ def our_logits(model: Any) -> torch.Tensor:
 def in_memory(*, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """For each model how large its logits are, how far Megatron's are from them, which tensors come back changed."""
     _without_cuda()
-    from megatron_dynapipe.cost.hugging_face import family_of
+    from megatron_dynapipe.costing.hugging_face import family_of
     from megatron_dynapipe.tools.conversion import checkpoint, command
     from megatron_dynapipe.tools.conversion.families import flags
     from megatron_dynapipe.tools.conversion.names import entries
@@ -152,7 +152,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
     from safetensors.torch import load_file, save_file
     from transformers import Gemma2Config, GemmaConfig, MistralConfig, Qwen2Config
 
-    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.tools.conversion.command import from_hugging_face
 
     known = configs()

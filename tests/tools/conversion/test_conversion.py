@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.tools.conversion import command

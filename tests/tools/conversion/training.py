@@ -28,7 +28,7 @@ def convert_in(*, rank: int, world_size: int, folder: str, name: str, vocabulary
 def convert_back(*, rank: int, world_size: int, folder: str) -> str | None:
     """The last checkpoint of the run of CONVERTED in `folder`/back; the error, if it is refused."""
     models._without_cuda()
-    from megatron_dynapipe.errors import ConfigError
+    from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.tools.conversion.command import to_hugging_face
 
     try:

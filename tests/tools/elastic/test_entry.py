@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import CheckpointError, ConfigError
+from megatron_dynapipe.core.errors import CheckpointError, ConfigError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.planning.schedules import ScheduleSettings
-from megatron_dynapipe.planning.settings import PlannerSettings
 from megatron_dynapipe.tools import elastic
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
-from megatron_dynapipe.units import ModelFamily
+from tests.core.planner_cases import batch, cost_model
 from tests.helpers.processes import run_ranks
-from tests.planning.planner_cases import batch, cost_model
 
 GPT = ModelFamily.GPT
 GLOBAL = {"non_persistent_save_interval": 50, "non_persistent_ckpt_type": "global"}

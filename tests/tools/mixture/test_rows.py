@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture import rows as rows_module
 from megatron_dynapipe.tools.mixture.rows import file_blocks, files_of_source
 from megatron_dynapipe.tools.mixture.sources import open_sources

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture.spec import Mixture, Turns, read_mixture, task_rates
 
 TASK = "tasks:\n  - {name: a, source: a.jsonl%s}\n"

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import ConfigError, DataError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture import templates
 from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.rows import Block

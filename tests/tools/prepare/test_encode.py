@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.errors import DataError
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec, Turns

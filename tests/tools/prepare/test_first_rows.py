@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.errors import DynaPipeError
+from megatron_dynapipe.core.errors import DynaPipeError
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture, run

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.sampling import LengthTable, LongSamples, TruncationSide
 from megatron_dynapipe.tools.inspect import problems
 from megatron_dynapipe.tools.mixture.sources import rows_source

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_dataset, run
 from tests.tools.prepare.test_run import files, prepare, text_samples
 

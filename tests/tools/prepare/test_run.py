@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
-from megatron_dynapipe.errors import ConfigError, DataError
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset, staging
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 from megatron_dynapipe.tools.prepare.encoded import TextEncoder
-from megatron_dynapipe.units import ModelFamily
 
 SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards mix potions of grey smoke"
 WORDS = SENTENCE.split()

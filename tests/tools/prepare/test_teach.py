@@ -14,10 +14,11 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.main import main as cli
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.meta import open_split
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.sources import open_sources, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, Turns
@@ -27,7 +28,6 @@ from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
 from megatron_dynapipe.tools.prepare.encoded import SlowEncoded, TextEncoder
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 from megatron_dynapipe.tools.taught import taught_samples
-from megatron_dynapipe.units import ModelFamily, Shape
 from tests.helpers import lists
 from tests.helpers.chat_models import AROUND, PRE, TEMPLATES, chat_tokenizer, saved
 

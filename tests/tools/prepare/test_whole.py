@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
-from megatron_dynapipe.errors import DataError
 from megatron_dynapipe.tools.mixture import rows
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import plain_mixture

@@ -8,9 +8,9 @@ import re
 import msgspec
 import pytest
 
-from megatron_dynapipe.errors import InstallationError
-from megatron_dynapipe.plan.instructions import BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.plan.timeline import Event
+from megatron_dynapipe.core.errors import InstallationError
+from megatron_dynapipe.core.instructions import BackwardInput, BackwardWeight, Forward
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.report.summary import summarise
 from megatron_dynapipe.tools.report import charts as module

@@ -1,8 +1,8 @@
 import pytest
 
-from megatron_dynapipe.errors import DataError
-from megatron_dynapipe.plan.instructions import Backward, Forward, Payload, RecvWait, SendStart, SendWait
-from megatron_dynapipe.plan.timeline import Event, time_by_kind
+from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.instructions import Backward, Forward, Payload, RecvWait, SendStart, SendWait
+from megatron_dynapipe.core.plan import Event, time_by_kind
 from megatron_dynapipe.report.records import MOST_TIMELINES, RecordFile, StageRecord, TimelineRecord, read_records
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.tools.report.run import bubble_shares, read_run, stage_medians

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dynapipe.cost import A100_RATES, AnalyticCostModel
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel
 from megatron_dynapipe.tools.rivals.methods import (
     METHODS,
     TRAINERS,
@@ -17,8 +18,7 @@ from megatron_dynapipe.tools.rivals.methods import (
     rows_of_longest,
 )
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
-from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning.planner_cases import batch_of, cost_model, settings
+from tests.core.planner_cases import batch_of, cost_model, settings
 
 
 def model(family: ModelFamily) -> tuple[PlannerSettings, AnalyticCostModel]:

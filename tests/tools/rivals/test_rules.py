@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import InfeasibleError, PlanningError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.scheduling import schedule_batch
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
+from megatron_dynapipe.core.scheduling import schedule_batch
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.rivals.dynamic_cp import RowsRun, dynamic_cp, fastest_run
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
 from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
 from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, Room, differencing, row_sizes
-from megatron_dynapipe.units import ModelFamily
-from tests.planning.planner_cases import batch_of
+from tests.core.planner_cases import batch_of
 from tests.tools.rivals.test_methods import model
 
 Rows = list[list[int]]

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.errors import ConfigError, DataError, InfeasibleError
-from megatron_dynapipe.plan.codec import digest
-from megatron_dynapipe.plan.iteration import IterationPlan
-from megatron_dynapipe.plan.verify import verify
-from megatron_dynapipe.planning.partition import Partition
-from megatron_dynapipe.planning.problem import BatchProblem
-from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.partition import Partition
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.problem import BatchProblem
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.store.codec import digest
 from megatron_dynapipe.tools.rivals.packed import pack
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
-from megatron_dynapipe.units import BatchLayout, ModelFamily
-from tests.planning import planner_cases
+from megatron_dynapipe.ways.rules import verify
+from tests.core import planner_cases
 
 TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:4]
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5

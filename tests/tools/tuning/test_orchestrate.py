@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.errors import ConfigError, CostModelError, InfeasibleError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, InfeasibleError
+from megatron_dynapipe.costing import Network
 from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
 from megatron_dynapipe.tools.tuning.orchestrate import Assignment, OrchestrationProblem, one_f_one_b_codes
 from megatron_dynapipe.tools.tuning.topology import Counts

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.cost.tables import ATTENTION, ModelState
+from megatron_dynapipe.core.costs import ATTENTION
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.state import ModelState
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, overlap, tune
 from megatron_dynapipe.tools.tuning.evaluate import Reduction, StepRates
 from megatron_dynapipe.tools.tuning.overlap import (
@@ -13,9 +15,8 @@ from megatron_dynapipe.tools.tuning.overlap import (
     exposed_gathering_ns,
     exposed_reduction_ns,
 )
-from megatron_dynapipe.units import ModelFamily
+from tests.core.planner_cases import cost_model
 from tests.helpers.plans import make_plan
-from tests.planning.planner_cases import cost_model
 from tests.tools.tuning.test_tuning import base, batch
 
 GPT = ModelFamily.GPT

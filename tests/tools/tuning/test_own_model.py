@@ -2,17 +2,17 @@
 
 import pytest
 
-from megatron_dynapipe.cost import Network
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.costing import planner_of
-from megatron_dynapipe.planning.schedules import ScheduleSettings
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.costing import Network
 from megatron_dynapipe.segments import divide_segments, segment_settings
 from megatron_dynapipe.tools.tuning import tune_segments
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tools.tuning.space import Status
-from megatron_dynapipe.units import Recompute
+from tests.core.planner_cases import batch_of
 from tests.modules.test_planning import costs_of
-from tests.planning.planner_cases import batch_of
 
 NETWORK = Network(devices_per_node=4)
 QUICK = ScheduleSettings(search_evaluations=20)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dynapipe.errors import ConfigError
-from megatron_dynapipe.planning.settings import PlannerSettings
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from megatron_dynapipe.tools.tuning.space import Status
 from megatron_dynapipe.tools.tuning.validate import (
@@ -18,7 +19,6 @@ from megatron_dynapipe.tools.tuning.validate import (
     training_command,
     with_measured,
 )
-from megatron_dynapipe.units import ModelFamily
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {:8d}/{:8d} | consumed samples:           80 |"

@@ -1,0 +1,43 @@
+"""The items of a sequence, such as layers, over parts that are as even as can be."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from megatron_dynapipe.core.errors import InfeasibleError
+
+type _Reached = tuple[tuple[int, int], tuple[int, ...]]
+
+
+def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] | None = None) -> tuple[int, ...]:
+    """How many of the items each part has, at least one, where the busiest part has the least work.
+
+    A dynamic program over items × parts; of equally busy ones that of the least sum of squares so far goes on.
+
+    Args:
+        work: of the items.
+        parts: how many.
+        fits: `[first][end]`: whether the items from `first` up to `end` may be one part.
+
+    Raises:
+        InfeasibleError: no division fits.
+    """
+    ends, count = [0, *accumulate(work)], len(work)
+    # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
+    least: dict[int, _Reached] = {0: ((0, 0), ())}
+    for part in range(1, parts + 1):
+        following: dict[int, _Reached] = {}
+        for n in range(part, count - parts + part + 1):
+            options = []
+            for m, ((busiest, squares), division) in least.items():
+                if m < n and (fits is None or fits[m][n]):
+                    added = ends[n] - ends[m]
+                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
+            if options:
+                following[n] = min(options)
+        least = following
+    if count not in least:
+        raise InfeasibleError(
+            f"no division of {count} segments into {parts} stages fits the memory",
+            hint="use more stages, or smaller batches",
+        )
+    return least[count][1]

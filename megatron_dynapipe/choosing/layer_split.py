@@ -1,0 +1,330 @@
+"""How many layers each virtual stage holds, and how many of them a rank has: chosen once per run.
+
+The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
+an equal number of layers is not an equal amount of work. Batches are planned, and their micro-batches scheduled under
+neighbouring splits (`choosing.rescheduling`): modules move from stage to stage as long as that is faster, memory and
+messages counted. Where this leads, and what is nearest to it, is planned in full; the fastest plans decide. A layer may
+be divided between its attention and its MLP where the costs of both are known.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, islice, pairwise, permutations
+
+import msgspec
+import numpy as np
+
+from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.choosing.planners import planner_over, tables_of
+from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.costs import ABSENT, Quantity
+from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
+from megatron_dynapipe.core.model import Split, in_modules
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import BoolArray
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout
+from megatron_dynapipe.costing.model import CostModel
+from megatron_dynapipe.costing.splits import even_split, of_modules
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
+
+_logger = logging.getLogger(__name__)
+
+BATCHES = 3
+"""Batches planned for every split that is tried, at most."""
+
+SAMPLES = 1_000
+"""Samples after which no further batch is planned: large batches differ less, and take longer."""
+
+EVALUATIONS = 100
+"""Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
+a search begins with, and a short one says little."""
+
+TRIALS = 16
+"""Splits planned at most, of whole layers, of halves, and of each number of chunks."""
+
+RESCHEDULED = 32
+"""Neighbours of a split that are scheduled: those of the least bounds."""
+
+NEAREST = 6
+"""Neighbours of the best split that are planned where a descent leads nowhere: the fastest scheduled ones."""
+
+MORE_CHUNKS = (2, 4)
+"""Virtual stages of a rank to choose among, beside one."""
+
+LEAST_GAIN = 0.01
+"""More chunks send more messages, so they must be faster by this share."""
+
+UNPLANNED = 2**62
+"""Predicted time of a split under which a batch cannot be planned."""
+
+
+def choose_layer_split(
+    settings: PlannerSettings,
+    cost_model: CostModel,
+    batches: Sequence[GlobalBatch],
+    *,
+    to_fit: Sequence[GlobalBatch] = (),
+    halves: bool = True,
+    chunks: Sequence[int] = (),
+) -> Split:
+    """The layers per virtual stage under which the batches are predicted to run fastest.
+
+    A sample that fits alone under the split where the search begins fits alone under the one that is chosen. Samples
+    that do not are left out, with a notice.
+
+    Args:
+        settings: the run's; its own layer split is where the search begins.
+        cost_model: what layers cost.
+        batches: global batches of the lengths to come; the first few that can be planned are used, of large ones fewer.
+        to_fit: more lengths that may come; they have no weight, but must go on fitting.
+        halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
+        chunks: more numbers of virtual stages per rank to choose among; the split's length says which was chosen.
+
+    Raises:
+        PlanningError: none of the batches can be planned under the splits that were tried.
+    """
+    trials = _Trials(settings, cost_model, batches, to_fit)
+    start = settings.layout.layers_per_stage
+    layer = trials.modules_of_layer
+    trials.require(start)
+    evened = trials.by_work(len(start), (layer,))
+    for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
+        trials.require(split)
+    trials.choose_batches([start, *evened])
+    best = trials.improved([start, *evened], (layer,))
+    steps = (layer // 2, layer) if halves and trials.know_modules else (layer,)
+    # From the best of whole layers, so that halves are never behind it.
+    best = trials.improved([best, *trials.by_work(len(start), steps)], steps)
+    for count in chunks if settings.pipeline_parallel > 1 else ():
+        try:
+            even = even_split(int(sum(start)), settings.pipeline_parallel * count, halves=1 in steps)
+        except ConfigError:  # fewer modules than virtual stages
+            continue
+        more = trials.improved([even, *trials.by_work(len(even), steps)], steps)
+        least_gain = LEAST_GAIN * (len(more) > len(best))
+        if trials.fits(more) and trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - least_gain):
+            best = more
+    return best
+
+
+def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
+    """Splits with so many modules moved from one stage to another."""
+    neighbours = []
+    modules = in_modules(split)
+    for step in steps:
+        for source, destination in permutations(range(len(split)), 2):
+            if modules[source] > step:
+                counts = list(modules)
+                counts[source] -= step
+                counts[destination] += step
+                neighbours.append(of_modules(counts))
+    return neighbours
+
+
+class _Trials:
+    """Splits that were planned, and the micro-batches by which others are estimated."""
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        cost_model: CostModel,
+        batches: Sequence[GlobalBatch],
+        to_fit: Sequence[GlobalBatch],
+    ) -> None:
+        self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
+        # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
+        self.modules_of_layer = 4 if settings.pattern else 2
+        self._settings = settings
+        self._tables = tables_of(settings, cost_model)
+        self._costs_digest = cost_model.digest
+        self._batches = list(batches)
+        self._lengths = _different([*batches, *to_fit])
+        self._required = np.zeros(len(self._lengths), np.bool_)
+        self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
+        self._known, self._plans = [[self._alone()]], list[IterationPlan]()
+        self._scheduled: dict[Split, int] = {}
+
+    @property
+    def know_modules(self) -> bool:
+        """Whether costs of attention and of MLPs are known apart."""
+        return all(tables.division for tables in self._tables)
+
+    @property
+    def required(self) -> bool:
+        """Whether there are samples that must fit."""
+        return bool(self._required.any())
+
+    def require(self, split: Split) -> None:
+        """From now on, every sample that fits alone under this split must fit alone under others."""
+        self._required = self._fitting(split)
+
+    def fits(self, split: Split) -> bool:
+        """Whether all samples that must fit do."""
+        return bool(self._fitting(split)[self._required].all())
+
+    def choose_batches(self, splits: Sequence[Split]) -> None:
+        """Keep the first few batches that can be planned under one of the splits, without samples that cannot."""
+        batches, left_out = self._feasible_batches()
+        if left_out:
+            _logger.warning(
+                "notice: %d of %d samples are left out of the choice of a layer split: they fit no micro-batch",
+                left_out,
+                sum(map(len, self._batches)),
+            )
+        for split in splits:
+            planner = self._planner(split)
+            if planner is None:
+                continue
+            kept = list(islice((batch for batch in batches if _plan(planner, batch) is not None), BATCHES))
+            if kept:
+                before = accumulate((len(batch) for batch in kept), initial=0)
+                self._batches = [batch for batch, samples in zip(kept, before, strict=False) if samples < SAMPLES]
+                return
+        raise PlanningError(
+            f"none of {len(self._batches)} batches can be planned with layers per stage of "
+            f"{' or '.join(map(str, splits))}",
+            hint="use more pipeline stages or tensor parallelism, or truncate long samples",
+        )
+
+    def by_work(self, stages: int, steps: Iterable[int]) -> list[Split]:
+        """Splits over so many virtual stages, the busiest with the least work on the known micro-batches."""
+        known = [its.values[:, :, [Quantity.FORWARD, Quantity.BACKWARD]] for its in chain.from_iterable(self._known)]
+        *work, head = np.sum([values.sum(axis=(0, 2)) for values in known], axis=0).tolist()
+        work[-1] += head
+        splits, each = list[Split](), self.modules_of_layer // 2  # of a split's modules
+        for size in {max(step // each, 1) for step in steps}:
+            items = [sum(work[first : first + size]) for first in range(0, len(work), size)]
+            if len(items) >= stages:
+                ends = [min(end * size, len(work)) for end in accumulate(evenest(items, stages))]
+                splits.append(of_modules([(end - first) * each for first, end in pairwise([0, *ends])]))
+        return splits
+
+    def improved(self, splits: Sequence[Split], steps: Sequence[int]) -> Split:
+        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned.
+
+        The first of those given where what must fit fits none of them.
+        """
+        last = len(self.results) + TRIALS
+        # Those that were not planned are scheduled with the micro-batches of another number of chunks.
+        led_to = [self._descended(split, steps) for split in splits if split not in self.results]
+        best = min(filter(self.fits, [*splits, *led_to]), key=self.predicted_ns, default=None)
+        if best is None:
+            return splits[0]
+        while len(self.results) < last:
+            if (plans := self.results[best][1]) and self._plans is not plans:
+                self._plans = plans
+                self._scheduled = {}
+                planner = self._planner(best)
+                assert planner is not None, "it made these plans"
+                self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
+            nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
+            promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
+            here = self.predicted_ns(best)
+            promising = [other for other in promising if self.fits(other)][: last - len(self.results)]
+            better = next((other for other in promising if self.predicted_ns(other) < here), None)
+            if better is None:
+                break
+            best = better
+        return best
+
+    def _nearest(self, split: Split, steps: Iterable[int]) -> list[Split]:
+        return sorted(_neighbours(split, steps), key=self._bound_ns)[:RESCHEDULED]
+
+    def _descended(self, split: Split, steps: Iterable[int]) -> Split:
+        """Where moves lead that each make the known micro-batches faster."""
+        while True:
+            fastest = min(self._nearest(split, steps), key=self._scheduled_ns, default=split)
+            if self._scheduled_ns(fastest) >= self._scheduled_ns(split):
+                return split
+            split = fastest
+
+    def predicted_ns(self, split: Split) -> int:
+        """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
+        if split not in self.results:
+            planner = self._planner(split)
+            plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
+            planned = [plan for plan in plans if plan is not None]
+            if not planned or len(planned) < len(plans):
+                self.results[split] = UNPLANNED, []
+            else:
+                self.results[split] = sum(plan.totals.predicted_ns for plan in planned), planned
+        return self.results[split][0]
+
+    def _scheduled_ns(self, split: Split) -> int:
+        """Time of the known micro-batches under the split, all batches together."""
+        if split not in self._scheduled:
+            times = [[self._rescheduler.makespan_ns(its, split) for its in replicas] for replicas in self._known]
+            self._scheduled[split] = sum(map(max, times))
+        return self._scheduled[split]
+
+    def _bound_ns(self, split: Split) -> int:
+        return sum(max(self._rescheduler.bound_ns(its, split) for its in replicas) for replicas in self._known)
+
+    def _alone(self) -> ModuleCosts:
+        """Every sample as a micro-batch of its own, where there are no plans."""
+        batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
+        inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
+        tables = self._tables[0]
+        costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
+        known = (costs != ABSENT).all(axis=(1, 2))
+        return self._rescheduler.of_kinds(costs[known], np.stack([inputs[known], targets[known]]))
+
+    def _fitting(self, split: Split) -> BoolArray:
+        """Which of the different samples fit alone."""
+        planner = self._planner(split)
+        if planner is None:
+            return np.zeros(len(self._lengths), np.bool_)
+        return planner.fits_alone(Samples.of(self._lengths, self._settings.family))
+
+    def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
+        """The batches without samples that need not fit, and how many those were."""
+        lengths = zip(self._lengths.input_lengths.tolist(), self._lengths.target_lengths.tolist(), strict=True)
+        fitting = dict(zip(lengths, self._required.tolist(), strict=True))
+        batches = []
+        left_out = 0
+        for batch in self._batches:
+            pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
+            rows = np.array([fitting[pair] for pair in pairs], np.bool_)
+            left_out += int((~rows).sum())
+            batches.append(batch.at(rows))
+        return batches, left_out
+
+    def _planner(self, split: Split) -> Planner | None:
+        """A planner for the split, or None where its model state alone does not fit."""
+        schedule = self._settings.schedule
+        if BatchLayout.PACKED not in self._settings.micro_batch_layouts:
+            schedule = replace(schedule, search_evaluations=EVALUATIONS)
+        settings = msgspec.structs.replace(
+            self._settings,
+            layers_per_stage=split,
+            chunks=len(split) // self._settings.pipeline_parallel,
+            schedule=schedule,
+        )
+        try:
+            return planner_over(settings, self._tables, costs_digest=self._costs_digest)
+        except InfeasibleError:
+            return None
+
+
+def _share_that_counts(batches: Sequence[GlobalBatch]) -> float:
+    """Of the positions of batches of decoder-only samples."""
+    labels = [batch.input_lengths if batch.labels is None else batch.labels for batch in batches]
+    return sum(int(some.sum()) for some in labels) / max(sum(int(batch.input_lengths.sum()) for batch in batches), 1)
+
+
+def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:
+    """One sample of each pair of lengths."""
+    inputs = np.concatenate([batch.input_lengths for batch in batches])
+    targets = np.concatenate([batch.target_lengths for batch in batches])
+    return GlobalBatch.of_lengths(*np.unique(np.stack([inputs, targets]), axis=1))
+
+
+def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:
+    try:
+        return planner.plan(batch, 0)
+    except (PlanningError, DataError):
+        return None

@@ -1,0 +1,134 @@
+"""The least that a micro-batch, of any size, padded or packed, can charge a sample, from a model's cost tables.
+
+Costs are linear between grid points, so that the least share of a micro-batch of b samples of some lengths, cost / b,
+is that of a grid point, or of the sample's own lengths. Costs count as if they never fell with length:
+
+    measured   ╱╲╱           counted[L] = the least of measured[L …]
+              ╱      ──►              __╱
+                                    ╱
+
+Packed rows derived from padded costs charge a sample the same shares. Where packed rows were measured, a row costs at
+least its positions times the least cost of a position, and the attention of its samples.
+"""
+
+import numpy as np
+
+from megatron_dynapipe.core.costs import ABSENT, CostTables, Floats, Quantity
+from megatron_dynapipe.core.problem import IntArray
+from megatron_dynapipe.costing.pieces import prefix_costs
+
+INPUT, BOTH = len(Quantity), len(Quantity) + 1
+"""After the quantities of the tables: of a backward pass what is not its second half; and forward and backward."""
+
+
+class LeastCosts:
+    """Costs under one mode that never fall with length: each the least of all that are as long or longer.
+
+    Of micro-batches of some layouts; without `padded` in rows that were measured alone, where there are such.
+    """
+
+    def __init__(self, tables: CostTables, *, padded: bool = True, packed: bool = True) -> None:
+        self.tables, self.packed = tables, tables.packed if packed else None
+        self.values = _never_falling(tables.values if tables.separate is None else tables.separate)
+        if not padded and self.packed is not None:
+            self.values[:] = np.inf
+        if self.packed is not None:
+            self.linear, self.attention = map(_never_falling, (self.packed.linear, self.packed.attention))
+
+    def whole(self, quantity: int, inputs: IntArray, targets: IntArray) -> Floats:
+        """Of any micro-batch that holds a sample of these positions: `[samples, kinds]`."""
+        least = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets).min(axis=2)
+        if (packed := self.packed) is not None:
+            row = _at(self.linear[:, quantity], packed.row_inputs, packed.row_targets, inputs, targets)
+            least = np.minimum(
+                least, row + _at(self.attention[:, quantity], packed.inputs, packed.targets, inputs, targets)
+            )
+        return np.asarray(least)
+
+    def stored_by_position(self) -> Floats:
+        """The least that a module stores of a position, in any micro-batch: `[kinds]`."""
+        positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1) * self.tables.sizes[:, None, None]
+        least = (self.values[:, Quantity.STORED] / positions).min(axis=(1, 2, 3))
+        if self.packed is not None:
+            least = np.minimum(least, self._by_position(Quantity.STORED))
+        return np.asarray(least)
+
+    def share(
+        self,
+        quantity: int,
+        inputs: IntArray,
+        targets: IntArray,
+        most: float = np.inf,
+        charged: tuple[int, int] = (1, 1),
+    ) -> Floats:
+        """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`.
+
+        A measured row's positions are `charged` to its samples by those of inputs and targets together, or of one.
+        """
+        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
+        by_size = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets)
+        smaller = np.concatenate([[0], self.tables.sizes[:-1]])  # a size between two costs what lies between theirs
+        too_large = smaller * np.maximum(inputs + targets, 1)[:, None] > most
+        least = np.where(too_large[:, None], np.inf, by_size).min(axis=2)
+        if self.packed is not None:
+            attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
+            positions = charged[0] * inputs + charged[1] * targets
+            least = np.minimum(least, self._by_position(quantity, most, charged) * positions[:, None] + attention)
+        return np.asarray(least)
+
+    def _by_position(self, quantity: int, most: float = np.inf, charged: tuple[int, int] = (1, 1)) -> Floats:
+        """The least cost of a position of measured rows, besides attention: `[kinds]`."""
+        assert self.packed is not None, "asked where rows were measured"
+        inputs, targets = self.packed.row_inputs[:, None], self.packed.row_targets
+        smaller = np.pad(np.maximum(inputs + targets, 1)[:-1, :-1], ((1, 0), (1, 0)))
+        linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
+        costs = linear[:, :2].sum(axis=1) if quantity == BOTH else linear[:, quantity]
+        by_position = costs / np.maximum(charged[0] * inputs + charged[1] * targets, 1)
+        return np.asarray(np.where(smaller > most, np.inf, by_position).min(axis=(1, 2)))
+
+    def times(self, inputs: IntArray, targets: IntArray, *, cut: bool, most: float = np.inf) -> Floats:
+        """The least time of a sample, forward and backward, whole or in any pieces: `[samples, kinds]`."""
+        sums = [self.share(quantity, inputs, targets, most) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
+        if not cut:
+            return np.asarray(sum(sums))
+        axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
+        ends = np.unique(np.concatenate([axis[axis > 0] for axis in axes]))
+        fitting = np.searchsorted(ends, inputs, side="right") - 1
+        for number, (_, _, pair, unit) in enumerate(prefix_costs(self.tables)[:2]):
+            half = np.zeros(len(self.tables.kinds))
+            half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
+            quantity = (Quantity.FORWARD, Quantity.BACKWARD)[number]
+            pieces = self.share(quantity, ends, np.zeros_like(ends), most)
+            by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
+            least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
+            sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
+        return np.asarray(sum(sums))
+
+
+def _never_falling(values: IntArray) -> Floats:
+    """The least over all lengths from each on, infinite where nothing is known of any: `[kinds, BOTH + 1, …]`."""
+    costs = np.where(values == ABSENT, np.inf, values.astype(np.float64))
+    backward, weight = costs[:, Quantity.BACKWARD], costs[:, Quantity.WEIGHT]
+    rest = np.where(np.isfinite(backward), 0.0, np.inf)
+    np.subtract(backward, weight, out=rest, where=np.isfinite(backward) & np.isfinite(weight))
+    costs = np.concatenate([costs, rest[:, None]], axis=1)
+    for axis in (-2, -1):
+        costs = np.flip(np.minimum.accumulate(np.flip(costs, axis), axis), axis)
+    both = costs[:, Quantity.FORWARD] + costs[:, Quantity.BACKWARD]
+    return np.concatenate([costs, both[:, None]], axis=1)
+
+
+def _at(values: Floats, first: IntArray, second: IntArray, x: IntArray, y: IntArray) -> Floats:
+    """Values of `[…, first, second]` at queries (x, y): `[queries, …]`, infinite above the axes."""
+    along, rows = np.moveaxis(values, (-1, -2), (0, 1))[:, None], np.arange(len(x))  # [second, 1, first, …]
+    for axis, at, row in ((second, y, 0 * rows), (first, x, rows)):
+        inside = np.clip(at, axis[0], axis[-1])
+        low = np.maximum(np.searchsorted(axis, inside, side="right") - 1, 0)
+        high = np.minimum(low + 1, len(axis) - 1)
+        part = (inside - axis[low]) / np.maximum(axis[high] - axis[low], 1)
+        below, above = along[low, row], along[high, row]
+        weight = part.reshape(-1, *[1] * (below.ndim - 1))
+        along = np.where(weight > 0, below * (1 - weight) + np.where(weight > 0, above, 0) * weight, below)
+        along = np.moveaxis(along, 1, 0) if row is not rows else along  # [first, queries, …]
+    outside = ((x > first[-1]) | (y > second[-1])).reshape(-1, *[1] * (along.ndim - 1))
+    return np.where(outside, np.inf, along)

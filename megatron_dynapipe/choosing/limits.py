@@ -1,0 +1,243 @@
+"""What no plan of a batch can beat: a ladder of lower bounds, each at least the one before, and what lies between them.
+
+    devices        every sample's least work, over all devices
+    stages         the best split of the modules into stages: a stage's least work, and the forward work before it
+    memory         the same with as much recomputation as memory asks for
+    micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
+                   more is lost to rows, uneven stages or recomputation (`choosing.lost_time`)
+    the plan
+
+A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
+pieces, where these are allowed. Costs count as if they never fell with length (each is taken for the least of all that
+are as long or longer), so that a share is below what any micro-batch takes for the sample.
+
+Memory: at the end of its forward pass a micro-batch is held by all stages, so that it has no more positions than all
+memory beside model states holds under the recompute modes that store the least, which bounds how well its samples run.
+And a stage holds what a sample stores from its forward to its backward, at least while the sample goes on to the last
+stage and back. Over T this is at most memory · T. For every price p of memory, with x the choice of modes,
+
+    T ≥ before + Σ x · time  and  Σ x · stored · held ≤ memory · T   give   T ≥ (before + min Σ x · (time + p / memory ·
+    stored · held)) / (1 + p),
+
+which is the dual of the linear programme over modes; the largest of a few prices is taken.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dynapipe.choosing.least_costs import INPUT, LeastCosts
+from megatron_dynapipe.choosing.lost_time import rows_alone
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.costs import Floats, Quantity
+from megatron_dynapipe.core.instructions import Forward, Pass
+from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import IntArray
+from megatron_dynapipe.costing.state import ModelState
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
+from megatron_dynapipe.ways.pieces import can_cut
+
+PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
+"""Of memory, from none."""
+MOST_LENGTHS = 400
+"""Different samples that are told apart; of more, lengths are rounded down."""
+_UNKNOWN = 1e30
+"""Above any time and any memory: of a sample that does not fit in a mode."""
+
+
+class Limits(NamedTuple):
+    """Lower bounds on a batch's time, in ns.
+
+    Attributes:
+        devices, stages, memory, micro_batches: the ladder.
+        rows: of the plan's micro-batches, on the mean stage and on the busiest, where nothing is recomputed; None where
+            replicas run in step.
+    """
+
+    devices: int
+    stages: int
+    memory: int
+    micro_batches: int
+    rows: tuple[int, int] | None = None
+
+    def milliseconds(self) -> dict[str, float]:
+        """The ladder by name."""
+        return {name: bound / 1e6 for name, bound in zip(self._fields[:4], self[:4], strict=True)}
+
+    def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
+        """How near a plan is to the first bound, and what the rest of its time is lost to.
+
+        Args:
+            plan_ns: as predicted.
+            measured_ns: where the plan was trained: the iteration, and
+            waited_ns: its wait for the plan before.
+        """
+        steps, names = [self.devices, self.stages, self.memory], ["stages", "memory"]
+        if self.rows is None:
+            names.append("micro-batches")
+        else:
+            even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in self.rows)
+            steps, names = [*steps, even, max(even, busiest)], [*names, "rows", "uneven stages", "recomputation"]
+        steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
+        if measured_ns is not None:
+            steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
+        lost = zip(names, steps[1:], steps, strict=False)
+        parts = ", ".join(f"{name} {(above - below) / steps[-1]:.0%}" for name, above, below in lost)
+        return f"{self.devices / steps[-1]:.0%} of the limit: {parts}"
+
+
+def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
+    """The bounds of a training iteration.
+
+    Args:
+        planner: what made the plan: model, layout, memory, costs, what is allowed.
+        batch: what was planned.
+        plan: its plan.
+    """
+    work = _LeastWork(planner, planner.samples(batch))
+    devices = work.everywhere(work.time)
+    stages = max(devices, work.best_split(work.time, PRICES[:1]))
+    memory = max(stages, work.best_split(work.fitting_time, PRICES))
+    divides = planner.settings.effective_split_backward != "off"
+    of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
+    return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
+
+
+class _LeastWork:
+    """Least times and bytes of modules.
+
+    Attributes:
+        time, stored: a sample's share of a module of each kind, `[modes, samples, kinds]`.
+        fitting_time: the same of micro-batches that fit all stages' memory.
+        round_trip: forward and input-gradient time of a whole micro-batch that holds it, `[samples, kinds]`.
+        forward: forward time of any micro-batch, `[kinds]`.
+    """
+
+    def __init__(self, planner: Planner, samples: Samples) -> None:
+        s = planner.settings
+        self.layout, self.stages, self.replicas = planner.layout, planner.layout.stages, s.data_parallel
+        self.limit, self.divides = s.memory_limit_bytes, s.effective_split_backward != "off"
+        inputs, targets, self.counts = _different(samples)
+        cut = s.may_cut and can_cut(planner.problem(samples))
+        modes = [LeastCosts(tables) for tables in planner.tables]
+        self.time: Floats = np.stack([mode.times(inputs, targets, cut=cut) for mode in modes])
+        self.stored: Floats = np.stack([mode.share(Quantity.STORED, inputs, targets) for mode in modes])
+        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if cut else (inputs, targets)
+        forward = np.min([mode.whole(Quantity.FORWARD, *shortest) for mode in modes], axis=0)
+        backward = np.min([mode.whole(INPUT, *shortest) for mode in modes], axis=0)
+        self.round_trip: Floats = np.broadcast_to(forward + backward, (len(inputs), forward.shape[1]))
+        self.forward: Floats = np.asarray(forward.min(axis=0), np.float64)
+        self.backward: Floats = np.asarray(backward.min(axis=0), np.float64)
+        self.has_halves = all(tables.division is not None for tables in planner.tables)
+        kinds = planner.tables[0].kinds
+        self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
+        self.state = np.zeros(len(self.modules) + 1)
+        if s.model_state_bytes is None:
+            self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
+        room = self.stages * self.limit - float(self.state[-1])
+        least = float(np.min([mode.stored_by_position() for mode in modes], axis=0)[self.modules].sum())
+        most = room / least if least > 0 else np.inf
+        fitting = [mode.times(inputs, targets, cut=cut, most=most) for mode in modes]
+        self.fitting_time: Floats = np.stack(fitting)
+        if samples.labels is not None:  # the last MLP and the head, which run over labels alone, are left out
+            self.modules[-2:] = len(kinds)
+            self.time, self.stored = _with_free_kind(self.time), _with_free_kind(self.stored)
+            self.fitting_time = _with_free_kind(self.fitting_time)
+            self.forward, self.backward = _with_free_kind(self.forward), _with_free_kind(self.backward)
+            self.round_trip = _with_free_kind(self.round_trip)
+        self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
+
+    def _state(self, state: ModelState, sharded: bool) -> Floats:
+        """Bytes of model state of the first modules, experts left out, with the embedding."""
+        parameters = np.array([state.modules.get(kind, 0) for kind in self.layout.modules], np.float64)
+        parameters[[kind == state.expert_kind for kind in self.layout.modules]] -= state.expert_bytes
+        parameters[0] += state.embedding_bytes
+        times = (2 + state.gradient_bytes) / 2 + 6 / (self.replicas if sharded else 1)
+        return np.asarray(np.cumsum(parameters) * times)
+
+    def everywhere(self, times: Floats) -> int:
+        """All work, over all devices."""
+        each = times.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(each @ self.counts) / self.replicas - self.rounding
+        return int(max(total / self.stages, 0)) if np.isfinite(total) else 0
+
+    def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
+        """The least time of the busiest stage, with its fill before it, over all splits."""
+        count, step = len(self.modules), 1 if self.has_halves else 2
+        ends = [*range(0, count - 1, step), count]  # the head stays with the last module
+        if self.layout.pattern:
+            ends = [*range(count - 1), count]
+        before, back = (
+            np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
+        )
+        if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
+            fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
+            return self.everywhere(times) + int(fill)
+        bound = np.full((len(ends), len(ends)), np.inf)
+        for first, row in zip(
+            range(len(ends) - 1),
+            self._segments(times, ends, before, before * 0 if self.divides else back, prices),
+            strict=True,
+        ):
+            bound[first, first + 1 :] = row
+        np.fill_diagonal(bound, 0.0)  # a stage may be empty
+        best = bound[0]
+        for _ in range(self.stages - 1):
+            best = np.maximum(best[:, None], bound).min(axis=0)
+        return int(max(best[-1] - self.rounding, 0)) if best[-1] < _UNKNOWN else 0
+
+    def _segments(
+        self, times: Floats, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]
+    ) -> Iterator[Floats]:
+        """For each first module in turn, the bounds of stages from there to every later end."""
+        one_hot = np.eye(self.time.shape[2])[self.modules]
+        upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
+        state = self.state
+        times, held = (np.minimum(of, _UNKNOWN) for of in (times, self.stored))  # infinity · 0 modules is no number
+        for at, first in enumerate(ends[:-1]):
+            counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
+            time, stored = times @ counts.T, held @ counts.T  # [modes, samples, ends]
+            rest = upto[-1] - upto[ends[at + 1 :]]
+            round_trips = self.round_trip @ rest.T
+            room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
+            around = before[first] + back[first]
+            bounds = [
+                (around + (time + (price / room) * stored * round_trips).min(axis=0).T @ self.counts / self.replicas)
+                / (1 + price)
+                for price in prices
+            ]
+            yield np.max(bounds, axis=0)
+
+
+def _with_free_kind(costs: Floats) -> Floats:
+    """Costs of one kind more, which takes nothing: `[…, kinds + 1]`."""
+    return np.concatenate([costs, np.zeros_like(costs[..., :1])], axis=-1)
+
+
+def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions of inputs and targets that occur, rounded down where they are many, and how often each does."""
+    pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
+    while True:
+        rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
+        lengths, counts = np.unique(rounded, axis=1, return_counts=True)
+        if lengths.shape[1] <= MOST_LENGTHS:
+            return lengths[0], lengths[1], counts
+        step *= 2
+
+
+def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:
+    """A stage's work and the least forward work before it, of the micro-batches that a replica runs."""
+    forward = np.zeros((len(replica.micro_batches), len(replica.stages)), np.int64)
+    backward, work = np.zeros_like(forward), np.zeros(len(replica.stages), np.int64)
+    for stage, plan in enumerate(replica.stages):
+        for event in plan.predicted:
+            step, time = event.instruction, event.end_ns - event.start_ns
+            work[stage] += time
+            if isinstance(step, Pass) and step.chunk == 0:
+                (forward if isinstance(step, Forward) else backward)[step.micro_batch, stage] += time
+    if not len(forward):
+        return 0
+    around = forward if divides else forward + backward
+    return max(int(around[:, :stage].sum(axis=1).min() + work[stage]) for stage in range(len(work)))

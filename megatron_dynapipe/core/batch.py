@@ -1,0 +1,160 @@
+"""A global batch as the planner sees it, and why one cannot be planned."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from megatron_dynapipe.core.costs import ABSENT, LARGEST_COST
+from megatron_dynapipe.core.errors import DataError, InfeasibleError
+from megatron_dynapipe.core.plan import Piece
+from megatron_dynapipe.core.problem import BatchProblem, BoolArray, IntArray
+from megatron_dynapipe.core.units import (
+    LENGTH_MULTIPLE,
+    ModelFamily,
+    in_mb,
+    input_positions,
+    target_positions,
+)
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.sampling.global_batch import GlobalBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """Samples with their lengths in tokens, in positions and in padded positions: int64[samples] each.
+
+    Attributes:
+        labels: positions of each that count; None where all do.
+        starts: where samples are cut: the first position of each entry, which may be a piece (`ways.pieces`).
+    """
+
+    ids: IntArray
+    input_tokens: IntArray
+    target_tokens: IntArray
+    input_positions: IntArray
+    target_positions: IntArray
+    inputs: IntArray
+    targets: IntArray
+    labels: IntArray | None = None
+    starts: IntArray | None = None
+
+    def pieces_of(self, members: IntArray) -> tuple[Piece, ...]:
+        """The positions of each of some entries, if one of them is a piece; else none."""
+        if self.starts is None:
+            return ()
+        starts = self.starts[members]
+        ends = starts + self.input_positions[members]
+        whole = np.maximum(self.input_tokens[members] - 1, 1)
+        if ((ends - starts) == whole).all():
+            return ()
+        return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+
+    @classmethod
+    def of(cls, batch: "GlobalBatch", family: ModelFamily) -> Self:
+        """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
+
+        Raises:
+            DataError: an input, or a T5's target, is empty.
+        """
+        input_tokens = np.asarray(batch.input_lengths, np.int64)
+        target_tokens = np.asarray(batch.target_lengths, np.int64)
+        least = 1 if family is ModelFamily.T5 else 0
+        wrong = np.flatnonzero((input_tokens < 1) | (target_tokens < least))
+        if len(wrong):
+            row = int(wrong[0])
+            raise DataError(
+                f"sample {batch.sample_ids[row]} has {input_tokens[row]} input and {target_tokens[row]} target tokens;"
+                f" a {family} sample needs at least 1 and {least}"
+            )
+        inputs = np.array([input_positions(family, n) for n in input_tokens.tolist()], np.int64)
+        targets = np.array([target_positions(family, n) for n in target_tokens.tolist()], np.int64)
+        labels = batch.labels  # none where all positions of all samples count
+        return cls(
+            ids=np.asarray(batch.sample_ids, np.int64),
+            input_tokens=input_tokens,
+            target_tokens=target_tokens,
+            input_positions=inputs,
+            target_positions=targets,
+            inputs=round_up_all(inputs),
+            targets=round_up_all(targets),
+            labels=None if labels is None or (labels >= inputs).all() else labels.astype(np.int64),
+        )
+
+
+def round_up_all(positions: IntArray, multiple: int = LENGTH_MULTIPLE) -> IntArray:
+    """Positions rounded up as lengths of micro-batches are."""
+    return np.asarray(-(-positions // multiple) * multiple)
+
+
+def fits_alone(problem: BatchProblem) -> BoolArray:
+    """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
+    fitting = [covered & (lack <= 0).all(axis=1) for covered, lack in _alone(problem)]
+    return np.asarray(np.any(fitting, axis=0))
+
+
+def _alone(problem: BatchProblem) -> list[tuple[BoolArray, IntArray]]:
+    """Under each recompute mode, of every sample on its own: whether the cost model covers it, and bytes it lacks.
+
+    The bytes are `[samples, stages]`.
+    """
+    memory_bytes = problem.memory_limit_bytes - problem.model_state_bytes
+    shapes = np.stack([np.ones_like(problem.inputs), problem.inputs, problem.targets], axis=1)
+    by_mode = []
+    for mode in range(len(problem.modes)):
+        costs, covered = problem.costs(shapes, np.full(len(shapes), mode, np.int64), problem.labels)
+        by_mode.append((covered, costs.bytes_alone - memory_bytes))
+    return by_mode
+
+
+def explain_infeasible(samples: Samples, problem: BatchProblem) -> InfeasibleError:
+    """Which sample fits no micro-batch even alone, and why: its stage, what it needs, what there is."""
+    impossible = np.flatnonzero(~fits_alone(problem))
+    if not len(impossible):
+        return InfeasibleError(
+            "every sample fits alone, but no schedule of their micro-batches fits the memory",
+            hint="allow more recomputation, use more pipeline stages, or raise the memory limit",
+        )
+    row = int(impossible[0])
+    where = f"sample {samples.ids[row]} of padded shape {problem.shape(impossible[:1])}"
+    within = [lack[row] for covered, lack in _alone(problem) if covered[row]]
+    if not within:
+        return _explain_uncovered(where, problem, row)
+    lack = min(within, key=lambda by_stage: int(by_stage.max()))
+    stage = int(lack.argmax())
+    there = int(problem.memory_limit_bytes - problem.model_state_bytes[stage])
+    needed, available = in_mb(there + int(lack[stage]), there)
+    return InfeasibleError(
+        f"{where} needs {needed} of activations on stage {stage}, which has {available} besides its model state",
+        hint="allow more recomputation, use more pipeline stages or tensor parallelism, or truncate long samples",
+    )
+
+
+def _explain_uncovered(where: str, problem: BatchProblem, row: int) -> InfeasibleError:
+    """Why a sample has no costs: no layer's were measured, or a stage's are above the limit of every cost."""
+    lengths = problem.inputs[row : row + 1], problem.targets[row : row + 1]
+    one = np.ones(1, np.int64)
+    longest = [max(int(getattr(tables, axis)[-1]) for tables in problem.modes) for axis in ("inputs", "targets")]
+    if any(int(length[0]) > known for length, known in zip(lengths, longest, strict=True)):
+        ends = " and ".join(str(known) for known in longest if known)
+        return InfeasibleError(
+            f"{where} lies outside the cost model's lengths, which end at {ends}",
+            hint="truncate or skip long samples, or profile longer lengths",
+        )
+    if all((tables.at_sizes(tables.at_lengths(*lengths), one) == ABSENT).any() for tables in problem.modes):
+        return InfeasibleError(
+            f"{where} has no costs: at that length a layer was not measured, ran out of memory, or holds over 64 GB by"
+            " computed costs",
+            hint="cut samples into pieces, use more tensor parallelism or, on a CPU, no attention dropout; or truncate"
+            " or skip long samples",
+        )
+    layers = problem.layout.layers_per_stage
+    v = problem.native.uncovered_stage(
+        size=1, input_length=int(lengths[0][0]), target_length=int(lengths[1][0]), mode=0
+    )
+    return InfeasibleError(
+        f"{where} takes over {LARGEST_COST / 60e9:.0f} minutes or {LARGEST_COST / 1e12:.1f} TB on stage"
+        f" {v % problem.layout.stages}, which has {layers[v]} layers",
+        hint="use more pipeline stages or tensor parallelism, or truncate long samples",
+    )

@@ -1,0 +1,62 @@
+"""The planner's compiled core (`csrc/`), and the fast verification of instruction lists that it does."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from megatron_dynapipe.core.costs import ABSENT, LARGEST_COORDINATE, LARGEST_COST
+from megatron_dynapipe.core.errors import InstallationError
+from megatron_dynapipe.core.instructions import EFFECTS, Buffer, Instruction, Payload
+from megatron_dynapipe.core.verify_buffers import Dimensions, Steps
+
+try:
+    from megatron_dynapipe.core import _native as core
+except ImportError as error:
+    raise InstallationError(
+        f"expected the planner's native core, megatron_dynapipe.core._native, got: {error}",
+        hint="install this package again with this Python: that builds it (a clone's scripts import"
+        " the clone's own package: make setup, or pip install -e .)",
+    ) from error
+
+__all__ = ["FEW_ROWS", "NEVER", "agree", "core", "fast_verify"]
+
+NEVER = 2**61
+"""Above every time that the core predicts; what it returns where there is no time."""
+FEW_ROWS = core.FEW_ROWS
+"""Of a replica: a search of so few may end far from where its start promises."""
+
+
+def agree(name: str, expected: object) -> None:
+    """Check that the core numbers something as Python does; raises InstallationError where it is of another version."""
+    if (actual := core.CONSTANTS.get(name)) != expected:
+        raise InstallationError(
+            f"expected a native core in which {name} is {expected}, got {actual}",
+            hint="install this package again with this Python: that builds it",
+        )
+
+
+for _name, _constant in (
+    ("ABSENT", ABSENT),
+    ("LARGEST_COST", LARGEST_COST),
+    ("LARGEST_COORDINATE", LARGEST_COORDINATE),
+    ("NEVER", NEVER),
+    ("Instruction", {kind.__name__: kind.__struct_config__.tag for kind in EFFECTS}),
+    ("InstructionFields", {kind.__name__: 1 + len(kind.__struct_fields__) for kind in EFFECTS}),
+    ("Buffer", dict(Buffer.__members__)),
+    ("Payload", dict(Payload.__members__)),
+):
+    agree(_name, _constant)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps | None:
+    """Where passes and sends stand in lists that can run, and what messages hold; None where they cannot.
+
+    For `core.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
+    does not depend on how they are made.
+    """
+    holds, passes, sends, messages = core.fast_verify(
+        _encode(lists), dimensions.chunks, dimensions.micro_batches, dimensions.forward_only, dimensions.ordered_starts
+    )
+    return Steps(passes=passes, sends=sends, messages=messages) if holds else None

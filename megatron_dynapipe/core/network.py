@@ -1,0 +1,118 @@
+"""The links between devices of a cluster, as settings name them; `costing.links` says what messages take over them."""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_dynapipe.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.costing.links import Link
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+INTRA_NODE = "intra-node"
+INTER_NODE = "inter-node"
+"""Kinds of links between ranks, as files name them."""
+
+
+class ScatterGather(enum.StrEnum):
+    """Whether the tensor-parallel ranks of a stage, which hold equal outputs, each send a shard of a message, which
+    the receiving ranks all-gather."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"
+    """Each message takes the faster route over its boundary's link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Links between devices: one kind inside a node, one between nodes.
+
+    Ranks are counted as Megatron places them: tensor parallel first, then data parallel, then pipeline; so stages lie
+    on nodes in order, `devices_per_node / (data parallel × tensor parallel)` to a node.
+    """
+
+    devices_per_node: int = 8
+    intra_node_gbps: float = 4800.0
+    inter_node_gbps: float = 100.0
+    intra_node_latency_us: float = 0.0
+    inter_node_latency_us: float = 4000.0
+
+    def __post_init__(self) -> None:
+        for name in ("devices_per_node", "intra_node_gbps", "inter_node_gbps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("intra_node_latency_us", "inter_node_latency_us"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @classmethod
+    def over(cls, measured: Mapping[str, "Link"], *, devices_per_node: int, **chosen: float | None) -> "Network":
+        """Every rate and latency that is given; else the one that a cost model file has measured; else the default."""
+        numbers: dict[str, float] = {}
+        for name, kind in (("intra_node", INTRA_NODE), ("inter_node", INTER_NODE)):
+            if (link := measured.get(kind)) is not None:
+                numbers |= {f"{name}_gbps": link.gbps, f"{name}_latency_us": link.latency_us}
+        numbers |= {name: value for name, value in chosen.items() if value is not None}
+        return cls(devices_per_node=devices_per_node, **numbers)
+
+
+class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rules of transfers; the defaults are those of gloo.
+
+    Attributes:
+        receive_ahead: passes that may run between a receive's start and the wait for it; 0 starts it right before its
+            wait, None as early as one receive at a time on a channel allows. More may run where every order would
+            stall otherwise.
+        ordered_starts: a send's start completes only when its channel's previous message is through, as where streams
+            share one hardware queue. Plans in which stages would then wait for one another are not made.
+    """
+
+    receive_ahead: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    ordered_starts: bool = False
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a started transfer holds up nobody, and receives are started as early as they can be."""
+        return self.receive_ahead is None and not self.ordered_starts
+
+    def relaxed(self) -> Iterator["TransferRules"]:
+        """Rules to try in turn where every order stalls by these: receives earlier and earlier, starts ordered as here.
+
+        Interleaved orders whose groups of micro-batches are larger than the pipeline need it.
+        """
+        if self.receive_ahead is not None:
+            for ahead in (*range(self.receive_ahead + 1, _MOST_AHEAD + 1), None):
+                yield msgspec.structs.replace(self, receive_ahead=ahead)
+
+
+_MOST_AHEAD = 2
+
+GLOO_RULES = TransferRules()
+"""A started transfer holds up nobody."""
+
+CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
+"""Of GPUs with one hardware queue: no receive waits on the device beside a pass, and starts wait for one another."""
+
+MANY_QUEUES_RULES = TransferRules(receive_ahead=1)
+"""Of GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ENOUGH = 16
+"""A rank has at most eight streams for channels, beside those of computing, of other groups and of copies."""
+
+
+def cuda_rules(environ: Mapping[str, str]) -> TransferRules:
+    """The rules of training on GPUs, by the hardware queues that the environment gives a process.
+
+    Runs set one with tensor parallelism below Blackwell, as Megatron asserts, and else 32. Where nothing is set there
+    are 8, which streams share.
+    """
+    queues = environ.get(_QUEUES, "")
+    return MANY_QUEUES_RULES if queues.isdecimal() and int(queues) >= _ENOUGH else CUDA_RULES

@@ -1,0 +1,149 @@
+"""Improving a batch's plan by local search on its predicted time, over all choices together.
+
+    partitions, packed rows ── assign to replicas, try orders × policies ──► the best ── mutations ──► one ── robustify
+
+A solution is, per replica, micro-batches (samples with a layout and a recompute mode) in the order in which they enter
+the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A mutation
+
+    reorder        moves a micro-batch to another place of its replica's order, or exchanges two
+    shift          moves the border between two padded micro-batches that are neighbours in the sample order
+    move           moves a sample of a packed row to another micro-batch, or exchanges two
+    split          one micro-batch into two
+    merge          two into one, padded ones where they are neighbours
+    recompute      gives a micro-batch another mode, on all virtual stages, from one on, or on one, or exchanges two's
+                   modes there: half the time on the busiest stage
+    layout         packs a padded micro-batch into a row, or the other way round
+    change policy  changes how many micro-batches a stage may hold in flight, or the policy's rule
+    reassign       gives a micro-batch to another replica, or exchanges two
+
+and is judged by the makespan of the slowest replica, list-scheduled within every stage's memory. Worse solutions are
+accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The last
+fifth of the search robustifies: of policies and mutations that predict no longer a time, it accepts those whose order,
+kept as it is, takes less time over a few draws of jitter in the passes' times. (With several chunks per stage there is
+no such part.)
+
+The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
+1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with
+are made natively (`csrc/search/packed_starts.h`); of the best six, three and then one go on.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.partition import OrderedPartitions, Partition
+from megatron_dynapipe.core.problem import BatchProblem, IntArray, PassOrder, from_codes
+from megatron_dynapipe.core.units import BatchLayout
+
+_logger = logging.getLogger(__name__)
+
+BUDGET = 150_000
+"""Micro-batches on chunks that a search schedules by default, on all stages."""
+LEAST, MOST = 2500, 8000
+"""Evaluations by default, however many or few micro-batches there are."""
+DEFAULT_EVALUATIONS = -1
+"""Leaves the number to the core, which knows how many packed rows there are (`csrc/search/search.cpp`)."""
+LARGE_BUDGET = 7_500_000
+"""Micro-batches on chunks of one replica that a search schedules at most by default, so that batches of more than 3000
+micro-batches are searched with fewer than `LEAST` evaluations."""
+
+
+@cache
+def notice(message: str) -> None:
+    """Say it once per process."""
+    _logger.warning("notice: %s", message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaSolution:
+    """One replica's micro-batches, in the order in which they enter the pipeline.
+
+    Attributes:
+        members: samples of each micro-batch.
+        layouts: of each.
+        modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
+        order: passes per stage; micro-batches are numbered as they enter.
+    """
+
+    members: list[IntArray]
+    layouts: list[BatchLayout]
+    modes: IntArray
+    order: PassOrder
+
+
+def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunks: int) -> int:
+    """Evaluations that take about the same time whatever the batch: fewer where each has more passes to schedule."""
+    most = max(max((len(partition.sizes) for partition in partitions), default=0) * chunks, 1)
+    evaluations = max(LEAST, min(MOST, BUDGET * replicas // most))
+    return min(evaluations, LARGE_BUDGET * replicas // most)
+
+
+def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Partition]:
+    """The partitions that have a micro-batch for each replica."""
+    return [partition for partition in partitioned.partitions if len(partition.sizes) >= problem.replicas]
+
+
+class Start(NamedTuple):
+    """Where a search starts: the time of the best of its first solutions, and the most micro-batches of a replica."""
+
+    makespan_ns: int
+    rows: int
+
+
+def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | None = None) -> Start | None:
+    """Where a search from the given partitions starts; None where no start fits, or is about as fast as `most` ns."""
+    partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
+    try:
+        found = problem.native.start(order=partitioned.order, partitions=partitions, most=most)
+    except ValueError as error:
+        raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
+    return None if found is None else Start(*found)
+
+
+def search(
+    problem: BatchProblem, partitioned: OrderedPartitions, *, evaluations: int | None, seed: int
+) -> list[ReplicaSolution]:
+    """The best solution found from the given partitions, per replica; an empty list where none fits the memory.
+
+    Args:
+        problem: samples, costs, memory, replicas.
+        partitioned: where to begin.
+        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
+            stage of one replica.
+        seed: of the mutations.
+
+    Raises:
+        PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
+    """
+    layout = problem.layout
+    enough = _enough(problem, partitioned)
+    if evaluations is None and layout.virtual_stages == 1 and problem.replicas == 1:
+        # Nobody waits for anybody: rows of least work are all there is to find, and partitions are those.
+        evaluations = 0
+    elif evaluations is None and BatchLayout.PACKED in problem.layouts:
+        evaluations = DEFAULT_EVALUATIONS
+    elif evaluations is None:
+        evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
+        if evaluations < LEAST:
+            notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
+    partitions = [(partition.sizes, partition.modes) for partition in enough]
+    try:
+        replicas = problem.native.search(
+            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed
+        )
+    except ValueError as error:
+        raise PlanningError(f"the batch's plan cannot be searched: {error}") from error
+    return [
+        ReplicaSolution(
+            members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
+            layouts=[BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed],
+            modes=np.array(modes, np.int64).reshape(-1, layout.virtual_stages),
+            order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
+        )
+        for samples, sizes, modes, packed, passes in replicas
+    ]

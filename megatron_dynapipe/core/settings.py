@@ -1,0 +1,195 @@
+"""The settings of plans: all that they depend on besides the batch and the cost model."""
+
+import math
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import msgspec
+
+from megatron_dynapipe.core.costs import Kind
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.model import PipelineLayout, Split
+from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.partition import Partitioner
+from megatron_dynapipe.core.problem import SplitBackward
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
+
+IMBALANCE = 1.25
+"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
+single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
+
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Model, parallel layout, memory and choices of one run.
+
+    Attributes:
+        family: kind of model.
+        encoder_layers: encoder layers; a decoder-only model's layers are counted here.
+        decoder_layers: decoder layers of a T5, 0 for decoder-only.
+        hidden_size: width of the states that cross stage boundaries.
+        data_parallel, tensor_parallel, pipeline_parallel: the layout.
+        chunks: virtual stages per pipeline rank.
+        layers_per_stage: layers per virtual stage in model order, in halves (of a `pattern`: modules); None splits them
+            equally.
+        memory_limit_bytes: memory of one device that the plan may use, model state included.
+        distributed_optimizer: whether optimizer state is sharded over the replicas.
+        recompute: modes that a micro-batch may be given on a virtual stage.
+        network: links between devices.
+        scatter_gather: whether messages between stages are sharded over the tensor-parallel ranks.
+        micro_batch_layouts: layouts that a micro-batch may be given.
+        element_bytes: bytes of an element of the states that cross boundaries.
+        sequence_parallel: whether those states are sharded over the tensor-parallel ranks.
+        model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
+            counted; None takes them from the cost model.
+        partition: makes the micro-batches in place of the planner's own search, to compare with.
+        schedule: how passes are ordered.
+        transfers: when transfers are started, and what a start waits for.
+        expert_layers: those with experts in a decoder-only model that has others too; empty where all are alike.
+        pattern: kinds of modules of a model that is not made of layers of attention and MLP; empty for others.
+        expert_parallel: replicas that share experts.
+        expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
+            many times.
+        label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
+        replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
+            (`ways.in_step`); 1 for none.
+        slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
+            of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
+        split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
+            is faster, never, or all that can be.
+    """
+
+    family: ModelFamily
+    encoder_layers: _AtLeastOne
+    decoder_layers: int = 0
+    hidden_size: _AtLeastOne
+    data_parallel: _AtLeastOne = 1
+    tensor_parallel: _AtLeastOne = 1
+    pipeline_parallel: _AtLeastOne = 1
+    chunks: _AtLeastOne = 1
+    layers_per_stage: Split | None = None
+    memory_limit_bytes: _AtLeastOne
+    distributed_optimizer: bool = False
+    recompute: tuple[Recompute, ...] = tuple(Recompute)
+    network: Network = Network()
+    scatter_gather: ScatterGather = ScatterGather.OFF
+    micro_batch_layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
+    element_bytes: _AtLeastOne = 2
+    sequence_parallel: bool = False
+    model_state_bytes: tuple[int, ...] | None = None
+    partition: Partitioner | None = None
+    schedule: ScheduleSettings = ScheduleSettings()
+    transfers: TransferRules = TransferRules()
+    expert_layers: tuple[int, ...] = ()
+    pattern: tuple[Kind, ...] = ()
+    expert_parallel: _AtLeastOne = 1
+    expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
+    label_experts: bool = False
+    replicas_in_step: _AtLeastOne = 1
+    slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
+    split_backward: SplitBackward = "off"
+
+    def __post_init__(self) -> None:
+        if not self.recompute or len(set(self.recompute)) != len(self.recompute):
+            raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
+        layouts = self.micro_batch_layouts
+        if not layouts or len(set(layouts)) != len(layouts):
+            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
+        if self.partition is not None and self.partition.layout not in layouts:
+            raise ConfigError(
+                f"expected settings that allow {self.partition.layout} micro-batches, which the partition makes,"
+                f" got {', '.join(layouts)}",
+                hint=f"allow the layout {self.partition.layout}, or leave the partition out",
+            )
+        if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
+            raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
+        if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
+            raise ConfigError(
+                f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
+                f"got {self.tensor_parallel}"
+            )
+        if self.scatter_gather is ScatterGather.ON and (self.tensor_parallel == 1 or self.sequence_parallel):
+            raise ConfigError(
+                "expected two or more tensor-parallel ranks that hold equal outputs to divide messages over, got "
+                + ("parts of the sequence on each" if self.sequence_parallel else "one rank"),
+                hint="leave scatter_gather at auto or off",
+            )
+        if not 1 <= self.expert_imbalance < math.inf:
+            raise ConfigError(f"expected an imbalance of experts of at least 1, got {self.expert_imbalance}")
+        if self.replicas_in_step < 1 or self.data_parallel % self.replicas_in_step:
+            raise ConfigError(
+                f"expected groups in step that divide {self.data_parallel} replicas, got {self.replicas_in_step}"
+            )
+        if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
+            raise ConfigError(
+                f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
+                f" got {len(self.model_state_bytes)}"
+            )
+        if self.layout.stages != self.pipeline_parallel:
+            raise ConfigError(
+                f"expected layers for {self.pipeline_parallel} × {self.chunks} virtual stages, got a layer split of "
+                f"{self.layout.virtual_stages}"
+            )
+
+    @property
+    def _whole_samples_because(self) -> str | None:
+        """Why samples cannot be cut under these settings, or None."""
+        if self.family is ModelFamily.T5:
+            return "every position of a T5's encoder attends to all of them"
+        if self.expert_layers:
+            return "costs of pieces are known where all layers have experts, or none"
+        if BatchLayout.PACKED not in self.micro_batch_layouts:
+            return "pieces run in packed rows, which the settings do not allow"
+        if not self.searches:
+            return "the adaptive schedule alone keeps the order of pieces"
+        return None
+
+    @property
+    def searches(self) -> bool:
+        """Whether micro-batches and the order of passes are searched."""
+        return self.partition is None and self.schedule.method == "adaptive"
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether samples may be cut along their sequence."""
+        return self.slices != "off" and self._whole_samples_because is None
+
+    @property
+    def effective_split_backward(self) -> SplitBackward:
+        """Whether the search may divide backward passes; a single stage waits for nobody."""
+        alone = self.pipeline_parallel == 1 and self.split_backward == "auto"
+        return self.split_backward if self.searches and not alone else "off"
+
+    @property
+    def divides_apart(self) -> bool:
+        """Whether one replica may divide a backward pass that another runs whole."""
+        return self.effective_split_backward != "off" and self.replicas_in_step < self.data_parallel
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """Layers per virtual stage."""
+        virtual = self.pipeline_parallel * self.chunks
+        if self.layers_per_stage is None:
+            equal = PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
+            return replace(equal, expert_layers=self.expert_layers, pattern=self.pattern)
+        return PipelineLayout(
+            family=self.family,
+            encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
+            layers_per_stage=self.layers_per_stage,
+            chunks=self.chunks,
+            expert_layers=self.expert_layers,
+            pattern=self.pattern,
+        )
+
+    @property
+    def sent_per_position(self) -> int:
+        """Bytes of a position's state, as stages send it."""
+        return self.hidden_size * self.element_bytes
+
+    @property
+    def held_per_position(self) -> int:
+        """Bytes of them that a rank holds."""
+        return self.sent_per_position // (self.tensor_parallel if self.sequence_parallel else 1)

@@ -1,0 +1,145 @@
+"""Ways to make a batch's micro-batches, and the fastest of what they propose.
+
+    samples, problem ── ways ──► candidates ── start every one ──► the promising ── search ──► the fastest schedule
+
+A way (`ways`) proposes candidates, `best` decides among them: by where their searches start, which takes a
+part of the time of a search, and by the schedules that these find. Rules of transfers under which a candidate has no
+order are relaxed here, and nowhere else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import StallError
+from megatron_dynapipe.core.native import FEW_ROWS
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.partition import OrderedPartitions
+from megatron_dynapipe.core.problem import BatchProblem
+from megatron_dynapipe.core.scheduling import ScheduledBatch, schedule_batch
+from megatron_dynapipe.core.search import Start, start
+from megatron_dynapipe.core.units import BatchLayout
+
+LEAST_GAIN = 0.01
+"""By which a candidate has to start ahead of the default, to be searched in its place."""
+MARGIN_OF_FEW = 0.25
+"""By which one may start behind the default, and is searched too, where that has few rows."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """One way to make the micro-batches of a batch, ready to be searched.
+
+    Attributes:
+        samples: what its micro-batches hold.
+        problem: of planning them.
+        partitioned: what a search starts with; without partitions, packed rows that it makes itself.
+        fallback: makes what it starts with where it finds nothing from those; None for nothing else.
+        searchable: whether a search may change the partitions.
+        is_default: whether it is searched unless another one starts ahead of it by `LEAST_GAIN`.
+        spread: makes a schedule of all replicas, and what that holds, of one that was planned for several in step.
+        missed: what users are told where nothing is found of it, though they asked for it.
+    """
+
+    samples: Samples
+    problem: BatchProblem
+    partitioned: OrderedPartitions
+    fallback: Callable[[], OrderedPartitions] | None = None
+    searchable: bool = True
+    is_default: bool = False
+    spread: Callable[[ScheduledBatch], tuple[Samples, ScheduledBatch]] | None = None
+    missed: str = ""
+
+    @cached_property
+    def _problems(self) -> list[BatchProblem]:
+        """The problem under its rules of transfers, and under each that may be tried where every order stalls."""
+        relaxed = [replace(self.problem, transfers=rules) for rules in self.problem.transfers.relaxed()]
+        return [self.problem, *relaxed]
+
+    def start(self, most: int | None = None) -> Start | None:
+        """Where a search starts, by the first rules of transfers that allow any; None as of `search.start`."""
+        starts = (start(problem, self.partitioned, most) for problem in self._problems)
+        return next((found for found in starts if found is not None), None)
+
+    def scheduled(self, chosen: ScheduleSettings) -> ScheduledBatch | None:
+        """The fastest schedule found by the first rules of transfers under which there is one; None where none fits.
+
+        Raises:
+            StallError: every order stalls by all rules.
+        """
+        found = self._scheduled_from(self.partitioned, chosen)
+        if found is None and self.fallback is not None:
+            found = self._scheduled_from(self.fallback(), chosen)
+        return found
+
+    def _scheduled_from(self, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
+        # A search that starts with packed rows drops those that stall, and says as little of them as of memory.
+        rows_alone = BatchLayout.PADDED not in self.problem.layouts or self.problem.chains is not None
+        stalled: StallError | None = None
+        for problem in self._problems:
+            try:
+                found = schedule_batch(problem, partitioned, chosen, searchable=self.searchable)
+            except StallError as error:
+                stalled = error
+                continue
+            if found is not None or not rows_alone:
+                return found
+            stalled = None
+        if stalled is not None:
+            raise stalled
+        return None
+
+
+class Way(Protocol):
+    """A way to make micro-batches; `ways` has those of a run's settings."""
+
+    def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
+        """What it proposes for a batch; nothing where it does not apply.
+
+        Args:
+            samples: of the batch.
+            problem: of planning them whole, over as many replicas as are planned apart.
+        """
+        ...
+
+
+def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Candidate, ScheduledBatch] | None:
+    """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
+
+    One is searched: the default, or the other one that is furthest ahead where searches start. A start of few rows
+    tells little: then both are.
+
+    Raises:
+        StallError: every order of one that is searched stalls.
+    """
+    default = next((candidate for candidate in candidates if candidate.is_default), None)
+    ahead, few = (default, False) if len(candidates) == 1 and default is not None else _ahead(candidates)
+    found = None
+    if ahead is not None and ahead is not default:
+        found = ahead.scheduled(chosen)
+        few = few or (found is not None and len(found.members) <= FEW_ROWS * ahead.problem.replicas)
+        if found is not None and not (few and default is not None):
+            return ahead, found
+    other = None if default is None else default.scheduled(chosen)
+    if ahead is not None and found is not None and (other is None or found.makespan_ns <= other.makespan_ns):
+        return ahead, found
+    return None if default is None or other is None else (default, other)
+
+
+def _ahead(candidates: Sequence[Candidate]) -> tuple[Candidate | None, bool]:
+    """The candidate that is ahead where searches start, None where none can; whether the default has few rows."""
+    ahead: Candidate | None = None
+    least: int | None = None
+    few = False
+    for candidate in candidates:
+        begun = candidate.start(least)
+        if begun is None or (least is not None and begun.makespan_ns >= least):
+            continue
+        ahead = candidate
+        least = begun.makespan_ns
+        if candidate.is_default:
+            few = begun.rows <= FEW_ROWS
+            least = int(least * (1 + MARGIN_OF_FEW if few else 1 - LEAST_GAIN))
+    return ahead, few

@@ -1,0 +1,189 @@
+"""The work of one layer of a transformer: floating-point operations, memory traffic, messages, and activations kept.
+
+Everything is per micro-batch of b samples on one tensor-parallel rank, after "Reducing Activation Recomputation in
+Large Transformer Models" (Korthikanti et al., 2022, section 4), generalised to any width of attention and feed-forward,
+to cross-attention, grouped queries, gated networks, attention that keeps no scores, and experts.
+
+A layer is two halves, and its work is their sum:
+
+    norm → QKV → attention → projection → (a T5's decoder: the same again over the encoder's output)   attention
+    norm → feed-forward network, or a router and experts                                              MLP
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_dynapipe.core.costs import Floats
+from megatron_dynapipe.costing.shape import ModelShape
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """One part's forward of some micro-batches; arrays of one shape.
+
+    Attributes:
+        linear_flops: products with weights.
+        core_flops: attention's products, which recompute mode "selective" repeats.
+        shared_bytes: activations kept for the backward that every tensor-parallel rank holds (without sequence
+            parallelism), and `split_bytes`: those of which each holds its part; both without attention's inside.
+        ffn_bytes: those of `split_bytes` that lie in the feed-forward network.
+        core_bytes: attention's inside: scores, softmax, dropout's mask.
+        input_bytes: what full recomputation keeps.
+        message_bytes: what tensor-parallel ranks add up over their links.
+        kernels: launches, in units of those of an encoder layer.
+    """
+
+    linear_flops: Floats
+    core_flops: Floats
+    shared_bytes: Floats
+    split_bytes: Floats
+    ffn_bytes: Floats
+    core_bytes: Floats
+    input_bytes: Floats
+    message_bytes: Floats
+    kernels: float
+
+    @property
+    def kept_bytes(self) -> Floats:
+        """The activations that selective recomputation keeps."""
+        return self.shared_bytes + self.split_bytes
+
+    def then(self, other: "Workload") -> "Workload":
+        """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Workload(**sums | {"input_bytes": self.input_bytes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The work of a model's parts under one tensor parallelism.
+
+    Attributes:
+        shape: the model.
+        tensor_parallel: ranks that share a layer.
+        sequence_parallel: whether they share what lies between attention and feed-forward too.
+        element_bytes: of a parameter or activation.
+    """
+
+    shape: ModelShape
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    element_bytes: int = 2
+
+    def encoder(self, b: Floats, q: Floats) -> Workload:
+        """An encoder layer, or a decoder-only one, over q positions."""
+        return self.self_attention(b, q).then(self.feed_forward(b, q))
+
+    def decoder(self, b: Floats, t: Floats, s: Floats) -> Workload:
+        """A decoder layer over t positions that attends to s positions of the encoder's output."""
+        return self.decoder_attention(b, t, s).then(self.feed_forward(b, t))
+
+    def self_attention(self, b: Floats, q: Floats) -> Workload:
+        """The attention half of an encoder layer, or a decoder-only one."""
+        shape = self.shape
+        a, g = shape.query_channels, shape.key_value_channels
+        copied = a if 1 < shape.query_groups < shape.heads and (shape.qk_norm or not shape.rotary) else 0
+        turned = a + g if shape.rotary or shape.qk_norm else 0
+        normed = a + g if shape.qk_norm and shape.rms_norm and not shape.fused else 0
+        biased = bool(shape.relative_buckets) and not shape.fused
+        return self._attention(b, q, q, more=b * q * (copied + turned + normed), biased=biased)
+
+    def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Workload:
+        """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
+        return self.self_attention(b, t).then(self._attention(b, t, s))
+
+    def _attention(
+        self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False
+    ) -> Workload:
+        """Attention of q positions to k, with `more` elements kept; `biased`: additive biases that no kernel takes."""
+        shape = self.shape
+        h, a, g = shape.hidden, shape.query_channels, shape.key_value_channels
+        queries, keys, pairs = b * q, b * k, b * q * k
+        scores = shape.score_copies(biased=biased)
+        inside = scores * pairs * shape.heads
+        if not shape.keeps_scores:  # scaled queries and keys, or the sum of every row of scores, in fp32
+            inside = inside + (
+                queries * a + keys * g if scores else queries * shape.heads * _FP32_BYTES / self.element_bytes
+            )
+        return self._work(
+            linear=queries * 2 * h * a + keys * 2 * h * g,
+            pairs=pairs,
+            inside=inside,
+            shared=queries * (shape.norm_copies + 1 + shape.hidden_masks) * h,
+            split=queries * 2 * a + keys * 2 * g + more,
+            inputs=queries * h,
+            messages=queries * h,
+            kernels=0.6,
+        )
+
+    def feed_forward(self, b: Floats, q: Floats) -> Workload:
+        """The MLP half of a layer over q positions; of experts, where each has as many tokens."""
+        tokens, shape = b * q, self.shape
+        h, kept, shared = shape.hidden, 2.0 if not shape.gated else 3.0 if shape.fused else 5.0, 0.0
+        width = float(shape.ffn)
+        if (experts := shape.experts) is not None:  # tokens are copied to their experts, and come back
+            width = experts.per_token * experts.ffn + experts.shared_ffn
+            shared = 2 * experts.per_token * h
+        return self._work(
+            linear=tokens * 2 * h * shape.mlp_width,
+            shared=tokens * ((shape.norm_copies + 1 + shape.hidden_masks) * h + shared),
+            ffn=tokens * kept * width,
+            inputs=tokens * h,
+            messages=tokens * h,
+            kernels=0.4,
+        )
+
+    def head(self, b: Floats, q: Floats) -> Workload:
+        """The output projection and the loss over q positions."""
+        logits = b * q * self.shape.rows(self.tensor_parallel)
+        return self._work(
+            linear=logits * self.shape.hidden,
+            split=3 * logits,
+            messages=b * q * self.shape.hidden,
+            kernels=0.75,
+        )
+
+    def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
+        """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
+
+        Kept are the probabilities, in fp32, and the norm's output. Beside them there are for a time the logits, or
+        their gradient, in the model's own type where that is a narrower one, and the gradients of weight and input.
+        """
+        rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
+        logits, weight = b * q * rows, rows * self.shape.hidden
+        narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
+        shared_ranks = self.tensor_parallel if self.sequence_parallel else 1
+        normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks * self.element_bytes
+        stored = logits * _FP32_BYTES + normed
+        return stored, stored + logits * narrow + (weight + b * q * self.shape.hidden) * self.element_bytes
+
+    def _work(
+        self,
+        *,
+        linear: Floats,
+        messages: Floats,
+        kernels: float,
+        pairs: Floats | float = 0.0,
+        inside: Floats | float = 0.0,
+        shared: Floats | float = 0.0,
+        split: Floats | float = 0.0,
+        ffn: Floats | float = 0.0,
+        inputs: Floats | float = 0.0,
+    ) -> Workload:
+        """From counts over all ranks: multiplications, elements that every rank keeps, elements that they share."""
+        tp, size, like = self.tensor_parallel, self.element_bytes, np.zeros_like(linear)
+        shared_ranks = tp if self.sequence_parallel else 1
+        return Workload(
+            linear_flops=2 * linear / tp,
+            core_flops=like + 4 * pairs * self.shape.query_channels / tp,
+            shared_bytes=like + shared / shared_ranks * size,
+            split_bytes=like + (split + ffn) / tp * size,
+            ffn_bytes=like + ffn / tp * size,
+            core_bytes=like + inside / tp * size,
+            input_bytes=like + inputs / shared_ranks * size,
+            message_bytes=messages * size * 2 * (tp - 1) / tp,  # as a ring all-reduce moves them
+            kernels=kernels,
+        )

@@ -1,1 +1,0 @@
-"""The vocabulary of plans: instructions, plans, their text, their bytes, and the verification that they can run."""

@@ -1,1 +1,0 @@
-"""From a global batch to a verified plan: ordering, partition, balance, schedule, simulation, lowering."""

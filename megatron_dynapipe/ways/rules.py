@@ -1,0 +1,47 @@
+"""What plans of all ways have to hold, besides what every plan has to: of pieces, and of replicas in step."""
+
+from collections.abc import Collection, Sequence
+
+from megatron_dynapipe.core.instructions import Instruction
+from megatron_dynapipe.core.memory import ELEMENT_BYTES
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
+from megatron_dynapipe.core.verify import FastVerify
+from megatron_dynapipe.core.verify import verify as verify_by
+from megatron_dynapipe.ways.chains import check_chain_order, check_pieces
+from megatron_dynapipe.ways.step_rule import check_in_step
+
+
+class RulesOfWays:
+    """The rules of pieces and of replicas in step; see `core.verify.PlanRules`."""
+
+    def check(self, plan: IterationPlan) -> None:
+        """Raise a PlanError where replicas leave their step, or pieces do not tile their sample."""
+        check_in_step(plan)
+        for index, replica in enumerate(plan.replicas):
+            check_pieces(plan.family, index, replica.micro_batches)
+
+    def check_passes(self, stage: int, micro_batches: Sequence[MicroBatch], passes: Sequence[Instruction]) -> None:
+        """Raise a PlanError where pieces of a sample run out of their order."""
+        check_chain_order(stage, micro_batches, passes)
+
+
+RULES = RulesOfWays()
+
+
+def verify(
+    plan: IterationPlan,
+    *,
+    expected_samples: Collection[int] | None = None,
+    fast_verify: FastVerify | None = None,
+    ordered_starts: bool = False,
+    element_bytes: int = ELEMENT_BYTES,
+) -> None:
+    """Verify a plan by the rules of all ways; arguments and errors as of `core.verify.verify`."""
+    verify_by(
+        plan,
+        rules=RULES,
+        expected_samples=expected_samples,
+        fast_verify=fast_verify,
+        ordered_starts=ordered_starts,
+        element_bytes=element_bytes,
+    )

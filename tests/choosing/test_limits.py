@@ -1,0 +1,102 @@
+"""Bounds that no plan can beat, against the best order of passes that there is, and against plans of all kinds."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planning.optimum import best_makespan
+from megatron_dynapipe.choosing.limits import Limits, limits
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import even_split, of_modules
+from tests.core.planner_cases import batch_of, planner
+
+
+def test_what_a_plan_loses_adds_up() -> None:
+    assert (
+        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(65, 72)).causes(100)
+        == "50% of the limit: stages 10%, memory 0%, rows 5%, uneven stages 7%, recomputation 8%, order 20%"
+    )
+    assert (
+        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(50, 90)).causes(100, 150, 50)
+        == "25% of the limit: stages 5%, memory 0%, rows 0%, uneven stages 10%, recomputation 0%, order 10%,"
+        " prediction 25%, waits 25%"
+    )
+    in_step = Limits(devices=50, stages=60, memory=60, micro_batches=80)
+    assert in_step.causes(100) == "50% of the limit: stages 10%, memory 0%, micro-batches 20%, order 20%"
+
+
+@given(
+    family=st.sampled_from(ModelFamily),
+    pairs=st.lists(st.tuples(st.integers(2, 900), st.integers(1, 200)), min_size=2, max_size=12),
+    stages=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 1, 2]),
+    halves=st.booleans(),
+    replicas=st.integers(1, 2),
+    memory=st.sampled_from([2 * 10**9, 6 * 10**7, 3 * 10**7]),
+    split=st.sampled_from(["off", "auto"]),
+    slices=st.sampled_from(["off", "auto"]),
+    layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
+    counting=st.sampled_from([None, 0, 0.1]),
+)
+@settings(max_examples=40)
+def test_no_plan_is_faster_than_its_limits(
+    family, pairs, stages, chunks, halves, replicas, memory, split, slices, layouts, counting
+):
+    t5 = family is ModelFamily.T5
+    changes = {"split_backward": split, "micro_batch_layouts": layouts, "slices": "off" if t5 else slices}
+    changes |= {"pipeline_parallel": stages, "data_parallel": replicas, "memory_limit_bytes": memory}
+    if stages > 1:
+        layers = [int(2 * n) for n in even_split(8 if t5 else 4, stages * chunks, halves=True)]
+        moved = int(halves and layers[-1] > 1)
+        changes |= {
+            "chunks": chunks,
+            "layers_per_stage": of_modules([layers[0] + moved, *layers[1:-1], layers[-1] - moved]),
+        }
+    lengths = batch_of(*[(first, second * t5) for first, second in pairs])
+    if counting is not None and not t5:
+        lengths = replace(lengths, labels=(lengths.input_lengths * counting).astype(np.int32))
+    try:
+        made = planner(family, **changes)
+        plan = made.plan(lengths, 0)
+    except InfeasibleError:
+        return
+    bounds = limits(made, lengths, plan)
+    ladder = [*bounds[:4], plan.totals.predicted_ns]
+    assert all(below <= above for below, above in pairwise(ladder)), ladder
+    assert bounds.rows[0] <= bounds.rows[1] <= bounds.micro_batches
+
+
+@pytest.mark.parametrize("slices", ["off", 256])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rows_of_a_plan_without_recomputation_are_priced_as_planned(slices, chunks) -> None:
+    changes = {"micro_batch_layouts": tuple(BatchLayout), "split_backward": "auto", "chunks": chunks, "slices": slices}
+    made = planner(ModelFamily.GPT, recompute=(Recompute.NONE,), **changes)
+    samples = batch_of((900, 0), (600, 0), (120, 0), (70, 0), (30, 0))
+    plan = made.plan(samples, 0)
+    assert any(row.pieces for row in plan.replicas[0].micro_batches) == (slices != "off")
+    bounds = limits(made, samples, plan)
+    assert bounds.memory < bounds.rows[1] == bounds.micro_batches
+
+
+@pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])
+def test_the_best_order_of_a_plans_micro_batches_lies_between_its_limit_and_the_plan(stages, lengths) -> None:
+    """Whole passes: the limit counts a drain, and the search comes within 2% of the optimum."""
+    made = planner(
+        ModelFamily.GPT, encoder_layers=6, pipeline_parallel=stages, recompute=(Recompute.NONE,), slices="off"
+    )
+    samples = batch_of(*[(n, 0) for n in lengths])
+    plan = made.plan(samples, 0)
+    problem = made.problem(Samples.of(samples, ModelFamily.GPT))
+    (replica,) = plan.replicas
+    rows = [np.array(batch.sample_ids) for batch in replica.micro_batches]
+    layouts = [batch.layout for batch in replica.micro_batches]
+    costs, _ = problem.costs_of(rows, layouts, np.zeros(len(rows), np.int64))
+    optimum = best_makespan(costs)
+    bounds = limits(made, samples, plan)
+    assert bounds.micro_batches <= optimum <= plan.totals.predicted_ns <= optimum * 1.02
