@@ -3,14 +3,12 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import relied_on
-from megatron_dynapipe.bridge.recipe import AUTO, PlannedOptions
 from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
@@ -21,29 +19,25 @@ from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
 
+AUTO = "auto"
+
 _originals = Originals()
 
 
-@dataclass(kw_only=True)
 class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no types
     """A run's samples, as the recipe names them to Bridge while the run lasts.
 
     Attributes:
-        folder: of the dataset; None for the recipe's own samples.
-        seq_length: the recipe's.
         enable_in_batch_packing: whether rows may be packed; set when the model is known.
         skip_getting_attention_mask_from_dataset: whether attention is causal by itself; likewise.
     """
 
-    folder: str | None
-    seq_length: int
-    enable_in_batch_packing: bool = field(default=False, init=False)
-    skip_getting_attention_mask_from_dataset: bool = field(default=True, init=False)
+    enable_in_batch_packing = False
+    skip_getting_attention_mask_from_dataset = True
 
-    def serving(self, run: PlannedRecipe) -> "PlannedDataset":
-        """The same, with the iterators of a run."""
+    def __init__(self, run: PlannedRecipe) -> None:
+        super().__init__(dataloader_type="external")
         self._run = run
-        return self
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
         """The iterators of train, validation and test."""
@@ -90,8 +84,12 @@ def planned(
     """
     relied_on.check()
     check_recipe(config)
-    options = PlannedOptions(
-        dataset=None if dataset is None else Path(dataset).absolute(),
+    folder = None if dataset is None else Path(dataset).absolute()
+    if folder is not None:
+        check_dataset(config, folder)
+    run = PlannedRecipe(
+        config,
+        dataset=folder,
         costs=None if costs == AUTO else Path(costs),
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
@@ -103,23 +101,8 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    if options.dataset is not None:
-        check_dataset(config, options.dataset)
-    with _active(config, options) as run:
+    with run, _installed(run), _changed(config, dataset=PlannedDataset(run)), _per_token(config):
         yield run
-
-
-@contextlib.contextmanager
-def _active(config: Any, options: PlannedOptions) -> Iterator[PlannedRecipe]:
-    """A run of a recipe, whose dataset is the run's for the length of the block."""
-    with PlannedRecipe(config, options, config.dataset) as run, _installed(run):
-        served = PlannedDataset(
-            dataloader_type="external",
-            folder=None if options.dataset is None else str(options.dataset),
-            seq_length=config.model.seq_length,
-        )
-        with _changed(config, dataset=served.serving(run)), _per_token(config):
-            yield run
 
 
 @contextlib.contextmanager

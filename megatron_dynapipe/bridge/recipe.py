@@ -1,8 +1,7 @@
 """From a recipe of Megatron-Bridge, once Bridge has settled it, and its built model, to the settings of plans."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
 from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
-from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.models.hybrid import STACKS
@@ -36,55 +33,6 @@ from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
-from megatron_dynapipe.store import StoreAddress
-
-AUTO = "auto"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedOptions:
-    """What `planned` was asked for besides the recipe; its docstring explains the fields."""
-
-    dataset: Path | None
-    costs: Path | None
-    long_samples: LongSamples
-    memory_limit_bytes: int | None
-    cluster: str
-    store: StoreAddress | None
-    store_bind: str
-    planners: int
-    ahead: int
-    timeout_s: float
-    report_folder: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
-    """Where a run's plans and samples come from: a `SupplyConfig`."""
-
-    data: Path
-    files: Mapping[str, FileDigests]
-    store: StoreAddress | None
-    store_bind: str
-    planners: int
-    ahead: int
-    timeout_s: float
-    report_folder: Path
-    loss_on: LossOn | None = None
-
-    @classmethod
-    def of(cls, options: PlannedOptions, data: Path) -> "Supplied":
-        """Of a dataset folder."""
-        return cls(
-            data=data,
-            files=read_meta(data).files,
-            store=options.store,
-            store_bind=options.store_bind,
-            planners=options.planners * machine.nodes(),
-            ahead=options.ahead,
-            timeout_s=options.timeout_s,
-            report_folder=options.report_folder,
-        )
 
 
 def device_of_rank() -> torch.device:
@@ -93,7 +41,16 @@ def device_of_rank() -> torch.device:
 
 
 def plan_inputs(
-    config: Any, models: Sequence[nn.Module], control: ControlGroup, options: PlannedOptions, data: Path, iteration: int
+    config: Any,
+    models: Sequence[nn.Module],
+    control: ControlGroup,
+    *,
+    data: Path,
+    iteration: int,
+    costs: Path | None,
+    long_samples: LongSamples,
+    memory_limit_bytes: int | None,
+    cluster: str,
 ) -> PlanInputs:
     """Everything plans are made from; every rank calls it, at the same point.
 
@@ -101,22 +58,27 @@ def plan_inputs(
         config: the recipe, as Bridge has settled it.
         models: this rank's chunks.
         control: of all ranks.
-        options: of `planned`.
         data: the dataset folder.
         iteration: the one with which training begins, or goes on.
+        costs: a cost model file; None computes costs.
+        long_samples: what becomes of samples that are too long.
+        memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
+        cluster: as `planned`.
 
     Raises:
         ConfigError, CostModelError, DataError: settings of plans do not go together, or a file cannot be read.
     """
     device = device_of_rank()
     shape = model_shape(config, on_cpu=device.type == "cpu")
-    costs = _costs(config, shape, options, device)
-    return PlanInputs(
-        data_folder=str(data),
-        splits=_splits(config, options, data, iteration),
-        planner=_planner(config, models, control, options, costs, device),
-        costs=costs,
-    )
+    known = _costs(config, shape, costs, device)
+    on_cpu = device.type == "cpu"
+    described = machine.cluster_of(cluster, device=device)
+    limit = memory_limit_bytes or machine.device_memory_bytes(described, on_cpu=on_cpu)
+    network = machine.network(known.load().links, described)
+    rules = GLOO_RULES if on_cpu else cuda_rules(os.environ)
+    planner = _planner(config, models, control, shape, memory_limit_bytes=limit, network=network, transfers=rules)
+    splits = _splits(config, long_samples, data, iteration)
+    return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
 
 def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
@@ -163,11 +125,9 @@ def recompute_modes(config: Any) -> tuple[Recompute, ...]:
     return tuple(Recompute) if config.peft is None else (Recompute.NONE, Recompute.SELECTIVE)
 
 
-def _costs(
-    config: Any, shape: ModelShape, options: PlannedOptions, device: torch.device
-) -> MeasuredCosts | AnalyticCosts:
-    if options.costs is not None:
-        costs = MeasuredCosts(path=str(located(options.costs).absolute()))
+def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.device) -> MeasuredCosts | AnalyticCosts:
+    if file is not None:
+        costs = MeasuredCosts(path=str(located(file).absolute()))
         check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
         return costs
     rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
@@ -182,17 +142,11 @@ def _costs(
 
 
 def _planner(
-    config: Any,
-    models: Sequence[nn.Module],
-    control: ControlGroup,
-    options: PlannedOptions,
-    costs: MeasuredCosts | AnalyticCosts,
-    device: torch.device,
+    config: Any, models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
 ) -> PlannerSettings:
-    model, on_cpu = of_model(config), device.type == "cpu"
-    cluster = machine.cluster_of(options.cluster, device=device)
+    """Settings of plans: the model's and the layout's, and those of the machine as they are."""
+    model = of_model(config)
     is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
-    shape = model_shape(config, on_cpu=on_cpu)
     split = layers_per_stage(models, control)
     pattern = pattern_of(config) if is_hybrid else ""
     return PlannerSettings(
@@ -204,17 +158,15 @@ def _planner(
         pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(models),
         layers_per_stage=split,
-        memory_limit_bytes=options.memory_limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        network=machine.network(costs.load().links, cluster),
         micro_batch_layouts=layouts(models),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),
-        transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
         expert_layers=shape.experts.layers if shape.experts else (),
         pattern=kinds_of_pattern(pattern) if pattern else (),
+        **of_machine,
     )
 
 
@@ -241,7 +193,7 @@ def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup
     return tuple(most)
 
 
-def _splits(config: Any, options: PlannedOptions, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+def _splits(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
     """Train, and with evaluation valid and test where the dataset has samples for them."""
     meta = read_meta(data)
 
@@ -251,7 +203,7 @@ def _splits(config: Any, options: PlannedOptions, data: Path, iteration: int) ->
             seed=config.rng.seed,
             samples_per_iteration=samples,
             max_input_length=config.model.seq_length + 1,  # n tokens train n - 1 positions
-            long_samples=options.long_samples,
+            long_samples=long_samples,
             sides=meta.task_sides,
         )
 

@@ -5,7 +5,7 @@ told where training goes on, and the recipe is settled. Ranks start things in on
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,6 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
 from megatron_dynapipe.bridge.recipe import (
-    PlannedOptions,
-    Supplied,
     device_of_rank,
     evaluated_splits,
     layouts,
@@ -30,18 +28,24 @@ from megatron_dynapipe.bridge.recipe import (
 )
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout, Shape
+from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import required_fields, takes_mask
 from megatron_dynapipe.integration.execution.transport import open_runner
+from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.service.planned_splits import drawn_by
 from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.store import StoreAddress
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +65,57 @@ class Items:
 
 
 class PlannedRecipe:
-    """A run on this rank, inside `planned`.
+    """A run on this rank, inside `planned`; a `SupplyConfig`.
 
     Args:
-        config: the recipe; Bridge settles it when training starts.
-        options: of `planned`.
-        recipe_dataset: the recipe's own description of its samples, to be read where no dataset folder is given.
+        config: the recipe, which still describes its own samples; Bridge settles it when training starts.
+        dataset: a dataset folder; None for the recipe's own samples.
+        costs: a cost model file; None computes costs.
+        memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
+        planners: processes on each node.
+        long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
 
     Attributes:
         latest: the latest training iteration, with its plan; None before the first.
         inputs: what plans are made from; None before the first iteration.
     """
 
-    def __init__(self, config: Any, options: PlannedOptions, recipe_dataset: Any) -> None:
+    loss_on: LossOn | None = None
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dataset: Path | None,
+        costs: Path | None,
+        long_samples: LongSamples,
+        memory_limit_bytes: int | None,
+        cluster: str,
+        store: StoreAddress | None,
+        store_bind: str,
+        planners: int,
+        ahead: int,
+        timeout_s: float,
+        report_folder: Path,
+    ) -> None:
         self._config = config
-        self._options = options
-        self._recipe_dataset = recipe_dataset
+        self._recipe_dataset = config.dataset
+        self._inputs_of = partial(
+            plan_inputs,
+            config,
+            costs=costs,
+            long_samples=long_samples,
+            memory_limit_bytes=memory_limit_bytes,
+            cluster=cluster,
+        )
+        self._data = dataset
+        self.store = store
+        self.store_bind = store_bind
+        self.planners = planners * machine.nodes()
+        self.ahead = ahead
+        self.timeout_s = timeout_s
+        self.report_folder = report_folder
         self._resources = ExitStack()
-        self._data: Path | None = options.dataset
         self._iterators: dict[str, AgreedIterator] = {}
         self._runner: IterationRunner | None = None
         self.latest: PlannedIteration | None = None
@@ -89,6 +126,17 @@ class PlannedRecipe:
 
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
+
+    @property
+    def data(self) -> Path:
+        """Dataset folder, of the recipe's own samples once Bridge has asked for them."""
+        assert self._data is not None, "Bridge has asked for its datasets"
+        return self._data
+
+    @property
+    def files(self) -> Mapping[str, FileDigests]:
+        """Digests of the dataset's files, as its manifest has them."""
+        return read_meta(self.data).files
 
     def close(self) -> None:
         """End planners and threads, while the process groups still exist; a second call does nothing."""
@@ -148,12 +196,10 @@ class PlannedRecipe:
         return losses
 
     def _start(self, models: Sequence[torch.nn.Module], iteration: int) -> IterationRunner:
-        config, options = self._config, self._options
-        assert self._data is not None, "Bridge has asked for its datasets"
-        self._control = control = ControlGroup(timeout_s=options.timeout_s)
-        inputs = plan_inputs(config, models, control, options, self._data, iteration)
-        supplied = Supplied.of(options, self._data)
-        inputs = msgspec.structs.replace(inputs, files=drawn_by(check_same_run(control, supplied, inputs)))
+        config = self._config
+        self._control = control = ControlGroup(timeout_s=self.timeout_s)
+        inputs = self._inputs_of(models, control, data=self.data, iteration=iteration)
+        inputs = msgspec.structs.replace(inputs, files=drawn_by(check_same_run(control, self, inputs)))
         device = device_of_rank()
         # Stages in the middle read where packed samples lie, and Bridge asks them for it where its dataset says so.
         config.dataset.enable_in_batch_packing = BatchLayout.PACKED in layouts(models)
@@ -164,13 +210,13 @@ class PlannedRecipe:
             inputs.planner,
             device=device,
             dtype=state_dtype(config),
-            timeout_s=options.timeout_s,
+            timeout_s=self.timeout_s,
             adds_up=False,
         )
         self._resources.callback(steps.close)
         replica = parallel_state.get_data_parallel_rank()
         supply = self._resources.enter_context(
-            PlanSupply(supplied, control, inputs, device=device, replica=replica, stage=steps.stage)
+            PlanSupply(self, control, inputs, device=device, replica=replica, stage=steps.stage)
         )
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
@@ -208,7 +254,7 @@ class PlannedRecipe:
         from megatron.bridge.data.utils import get_dataset_provider
 
         name = samples.digest(self._recipe_dataset, self._config.tokenizer)
-        folder = self._options.report_folder.absolute() / f"samples-{name}"
+        folder = self.report_folder.absolute() / f"samples-{name}"
         counts = [context.train_samples, context.valid_samples, context.test_samples]
         datasets = get_dataset_provider(self._recipe_dataset)(
             counts, self._recipe_dataset, tokenizer=context.tokenizer, pg_collection=context.pg_collection

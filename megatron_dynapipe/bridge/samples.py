@@ -10,7 +10,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,23 @@ from megatron_dynapipe.tools.prepare.indexed import save_array, token_dtype, wri
 _TASK = "recipe"
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A sample: its tokens, and for each of them whether it is learned; the last one is."""
-
-    tokens: npt.NDArray[np.int64]
-    learned: npt.NDArray[np.bool_]
-
-    @property
-    def target(self) -> int:
-        """The index at which the run of learned tokens begins that ends the sample."""
-        others = np.flatnonzero(~self.learned)
-        return int(others[-1]) + 1  # the first token never is
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """First and end of the runs of learned tokens before the target."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.learned[: self.target].astype(np.int8), [0]])))
-        yield from ((int(first), int(end)) for first, end in edges.reshape(-1, 2))
+Sample = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""Tokens, and for each of them whether it is learned; the first never is, the last one is."""
 
 
-def learned(dataset: Any, index: int) -> Learned | None:
+def target_start(learned: npt.NDArray[np.bool_]) -> int:
+    """The index at which the run of learned tokens begins that ends a sample."""
+    return int(np.flatnonzero(~learned)[-1]) + 1
+
+
+def spans(learned: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """First and end of the runs of learned tokens before that."""
+    before = learned[: target_start(learned)].astype(np.int8)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], before, [0]])))
+    yield from ((int(first), int(end)) for first, end in edges.reshape(-1, 2))
+
+
+def sample_of(dataset: Any, index: int) -> Sample | None:
     """A sample of a dataset of Bridge's, by its own collation; None where nothing of it is learned.
 
     Raises:
@@ -64,10 +60,8 @@ def learned(dataset: Any, index: int) -> Learned | None:
             f"sample {index}: expected labels that are the tokens one further, got others",
             hint="train on a dataset of `megatron-dynapipe data prepare`",
         )
-    return Learned(
-        np.concatenate([tokens[:end], labels[end - 1 : end]]).astype(np.int64),
-        np.concatenate([[False], mask[:end] != 0]),
-    )
+    whole = np.concatenate([tokens[:end], labels[end - 1 : end]]).astype(np.int64)
+    return whole, np.concatenate([[False], mask[:end] != 0])
 
 
 def digest(dataset: Any, tokenizer: Any) -> str:
@@ -87,7 +81,7 @@ def write(folder: Path, datasets: tuple[Any, Any, Any], tokenizer: Any) -> None:
         tokenizer: Bridge's, for the tokens that rows are padded with.
 
     Raises:
-        DataError: nothing of any training sample is learned; or as `learned`.
+        DataError: nothing of any training sample is learned; or as `sample_of`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     samples: dict[str, dict[str, int]] = {}
@@ -124,16 +118,16 @@ def _write_split(prefix: Path, dataset: Any, vocabulary: int) -> npt.NDArray[np.
     """Write one split's files; lengths of input and target, int32[samples, 2]."""
     lengths: list[tuple[int, int]] = []
     checksums: list[int] = []
-    spans: list[tuple[int, int, int]] = []
+    earlier: list[tuple[int, int, int]] = []
     count = 0 if dataset is None else len(dataset)
     dtype = token_dtype(vocabulary)
     with data_path(prefix).open("wb") as file:
-        for sample in (learned(dataset, index) for index in range(count)):
-            if sample is None:
-                continue
-            spans += [(len(lengths), first, end) for first, end in sample.spans()]
-            lengths.append((sample.target, len(sample.tokens) - sample.target))
-            stored = sample.tokens.astype(dtype).tobytes()
+        for sample in filter(None, (sample_of(dataset, index) for index in range(count))):
+            tokens, learned = sample
+            target = target_start(learned)
+            earlier += [(len(lengths), first, end) for first, end in spans(learned)]
+            lengths.append((target, len(tokens) - target))
+            stored = tokens.astype(dtype).tobytes()
             checksums.append(zlib.crc32(stored))
             file.write(stored)
     if skipped := count - len(lengths):
@@ -142,6 +136,6 @@ def _write_split(prefix: Path, dataset: Any, vocabulary: int) -> npt.NDArray[np.
     write_index(prefix, dtype, len(pairs), lambda: [pairs.ravel()])
     save_array(checksums_path(prefix), np.array(checksums, np.uint32))
     save_array(task_ids_path(prefix.parent, prefix.name), np.zeros(len(pairs), np.int16))
-    if spans:
-        save_array(spans_path(prefix), np.array(spans, np.int64))
+    if earlier:
+        save_array(spans_path(prefix), np.array(earlier, np.int64))
     return pairs

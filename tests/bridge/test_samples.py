@@ -46,11 +46,12 @@ class Rows:
 
 def test_a_sample_ends_with_what_is_learned_last() -> None:
     rows = Rows([([5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 1, 0])])
-    sample = samples.learned(rows, 0)
+    sample = samples.sample_of(rows, 0)
     assert sample is not None
-    assert sample.tokens.tolist() == [5, 6, 7, 8, 9]
-    assert sample.target == 4
-    assert list(sample.spans()) == [(2, 3)]
+    tokens, learned = sample
+    assert tokens.tolist() == [5, 6, 7, 8, 9]
+    assert samples.target_start(learned) == 4
+    assert list(samples.spans(learned)) == [(2, 3)]
 
 
 def test_a_sample_of_which_nothing_is_learned_is_left_out_and_counted(
@@ -76,7 +77,7 @@ def test_labels_that_are_other_tokens_are_refused() -> None:
             return made | {"labels": made["labels"] + 1}
 
     with pytest.raises(DataError, match="labels that are the tokens one further"):
-        samples.learned(Shifted([([5, 6, 7, 8], [0, 1, 1, 1])]), 0)
+        samples.sample_of(Shifted([([5, 6, 7, 8], [0, 1, 1, 1])]), 0)
 
 
 @st.composite
