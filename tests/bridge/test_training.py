@@ -68,8 +68,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     todo = [
         jobs.Job(f"{RUNS}:train", _placed(folder, is_planned, row), ranks) for ranks, is_planned, row in rows.values()
     ]
-    results = jobs.run_all([*made, *todo], folder, engine=True, deadline_s=3000, preloaded=RUNS)
-    return dict(zip(["prepared", *rows], results, strict=True)) | {"folder": folder}
+    files = {"model": str(folder / "llama"), "dataset": str(folder / "data")}
+    refused = [jobs.Job(f"{RUNS}:refused", files, 1)]
+    results = jobs.run_all([*made, *todo, *refused], folder, engine=True, deadline_s=3000, preloaded=RUNS)
+    return dict(zip(["prepared", *rows, "refused"], results, strict=True)) | {"folder": folder}
 
 
 def _placed(folder: Path, is_planned: bool, row: dict[str, Any]) -> dict[str, Any]:
@@ -165,3 +167,12 @@ def test_a_saved_recipe_says_what_its_model_is(ran: dict[str, Any]) -> None:
     assert saved.max_seq_len == LENGTH + 1
     assert (saved.layers, saved.hidden_size) == (began.layers, began.hidden_size)
     assert {name: saved.shape[name] for name in SIZES} == {name: began.shape[name] for name in SIZES}
+
+
+def test_a_run_inside_another_and_other_outputs_are_refused(ran: dict[str, Any]) -> None:
+    assert ran["refused"] == [
+        [
+            "expected no planned run to be active yet, got a second one",
+            "planned runs compute the loss alone: they cannot collect other outputs of the model",
+        ]
+    ]

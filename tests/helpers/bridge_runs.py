@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.integration.hooks.originals import Originals
@@ -320,6 +321,25 @@ def train(
     assert run.latest is not None
     rows = run.latest.entry.micro_batches
     return kept.kept() | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+
+
+def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str]:
+    """What is said of a second run inside the first, and of other outputs than the loss; the recipe is as it was."""
+    config = recipe(Path(model))
+    before = (config.dataset, config.model.calculate_per_token_loss)
+    said = []
+    with planned(config, dataset) as run:
+        try:
+            with planned(recipe(Path(model)), dataset):
+                pass
+        except ConfigError as error:
+            said.append(error.message)
+        try:
+            run.forward_backward(forward_step_func=None, data_iterator=None, model=[], collect_non_loss_data=True)
+        except ConfigError as error:
+            said.append(error.message)
+    assert (config.dataset, config.model.calculate_per_token_loss) == before
+    return said
 
 
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
