@@ -22,7 +22,7 @@ stage and back. Over T this is at most memory · T. For every price p of memory,
 which is the dual of the linear programme over modes; the largest of a few prices is taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -43,8 +43,38 @@ PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
 """Of memory, from none."""
 MOST_LENGTHS = 400
 """Different samples that are told apart; of more, lengths are rounded down."""
+WORK = "work"
+"""The share of the time that every plan of the batch takes, on these devices."""
+ADVISED = 0.1
+"""A loss of this share of the time comes with an advice."""
 _UNKNOWN = 1e30
 """Above any time and any memory: of a sample that does not fit in a mode."""
+
+
+CAUSES: Mapping[str, str] = {
+    "stages": "filling the pipeline and dividing the layers",
+    "memory": "recomputation that memory asks for",
+    "micro-batches": "short rows and uneven stages",
+    "rows": "short rows",
+    "uneven stages": "uneven stages",
+    "recomputation": "more recomputation than memory asks for",
+    "order": "waits between stages",
+    "prediction": "passes that took longer than predicted",
+    "waits": "waiting for the plan",
+}
+"""What time is lost to, by the names of `Limits.shares`."""
+ADVICE: Mapping[str, str] = {
+    "stages": "Fewer stages, or batches of more samples, would lose less",
+    "memory": "A higher memory limit, or more stages, would need less recomputation",
+    "micro-batches": "Batches of more samples would run short rows better",
+    "rows": "Batches of more samples would run short rows better",
+    "uneven stages": "Another split of the layers (--dynapipe-layers-per-stage) may even them out",
+    "recomputation": "A higher memory limit, or more stages, would need less recomputation",
+    "order": "Batches of more samples would have fewer waits",
+    "prediction": "Costs that are measured while the machine is quiet would predict better",
+    "waits": "More planner processes would have it ready in time (--dynapipe-prefetch-planner-num-workers)",
+}
+"""What would lose less."""
 
 
 class Limits(NamedTuple):
@@ -67,7 +97,11 @@ class Limits(NamedTuple):
         return {name: bound / 1e6 for name, bound in zip(self._fields[:4], self[:4], strict=True)}
 
     def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
-        """How near a plan is to the first bound, and what the rest of its time is lost to.
+        """Where a plan's time goes, in words, with an advice if much of it is lost; arguments are those of `shares`."""
+        return described(self.shares(plan_ns, measured_ns, waited_ns))
+
+    def shares(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> dict[str, float]:
+        """Shares of a plan's time: the least that any plan takes (`WORK`), and what the rest is lost to (`CAUSES`).
 
         Args:
             plan_ns: as predicted.
@@ -83,9 +117,26 @@ class Limits(NamedTuple):
         steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
         if measured_ns is not None:
             steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
-        lost = zip(names, steps[1:], steps, strict=False)
-        parts = ", ".join(f"{name} {(above - below) / steps[-1]:.0%}" for name, above, below in lost)
-        return f"{self.devices / steps[-1]:.0%} of the limit: {parts}"
+        whole = steps[-1]
+        shares = {WORK: self.devices / whole}
+        for name, below, above in zip(names, steps, steps[1:], strict=False):
+            shares[name] = (above - below) / whole
+        return shares
+
+
+def described(shares: Mapping[str, float]) -> str:
+    """Shares of a time as a sentence, with an advice if the largest loss is more than a tenth."""
+    losses = {name: share for name, share in shares.items() if name in CAUSES and round(share, 2) > 0}
+    largest_first = sorted(losses, key=lambda name: -losses[name])
+    text = f"{shares[WORK]:.0%} of the time is work that no plan can avoid"
+    if largest_first:
+        text += "; lost are " + ", ".join(f"{losses[name]:.0%} to {CAUSES[name]}" for name in largest_first)
+    faster = -shares.get("prediction", 0.0)
+    if round(faster, 2) > 0:
+        text += f"; passes took {faster:.0%} less than predicted"
+    if largest_first and losses[largest_first[0]] >= ADVISED:
+        text += f". {ADVICE[largest_first[0]]}"
+    return text
 
 
 def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:

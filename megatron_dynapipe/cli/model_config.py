@@ -127,7 +127,7 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
     if count % shared or args.data_parallel % shared:
         raise ConfigError(
             f"expected --expert-parallel to divide {count} experts and {args.data_parallel} replicas, got {shared}",
-            hint="experts are those of the model's file: --model-config FILE",
+            hint="take experts from the model's file: --model-config FILE",
         )
     if experts is not None and args.split_backward == "on":
         raise ConfigError("--split-backward on: experts compute all gradients together", hint="leave it at auto")

@@ -126,7 +126,7 @@ def explain_infeasible(samples: Samples, problem: BatchProblem) -> InfeasibleErr
     there = int(problem.memory_limit_bytes - problem.model_state_bytes[stage])
     needed, available = in_mb(there + int(lack[stage]), there)
     return InfeasibleError(
-        f"{where} needs {needed} of activations on stage {stage}, which has {available} besides its model state",
+        f"{where} needs {needed} of activations on stage {stage}, which has {available} left after its model state",
         hint="allow more recomputation, use more pipeline stages or tensor parallelism, or truncate long samples",
     )
 

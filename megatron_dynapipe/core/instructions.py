@@ -239,6 +239,7 @@ FORWARD_ONLY_EFFECTS: Mapping[type[Instruction], Effect] = MappingProxyType(
 """What every instruction does in a forward-only plan, whose forwards keep nothing."""
 
 PASS_TYPES: tuple[type[Pass], ...] = get_args(Pass)
+"""In the order in which the native core numbers them."""
 
 
 def effects_of(*, forward_only: bool) -> Mapping[type[Instruction], Effect]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
 from megatron_dynapipe.core.errors import PlanningError
-from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Pass
+from megatron_dynapipe.core.instructions import PASS_TYPES, Pass
 from megatron_dynapipe.core.model import PipelineLayout
 from megatron_dynapipe.core.native import agree, core
 from megatron_dynapipe.core.network import GLOO_RULES, TransferRules
@@ -49,9 +49,8 @@ _COSTS = len(_COST_FIELDS)
 PassOrder = tuple[tuple[Pass, ...], ...]
 """Per pipeline stage, its forward and backward passes in the order in which it runs them."""
 
-PASS_KINDS: tuple[type[Pass], ...] = (Forward, Backward, BackwardInput, BackwardWeight)
-"""As the native core numbers them: a pass is (micro-batch · chunks + chunk) · 4 + its kind."""
-_NUMBERS = {kind: number for number, kind in enumerate(PASS_KINDS)}
+_NUMBERS = {kind: number for number, kind in enumerate(PASS_TYPES)}
+"""As the native core numbers them: a pass is (micro-batch · chunks + chunk) · 4 + the number of its type."""
 
 agree("Quantity", {quantity.name: quantity.value for quantity in Quantity})
 agree("SplitBackward", SPLIT_BACKWARD)
@@ -64,7 +63,7 @@ def to_codes(order: PassOrder, chunks: int) -> IntArray:
     codes = np.full((len(order), max(map(len, order), default=0)), -1, np.int64)
     for stage, passes in enumerate(order):
         codes[stage, : len(passes)] = [
-            (step.micro_batch * chunks + step.chunk) * len(PASS_KINDS) + _NUMBERS[type(step)] for step in passes
+            (step.micro_batch * chunks + step.chunk) * len(PASS_TYPES) + _NUMBERS[type(step)] for step in passes
         ]
     return codes
 
@@ -72,7 +71,7 @@ def to_codes(order: PassOrder, chunks: int) -> IntArray:
 def from_codes(codes: IntArray, chunks: int) -> PassOrder:
     """The passes of every stage from what `to_codes` makes."""
     return tuple(
-        tuple(PASS_KINDS[code % 4](code // (4 * chunks), code // 4 % chunks) for code in stage if code >= 0)
+        tuple(PASS_TYPES[code % 4](code // (4 * chunks), code // 4 % chunks) for code in stage if code >= 0)
         for stage in codes.tolist()
     )
 

@@ -23,7 +23,7 @@ _NOT_TRAINED = {
     "M": "Mamba layers, whose kernels no CPU has",
     "G": "gated delta nets, whose kernels no CPU has",
     "D": "sparse attention, whose kernels no CPU has",
-    "+": "multi-latent attention, of which costs know nothing",
+    "+": "multi-latent attention, whose costs are not known",
     "/": "layers that predict several tokens, whose loss is averaged over micro-batches",
 }
 

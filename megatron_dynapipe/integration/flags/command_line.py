@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add DynaPipe's flags alone; nothing happens if they are there, as in a patched checkout."""
     if "--use-dynapipe" in parser._option_string_actions:  # argparse has no public look-up of its options
         return
-    group = parser.add_argument_group("dynapipe", "micro-batches of varying shape, planned ahead of training")
+    group = parser.add_argument_group("dynapipe", "plans micro-batches of varying shape ahead of training")
     add = group.add_argument
     add("--use-dynapipe", action="store_true", help="train from plans (this project's entry scripts always do)")
     add(CONFIG_FLAG, type=Path, help="YAML file of flags; the command line wins over it")  # taken off before
@@ -77,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--dynapipe-device",
         choices=("auto", "cpu", "cuda"),
         default=EARLY_FLAGS["dynapipe_device"],
-        help="auto: CUDA where there is a device (default)",
+        help="where to train; auto (default) takes CUDA if there is a device",
     )
     _add_data_flags(add)
     _add_cost_flags(add)
@@ -104,34 +104,34 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
         "--tokens-per-global-batch",
         type=int,
         metavar="N",
-        help="tokens (input and target) of an iteration at most; learning rates count by --global-batch-size (default:"
-        " about the samples of such a batch)",
+        help="the most tokens (input and target) of an iteration; learning rates count by --global-batch-size (default:"
+        " about as many samples as such a batch has)",
     )
-    add("--train-epochs", type=int, metavar="N", help="train so many epochs of the data, in place of --train-iters")
+    add("--train-epochs", type=int, metavar="N", help="train this many epochs of the data instead of --train-iters")
     add(
         "--dynapipe-last-batch",
         choices=_values(LastBatch),
         default=LastBatch.CONTINUE.value,
-        help="an epoch's end that does not fill a batch: the batch goes on into the next epoch (default), is kept "
-        "as it is, or is dropped",
+        help="what to do with an epoch's last samples if they do not fill a batch: fill it from the next epoch"
+        " (default), keep the small batch, or drop it",
     )
     add(
         "--dynapipe-long-samples",
         choices=_values(LongSamples),
         default=LongSamples.FAIL.value,
-        help="samples longer than the maximum: stop (default), truncate, or leave out",
+        help="what to do with samples longer than the maximum: stop (default), truncate them, or leave them out",
     )
     add(
         "--dynapipe-truncate",
         choices=_values(TruncationSide),
-        help="where inputs lose tokens with --dynapipe-long-samples truncate (default: as the dataset says, "
-        "conversations on the left by whole turns, else right); targets are kept",
+        help="the side on which inputs lose tokens with --dynapipe-long-samples truncate; targets are kept (default: as"
+        " the dataset says: conversations lose whole turns on the left, other samples lose tokens on the right)",
     )
     add(
         "--dynapipe-loss",
         choices=_values(LossOn),
-        help="tokens of a GPT's samples that count: of targets, or all (default: as the dataset says, of plain text "
-        "all, else of targets)",
+        help="which tokens of a GPT's samples the loss counts: targets, or everything (default: as the dataset says:"
+        " everything of plain text, targets of other samples)",
     )
     add(
         "--dynapipe-allow-other-data",
@@ -147,21 +147,21 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
         type=number(float, 0.0, MOST_REAL),
         default=20.0,
         metavar="S",
-        help="without a cost model file, measure the model's layers for so many seconds before training, and keep that "
-        "for later runs of so many seconds unless the machine is busy (default 20; 0: costs are computed from the"
-        " model's shape)",
+        help="seconds to measure the model's layers before training if there is no cost model file; later runs with the"
+        " same number reuse the result unless the machine was busy (default 20; 0 computes costs from the model's"
+        " shape)",
     )
     add(
         "--dynapipe-cluster",
         default="auto",
         metavar="auto|none|FILE",
-        help="file of a device's memory and of links, for what no flag gives and no cost model has measured: "
-        "the one of configs/clusters/ for this GPU (auto), none, or a file",
+        help="a device's memory and the links between devices, for what no flag gives and no cost model has measured: "
+        "the file of configs/clusters/ for this GPU (auto), none, or a file of your own",
     )
     add(
         "--dynapipe-reserve-all-memory",
         action="store_true",
-        help="take all that plans may use of a GPU before the first iteration, into segments that grow",
+        help="reserve all memory that plans may use on a GPU before the first iteration, in expandable segments",
     )
 
 
@@ -170,44 +170,49 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         "--dynapipe-attention",
         choices=("auto", "megatron", "sdpa"),
         default="auto",
-        help="core attention of the layers: Megatron's (unfused in local layers, Transformer Engine's in its own); one"
-        " over PyTorch's scaled_dot_product_attention, which takes packed rows (sdpa); or that with Transformer"
-        " Engine's kernels for packed rows where it is installed (auto, the default)",
+        help="the layers' core attention: megatron (unfused in local layers, Transformer Engine's in its own layers),"
+        " sdpa (PyTorch's scaled_dot_product_attention, which also takes packed rows), or auto (default: sdpa, with"
+        " Transformer Engine's kernels for packed rows if it is installed)",
     )
     add(
         "--dynapipe-activation",
         choices=("gelu_tanh",),
-        help="activation in place of Megatron's: GELU by its tanh form, as GPT-2 has it; with --swiglu that of the"
-        " gates, as T5 v1.1 has it",
+        help="replace Megatron's activation by the tanh form of GELU, as in GPT-2; with --swiglu, the gates'"
+        " activation, as in T5 v1.1",
     )
     add(
         "--dynapipe-softmax-scale",
         type=above_zero,
         metavar="X",
-        help="factor of attention's scores, 1 for a T5 of HuggingFace's (default: 1 / √(head size))",
+        help="factor of attention's scores; 1 for a T5 from HuggingFace (default: 1 / √(head size))",
     )
 
 
 def _add_run_flags(add: Callable[..., Any]) -> None:
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
-    add("--dynapipe-planners", type=positive, metavar="N", help="planner processes on each node (default: one in all)")
+    add(
+        "--dynapipe-planners",
+        type=positive,
+        metavar="N",
+        help="planner processes on each node (default: one for all nodes)",
+    )
     deadline = "deadline of every wait (default %(default).0f)"
     add("--dynapipe-timeout-s", type=above_zero, default=EARLY_FLAGS["dynapipe_timeout_s"], metavar="S", help=deadline)
     add(
         "--dynapipe-store-url-file",
         type=Path,
         metavar="FILE",
-        help=f"file that holds the URL of an existing plan store, {FORM} (default: the environment variable"
-        " DYNAPIPE_STORE_URL, else start one)",
+        help=f"file with the URL of an existing plan store, {FORM} (default: the environment variable"
+        " DYNAPIPE_STORE_URL; without it the run starts a store)",
     )
     add("--dynapipe-store-bind", default="127.0.0.1", help="address of the embedded store, for runs on several nodes")
     add(
         "--dynapipe-elastic",
         action="store_true",
-        help="under torchrun --nnodes MIN:MAX --max-restarts N: every start takes the layout that fits the ranks that"
-        " are there, and resumes --save",
+        help="under torchrun --nnodes MIN:MAX --max-restarts N: every start picks a layout for the ranks that are there"
+        " and resumes from --save",
     )
-    add("--dynapipe-report-dir", type=Path, help=f"folder of records and pictures (default {REPORT_FOLDER})")
+    add("--dynapipe-report-dir", type=Path, help=f"folder for records and pictures (default {REPORT_FOLDER})")
 
 
 def _values(choices: type[Any]) -> list[str]:

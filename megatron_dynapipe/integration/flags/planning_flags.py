@@ -90,8 +90,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "type": above_zero,
             "metavar": "MB",
-            "help": "memory of a device that plans may use, 1 MB = 1e6 bytes (default: that of the cluster's file, in"
-            " training else the device's)",
+            "help": "memory that plans may use on each device, in MB of 1e6 bytes (default: what the cluster's file"
+            " says; in training, else what the device has)",
         },
     ),
     "limit-rc-type": (
@@ -99,8 +99,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "type": recompute_modes,
             "metavar": "MODES",
-            "help": "of none,selective,full those that plans may choose among for a micro-batch (default: all, in"
-            " training what --recompute-granularity says)",
+            "help": "recompute modes that plans may give a micro-batch, some of none,selective,full (default: all; in"
+            " training, what --recompute-granularity says)",
         },
     ),
     "layout": (
@@ -108,8 +108,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "choices": (AUTO, *BatchLayout),
             "default": AUTO,
-            "help": "micro-batches of padded rows, of samples packed into one row that do not attend to each other, or"
-            " whichever plans find faster (default, where a kernel serves)",
+            "help": "pad samples to equal rows, or pack them into one row in which they do not attend to each other;"
+            " auto (default) lets each plan take the faster of the two if there is a kernel for packed rows",
         },
     ),
     "slices": (
@@ -118,8 +118,9 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "type": pieces,
             "default": AUTO,
             "metavar": "auto|off|N",
-            "help": "cut a GPT's long samples along their sequence into pieces that stages run one after another: where"
-            " plans are faster by it (default), never, or into pieces of at most N positions",
+            "help": "cut a GPT's long samples along their sequence into pieces that stages run one after another:"
+            " only if the plan gets faster (auto, the default), never (off), or into pieces of at most N"
+            " positions",
         },
     ),
     "split-backward": (
@@ -127,8 +128,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "choices": (AUTO, "on", "off"),
             "default": AUTO,
-            "help": "run backward passes in two halves, the gradients of weights where a stage would wait: where plans"
-            " are faster by it (default), wherever it can be done, or never",
+            "help": "run backward passes in two halves, so that a stage computes gradients of weights while it would"
+            " wait: only if the plan gets faster (auto, the default), whenever possible (on), or never (off)",
         },
     ),
     "schedule": (
@@ -137,8 +138,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "choices": _Schedules(),
             "default": ADAPTIVE,
             "metavar": "NAME",
-            "help": "how plans order passes, one of %(choices)s: searched together with micro-batches (adaptive, the"
-            " default), or fixed",
+            "help": "how plans order passes, one of %(choices)s: adaptive (default) searches the order together with"
+            " the micro-batches, the others are fixed",
         },
     ),
     "layers-per-stage": (
@@ -147,11 +148,11 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "type": layers_per_stage,
             "default": EQUAL,
             "metavar": "N,N,…|auto|equal",
-            "help": "layers of each (virtual) stage in model order, a T5's encoder layers first, in multiples of 0.5: a"
-            " stage that ends at .5 has the attention of its last layer, and the next begins with its MLP; of a"
-            " HybridModel its modules; auto:"
-            " planned from costs and lengths, in training virtual stages too unless other flags split the layers"
-            " (default: equal, as Megatron's checkpoints of one layout need it)",
+            "help": "number of layers on each (virtual) stage, in model order and in multiples of 0.5: a stage that"
+            " ends at .5 has the attention of its last layer, and the next stage begins with its MLP. A T5's"
+            " encoder layers come first; a HybridModel counts its modules. auto plans the numbers from costs"
+            " and lengths, in training with virtual stages unless other flags set them (default: equal, which"
+            " Megatron's checkpoints of one layout need)",
         },
     ),
     "scatter-gather": (
@@ -159,9 +160,9 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "choices": ("off", "on", AUTO),
             "default": AUTO,
-            "help": "divide messages between stages over tensor-parallel ranks, which gather them: where the links'"
-            " speeds make that faster (auto, training's default), always, or never (commands' default, as the"
-            " published rules for transfers have it)",
+            "help": "let the tensor-parallel ranks of a stage each send a part of a message, which the receiving"
+            " ranks gather: only if the links make that faster (auto, the default in training), always (on),"
+            " or never (off, the default of commands, as in the published rules for transfers)",
         },
     ),
     "expert-imbalance": (
@@ -170,8 +171,8 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "type": above_zero,
             "default": 1.25,
             "metavar": "N",
-            "help": "tokens of the busiest of the ranks that share experts, over their mean: plans leave room for so"
-            " many, and take their experts' time so many times (default %(default)s)",
+            "help": "how many times the mean number of tokens the busiest of the ranks that share experts gets: plans"
+            " leave that much room and time for experts (default %(default)s)",
         },
     ),
 }

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from megatron_dynapipe.core.costs import IntArray
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.core.instructions import PASS_TYPES
 from megatron_dynapipe.core.native import NEVER, core
-from megatron_dynapipe.core.problem import PASS_KINDS
 from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS
 from megatron_dynapipe.tools.tuning.layer_profile import LayerProfile
 from megatron_dynapipe.tools.tuning.topology import Counts, Topology
@@ -300,11 +300,11 @@ class OrchestrationProblem:
 
 @lru_cache(maxsize=256)
 def one_f_one_b_codes(units: int, stages: int) -> IntArray:
-    """1F1B as the native core takes it, `[stages, 2 · units]`: `PASS_KINDS` times the unit, and 1 for a backward."""
+    """1F1B as the native core takes it, `[stages, 2 · units]`: `PASS_TYPES` times the unit, and 1 for a backward."""
     codes = np.empty((stages, 2 * units), np.int64)
     for stage in range(stages):
         ahead = min(units, stages - stage)
-        forwards = [len(PASS_KINDS) * unit for unit in range(units)]
+        forwards = [len(PASS_TYPES) * unit for unit in range(units)]
         backwards = [code + 1 for code in forwards]
         paired = [code for pair in zip(backwards, forwards[ahead:], strict=False) for code in pair]
         codes[stage] = [*forwards[:ahead], *paired, *backwards[units - ahead :]]
