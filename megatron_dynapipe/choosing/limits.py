@@ -1,7 +1,8 @@
 """What no plan of a batch can beat: a ladder of lower bounds, each at least the one before, and what lies between them.
 
     devices        every sample's least work, over all devices
-    stages         the best split of the modules into stages: a stage's least work, and the forward work before it
+    stages         the best split of the modules into stages: a stage's least work, and the forward work before it; and
+                   the way of the longest sample through all modules and back, which few micro-batches cannot hide
     memory         the same with as much recomputation as memory asks for
     micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
                    more is lost to rows, uneven stages or recomputation (`choosing.lost_time`)
@@ -72,7 +73,7 @@ ADVICE: Mapping[str, str] = {
     "recomputation": "A higher memory limit, or more stages, would need less recomputation",
     "order": "Batches of more samples would have fewer waits",
     "prediction": "Costs that are measured while the machine is quiet would predict better",
-    "waits": "More planner processes would have it ready in time (--dynapipe-prefetch-planner-num-workers)",
+    "waits": "More planner processes would have it ready in time (--dynapipe-planners)",
 }
 """What would lose less."""
 
@@ -130,7 +131,10 @@ def described(shares: Mapping[str, float]) -> str:
     largest_first = sorted(losses, key=lambda name: -losses[name])
     text = f"{shares[WORK]:.0%} of the time is work that no plan can avoid"
     if largest_first:
-        text += "; lost are " + ", ".join(f"{losses[name]:.0%} to {CAUSES[name]}" for name in largest_first)
+        largest, *others = largest_first
+        lost = [f"{losses[largest]:.0%} is lost to {CAUSES[largest]}"]
+        lost += [f"{losses[name]:.0%} to {CAUSES[name]}" for name in others]
+        text += f"; {', '.join(lost)}"
     faster = -shares.get("prediction", 0.0)
     if round(faster, 2) > 0:
         text += f"; passes took {faster:.0%} less than predicted"
@@ -149,7 +153,7 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     """
     work = _LeastWork(planner, planner.samples(batch))
     devices = work.everywhere(work.time)
-    stages = max(devices, work.best_split(work.time, PRICES[:1]))
+    stages = max(devices, work.best_split(work.time, PRICES[:1]), work.longest_way())
     memory = max(stages, work.best_split(work.fitting_time, PRICES))
     divides = planner.settings.effective_split_backward != "off"
     of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
@@ -213,6 +217,11 @@ class _LeastWork:
         each = times.min(axis=0)[:, self.modules].sum(axis=1)
         total = float(each @ self.counts) / self.replicas - self.rounding
         return int(max(total / self.stages, 0)) if np.isfinite(total) else 0
+
+    def longest_way(self) -> int:
+        """The forward and input-gradient passes of a sample through all modules, one after another, of the longest."""
+        longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
+        return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
 
     def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""

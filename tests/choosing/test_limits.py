@@ -24,7 +24,7 @@ def test_what_a_plan_loses_adds_up() -> None:
         | {"order": 0.2}
     )
     assert even.causes(100) == (
-        "50% of the time is work that no plan can avoid; lost are 20% to waits between stages, 10% to filling the"
+        "50% of the time is work that no plan can avoid; 20% is lost to waits between stages, 10% to filling the"
         " pipeline and dividing the layers, 8% to more recomputation than memory asks for, 7% to uneven stages, 5% to"
         " short rows. Batches of more samples would have fewer waits"
     )
@@ -42,11 +42,11 @@ def test_what_a_plan_loses_adds_up() -> None:
 def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None:
     said = described({"work": 0.44, "rows": 0.4, "uneven stages": 0.02, "memory": 0.0, "prediction": 0.14})
     assert said == (
-        "44% of the time is work that no plan can avoid; lost are 40% to short rows, 14% to passes that took longer"
+        "44% of the time is work that no plan can avoid; 40% is lost to short rows, 14% to passes that took longer"
         " than predicted, 2% to uneven stages. Batches of more samples would run short rows better"
     )
     assert described({"work": 0.95, "order": 0.1, "prediction": -0.05}).endswith(
-        "lost are 10% to waits between stages; passes took 5% less than predicted."
+        "10% is lost to waits between stages; passes took 5% less than predicted."
         " Batches of more samples would have fewer waits"
     )
     assert described({"work": 1.0, "order": 0.0}) == "100% of the time is work that no plan can avoid"
@@ -104,6 +104,16 @@ def test_rows_of_a_plan_without_recomputation_are_priced_as_planned(slices, chun
     assert any(row.pieces for row in plan.replicas[0].micro_batches) == (slices != "off")
     bounds = limits(made, samples, plan)
     assert bounds.memory < bounds.rows[1] == bounds.micro_batches
+
+
+@pytest.mark.parametrize("divided", ["off", "auto"])
+def test_a_long_sample_that_is_not_cut_bounds_plans_by_its_way_through_all_stages(divided) -> None:
+    made = planner(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=4, slices="off", split_backward=divided)
+    samples = batch_of((900, 0), (30, 0))
+    plan = made.plan(samples, 0)
+    bounds = limits(made, samples, plan)
+    assert 2 * bounds.devices < bounds.stages <= plan.totals.predicted_ns
+    assert bounds.stages > 0.8 * plan.totals.predicted_ns
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])
