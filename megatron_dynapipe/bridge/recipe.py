@@ -144,7 +144,7 @@ def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.devi
 def _planner(
     config: Any, models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
 ) -> PlannerSettings:
-    """Settings of plans: the model's and the layout's, and those of the machine as they are."""
+    """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
     is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
     split = layers_per_stage(models, control)

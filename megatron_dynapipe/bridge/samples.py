@@ -91,7 +91,7 @@ def write(folder: Path, datasets: tuple[Any, Any, Any], tokenizer: Any) -> None:
         samples[split] = {_TASK: len(lengths)} if len(lengths) else {}
         longest = np.maximum(longest, lengths.max(axis=0)).tolist() if len(lengths) else longest
     if not samples["train"]:
-        raise DataError("expected samples of which something is learned, the recipe's training samples have none")
+        raise DataError("expected samples with a learned token, the recipe's training samples have none")
     pad = getattr(tokenizer, "pad_id", None)
     meta = DatasetMeta(
         source="a recipe of Megatron-Bridge",
