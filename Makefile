@@ -2,7 +2,7 @@
 # the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run demo demo-gpt test test-full test-upstream check claims docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full test-upstream test-bridge check claims docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
@@ -26,6 +26,7 @@ help:
 	@echo "make demo-gpt   the same with Megatron's GPT"
 	@echo "make test       the test suite (make test-full: with the slow tests)"
 	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
+	@echo "make test-bridge   runs inside Megatron-Bridge, in an environment of its own, .venv-bridge"
 	@echo "make check      lint, warnings of the native core, types, import order, size, documents"
 	@echo "make claims     runs what benchmarks/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
@@ -57,6 +58,11 @@ test-upstream: setup
 	@for folder in $(CHECKOUTS); do MEGATRON_CHECKOUT=$$folder $(PYTEST) tests/upstream || failed="$$failed $$folder"; done; \
 	test -z "$$failed" || { echo "error: failed with$$failed"; exit 1; }
 
+# Beside the everyday suite: Megatron-Bridge brings packages that nothing else here needs.
+test-bridge: setup
+	@scripts/setup_bridge.sh
+	.venv-bridge/bin/python -m pytest tests/bridge -m bridge -n 0
+
 check: setup
 	$(CHECK_CORE)
 	.venv/bin/clang-format --dry-run --Werror $(CORE)
@@ -75,7 +81,7 @@ docs: setup
 	$(DOCS)
 
 clean:
-	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build dist .demo .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find megatron_dynapipe tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megatron_dynapipe -name '_native*.so' -delete
 	rm -f .venv/.setup/project  # the next command builds the native core again

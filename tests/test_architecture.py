@@ -67,6 +67,7 @@ ROOMS = {
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
         *("pyarrow", "safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
+    "bridge": room(11, "numpy", "torch", "megatron"),
     "cli": room(11, "numpy", "tqdm", "yaml"),
     "__main__": room(12),
 }
@@ -82,7 +83,7 @@ TYPES_BY_NAME = {
 """Records that come into the core from outside, whose types it names and does not import."""
 INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
 """The rooms inside `integration/`, by layer."""
-NEIGHBOURS = ("segments", "modules", "tools", "cli", "__main__")
+NEIGHBOURS = ("segments", "modules", "tools", "bridge", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
     *("core", "files", "outputs", "processes", "costing", "sampling", "ways", "choosing"),

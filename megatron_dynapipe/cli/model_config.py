@@ -1,4 +1,5 @@
-"""`--model-config`: a model's kind and sizes from a run file of Megatron's flags or a HuggingFace `config.json`.
+"""`--model-config`: a model's kind and sizes from a run file of Megatron's flags, a HuggingFace `config.json`, or the
+YAML that a recipe of Megatron-Bridge is saved as.
 
 The file is all that is needed: a flag beside it may only say the same. What costs do not model is refused by name.
 """
@@ -11,15 +12,17 @@ from typing import Any
 import msgspec
 import yaml
 
-from megatron_dynapipe.config import load_yaml
+from megatron_dynapipe.config import expand, load_yaml
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape
 from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
+from megatron_dynapipe.costing.recipe import model_of, recipe_flags
 from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
 
+RUN_FILES = (".yaml", ".yml")
 GPT = ModelFamily.GPT
 T5 = ModelFamily.T5
 
@@ -55,6 +58,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
         pattern: of a HybridModel, whose modules are its layers; empty for other models.
+        is_recipe: whether it is a recipe of Megatron-Bridge.
     """
 
     model: ModelFamily
@@ -68,6 +72,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     obstacle: str = ""
     data: Path | None = None
     pattern: str = ""
+    is_recipe: bool = False
 
 
 def take_model_config(args: argparse.Namespace) -> None:
@@ -99,6 +104,19 @@ def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     file: ModelFile | None = getattr(args, "model_file", None)
     shape = dict(file.shape) if file is not None else {}
     return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
+
+
+def is_recipe(args: argparse.Namespace) -> bool:
+    """Whether completed arguments name a recipe of Megatron-Bridge."""
+    file: ModelFile | None = getattr(args, "model_file", None)
+    return file is not None and file.is_recipe
+
+
+def run_words(args: argparse.Namespace) -> list[str]:
+    """The flags of the run file that --model-config names; none of another file."""
+    file: Path | None = args.model_config
+    is_run_file = file is not None and file.suffix in RUN_FILES and not is_recipe(args)
+    return expand(["--dynapipe-config", str(file)]) if is_run_file else []
 
 
 def experts_of(args: argparse.Namespace) -> Experts | None:
@@ -146,7 +164,7 @@ def read_model(path: Path) -> ModelFile:
     """The model that a file describes.
 
     Raises:
-        ConfigError: it cannot be read, is neither of the two kinds, or lacks a size.
+        ConfigError: it cannot be read, is none of the three kinds, or lacks a size.
     """
     try:
         loaded = load_yaml(path)  # JSON is YAML
@@ -158,6 +176,8 @@ def read_model(path: Path) -> ModelFile:
         raise ConfigError(f"expected {path} to be a mapping, got {type(loaded).__name__}")
     values = {str(name): value for name, value in loaded.items()}
     try:
+        if (of_recipe := model_of(values)) is not None:
+            return msgspec.structs.replace(_of_run_file(recipe_flags(of_recipe)), is_recipe=True)
         return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None

@@ -115,7 +115,7 @@ def exported(
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=ModelFamily, choices=tuple(ModelFamily), help="kind of model")
-    file = "take all of the model from a run file (.yaml) or from a config.json of HuggingFace"
+    file = "take all of the model from a run file or a recipe of Megatron-Bridge (.yaml), or a HuggingFace config.json"
     add("--model-config", type=Path, metavar="FILE", help=file)
     parser.set_defaults(pattern="")  # of a HybridModel, which a file alone has
     add("--layers", type=positive, metavar="N", help="layers of a gpt model")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
-from megatron_dynapipe.cli.model_config import given_numbers
+from megatron_dynapipe.cli.model_config import RUN_FILES, given_numbers, is_recipe, run_words
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
     add_export,
@@ -26,7 +26,7 @@ from megatron_dynapipe.cli.planning_arguments import (
     network_of,
     planner_settings,
 )
-from megatron_dynapipe.config import cluster_file, expand
+from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, round_up
@@ -39,7 +39,13 @@ from megatron_dynapipe.outputs import check_replaceable, marked, write_file
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import StepRates
 from megatron_dynapipe.tools.tuning.space import Split
-from megatron_dynapipe.tools.tuning.validate import LAYOUT_FILE_MARK, layout_file, layout_flags, train_best
+from megatron_dynapipe.tools.tuning.validate import (
+    LAYOUT_FILE_MARK,
+    layout_file,
+    layout_flags,
+    recipe_overrides,
+    train_best,
+)
 
 FORMAT = "dynapipe-tune/1"
 INTERRUPTED = 130
@@ -50,7 +56,6 @@ ERROR = 0.084
 """By which predictions of layouts are off, in the median (benchmarks/cost_accuracy)."""
 _NAMED = 3
 _REDUCES, _GATHERS = "--overlap-grad-reduce", "--overlap-param-gather"
-RUN_FILES = (".yaml", ".yml")
 _TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>6}{:>12}{:>6}{:>15}  {:15}{:24}{}"
 _COLUMNS = (
     *("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "MFU", "memory, MB", "idle"),
@@ -185,19 +190,13 @@ def _tuned(args: argparse.Namespace) -> Tuning:
             rates=StepRates(
                 memory_bytes_per_second=memory_rate,
                 peak_flops=_peak_flops(args),
-                overlaps_reduction=_REDUCES in _run_words(args),
-                overlaps_gathering=_GATHERS in _run_words(args),
+                overlaps_reduction=_REDUCES in run_words(args),
+                overlaps_gathering=_GATHERS in run_words(args),
             ),
             top=args.top,
             workers=args.workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
-
-
-def _run_words(args: argparse.Namespace) -> list[str]:
-    """The flags of the run file that --model-config names; none of another file."""
-    file: Path | None = args.model_config
-    return expand(["--dynapipe-config", str(file)]) if file is not None and file.suffix in RUN_FILES else []
 
 
 def _peak_flops(args: argparse.Namespace) -> float | None:
@@ -280,7 +279,7 @@ def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[s
     """What passes hide of the best layout's reduction, or how they would."""
     if not planned or planned[0].data_parallel == 1:
         return []
-    if flags := [flag for flag in (_REDUCES, _GATHERS) if flag in _run_words(args)]:
+    if flags := [flag for flag in (_REDUCES, _GATHERS) if flag in run_words(args)]:
         hidden = planned[0].hidden_ms or 0.0
         exposed = planned[0].reduction_ms or 0.0
         said = f"{args.model_config} has {' '.join(flags)}"
@@ -326,6 +325,8 @@ def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
+    if is_recipe(args):
+        return f"the recipe's overrides: {recipe_overrides(best, settings)}"
     nodes = max(1, -(-args.devices // per_node))
     ranks = min(args.devices, per_node)
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST"

@@ -249,3 +249,49 @@ def test_nothing_is_asked_for_that_a_file_says(batches_file: Path, capsys: pytes
         said = json.loads(capsys.readouterr().out)["cluster"]
         assert said["file"] == "h100_80gb" and said["device_memory_mb"] == 72000
         assert (said["inter_node_gbps"], said["inter_node_latency_us"], said["devices_per_node"]) == (400, 20, 8)
+
+
+RECIPE = {
+    "_target_": "megatron.bridge.training.config.ConfigContainer",
+    "model": {
+        "_target_": "megatron.bridge.models.llama.llama_provider.LlamaModelProvider",
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14336,
+        "vocab_size": 128256,
+        "seq_length": 8192,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    },
+    "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 32},
+}
+
+
+def test_a_recipe_of_bridge_is_the_model_that_hugging_face_names(tmp_path: Path) -> None:
+    recipe = read_model(written(tmp_path, RECIPE))
+    hugging_face = read_model(written(tmp_path, LLAMA))
+    assert recipe.is_recipe
+    assert not hugging_face.is_recipe
+    assert recipe.max_seq_len == 8193
+    assert (recipe.model, recipe.hidden_size, recipe.layers) == (GPT, 4096, 32)
+    shapes = [ModelShape(family=GPT, hidden=4096, **file.shape) for file in (recipe, hugging_face)]
+    assert shapes[0] == shapes[1]
+
+
+def test_a_recipe_in_two_parts_is_one_model(tmp_path: Path) -> None:
+    model = dict(RECIPE["model"])  # type: ignore[arg-type]
+    outer = {name: model.pop(name) for name in ("_target_", "vocab_size", "seq_length")}
+    parts = read_model(written(tmp_path, {"model": outer | {"transformer": model}}))
+    assert parts == read_model(written(tmp_path, RECIPE))
+
+
+def test_a_recipe_that_costs_do_not_model_says_so(tmp_path: Path) -> None:
+    model = {**RECIPE["model"], "mtp_num_layers": 2}  # type: ignore[dict-item]
+    assert read_model(written(tmp_path, {"model": model})).obstacle == "mtp-num-layers"

@@ -194,3 +194,19 @@ def test_the_best_are_trained_and_ranked_by_measurement(batches_file, cost_file,
     for each in trained:
         assert each["measured_ms"] == pytest.approx(100 / each["pipeline_parallel"], abs=0.1)
     assert [each["measured_ms"] for each in trained] == sorted(each["measured_ms"] for each in trained)
+
+
+def test_a_recipe_of_bridge_is_told_its_overrides(batches_file, tmp_path, capsys):
+    numbers = {"hidden_size": 64, "num_layers": 6, "num_attention_heads": 4, "vocab_size": 512, "seq_length": 1024}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"model": {"_target_": "megatron.bridge.models.GPTModelProvider", **numbers}}))
+    words = (
+        f"--batches {batches_file} --cost-model analytic --model-config {recipe} --devices 4 --device-memory-mb 4000"
+    )
+    assert main(["tune", *words.split()]) == 0
+    overrides = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("the recipe's"))
+    said = dict(word.split("=") for word in overrides.partition(": ")[2].split())
+    ranks = int(said["model.tensor_model_parallel_size"]) * int(said["model.pipeline_model_parallel_size"])
+    assert 4 % ranks == 0
+    assert said["ddp.use_distributed_optimizer"] in ("true", "false")
+    assert "pretrain_gpt_multitask" not in overrides

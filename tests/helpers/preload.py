@@ -44,3 +44,9 @@ add_megatron_arguments(argparse.ArgumentParser())
 
 # Each rank that saves starts a process with a queue in it, which would import torch anew for what goes through it.
 filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)
+
+for name in filter(None, os.environ.get("PRELOADED_TOO", "").split(",")):
+    importlib.import_module(name)
+    from tests.helpers.rehearsal import devices
+
+    devices.allow_forks()  # some modules of Megatron-Bridge ask the driver when they are imported

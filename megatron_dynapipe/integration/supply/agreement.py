@@ -7,12 +7,12 @@ from typing import Self
 from megatron_dynapipe.core.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
 
 
-def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
+def check_same_run(control: ControlGroup, settings: SupplyConfig, inputs: PlanInputs) -> dict[str, str]:
     """Hold every rank's settings, and every node's dataset, against the other ranks'; the digests of its files.
 
     The first rank of each node reads the files.
@@ -36,7 +36,7 @@ def check_same_run(control: ControlGroup, settings: RunConfig, inputs: PlanInput
     return files
 
 
-def _dataset_files(settings: RunConfig, inputs: PlanInputs) -> dict[str, str]:
+def _dataset_files(settings: SupplyConfig, inputs: PlanInputs) -> dict[str, str]:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return {}
     return check_files(settings.data, [split.name for split in inputs.splits], settings.files)

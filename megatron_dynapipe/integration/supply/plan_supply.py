@@ -22,8 +22,8 @@ from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import machine
-from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
+from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -57,7 +57,7 @@ class PlanSupply:
 
     def __init__(
         self,
-        settings: RunConfig,
+        settings: SupplyConfig,
         control: ControlGroup,
         inputs: PlanInputs,
         *,

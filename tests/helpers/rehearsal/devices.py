@@ -68,6 +68,12 @@ def install(count: int) -> None:
     atexit.register(_wait_for_autograd)
 
 
+def allow_forks() -> None:
+    """Let processes that are forked from now on have devices, though this one has asked the driver."""
+    global _touched
+    _touched = False
+
+
 def _refuse_forks(cuda: Any) -> None:
     """Refuse devices to processes forked from one that has asked the driver, as CUDA does."""
     cuda._is_in_bad_fork = lambda: _forked_late

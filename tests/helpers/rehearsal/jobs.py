@@ -44,16 +44,28 @@ def layout(row: str, ranks: int) -> Job:
 
 
 def run_all(
-    jobs: Sequence[Job], folder: Path, *, devices: int = 8, engine: bool = False, deadline_s: float = 600
+    jobs: Sequence[Job],
+    folder: Path,
+    *,
+    devices: int = 8,
+    engine: bool = False,
+    deadline_s: float = 600,
+    preloaded: str = "",
 ) -> list[Any]:
-    """What each job's ranks returned; an error's text for jobs whose ranks did not end, or that were not run."""
+    """What each job's ranks returned; an error's text for jobs whose ranks did not end, or that were not run.
+
+    Ranks are forked with the module `preloaded`, too.
+    """
     results = folder / "results.pt"
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [sys.executable, "-m", "tests.helpers.rehearsal.jobs", str(results)],
             input=json.dumps([asdict(job) for job in jobs]).encode(),
             env=launch.environment(devices, engine=engine)
-            | {"XDG_CACHE_HOME": str(folder)},  # where measured costs are kept
+            | {
+                "XDG_CACHE_HOME": str(folder),
+                "PRELOADED_TOO": preloaded,
+            },  # the former is where measured costs are kept
             cwd=ROOT,
             timeout=deadline_s,
             check=True,

@@ -1,6 +1,6 @@
 """The modules."""
 
-from transformer_engine.pytorch import distributed, fp8, optimizers, router, tensor
+from transformer_engine.pytorch import distributed, fp8, ops, optimizers, router, tensor
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.linears import GroupedLinear, LayerNormLinear, Linear
 from transformer_engine.pytorch.norms import LayerNorm, RMSNorm
@@ -14,6 +14,7 @@ __all__ = [
     "RMSNorm",
     "distributed",
     "fp8",
+    "ops",
     "optimizers",
     "router",
     "tensor",

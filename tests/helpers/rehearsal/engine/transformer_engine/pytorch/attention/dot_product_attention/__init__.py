@@ -25,7 +25,7 @@ MASKS = {
 
 
 class DotProductAttention(nn.Module):
-    """Softmax attention. Arguments of kernels, windows and sinks that change a result are not taken."""
+    """Softmax attention. Arguments of kernels and sinks that change a result are not taken."""
 
     def __init__(
         self,
@@ -42,12 +42,13 @@ class DotProductAttention(nn.Module):
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        window_size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.groups = num_attention_heads // tp_size, (num_gqa_groups or num_attention_heads) // tp_size
         self.channels, self.dropout, self.qkv_format = kv_channels, attention_dropout, qkv_format
         self.attn_mask_type, self.tracker = attn_mask_type, None if sequence_parallel else get_rng_state_tracker
-        self.attention_type, self.window_size = attention_type, check_set_window_size(attn_mask_type)
+        self.attention_type, self.window_size = attention_type, check_set_window_size(attn_mask_type, window_size)
         self.softmax_scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def get_extra_state(self) -> Tensor:
@@ -129,7 +130,10 @@ class DotProductAttention(nn.Module):
         scores = scores if bias is None else scores + bias
         if MASKS[kind]:
             diagonal = 1 + (scores.size(-1) - scores.size(-2)) * (MASKS[kind] == "bottom")
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(diagonal), -torch.inf)
+            everything = torch.ones_like(scores, dtype=torch.bool)
+            scores = scores.masked_fill(everything.triu(diagonal), -torch.inf)
+            if (left := self.window_size[0]) >= 0:
+                scores = scores.masked_fill(everything.tril(diagonal - left - 2), -torch.inf)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         weights = scores.softmax(-1).nan_to_num(0.0)

@@ -44,7 +44,12 @@ def get_attention_backend(attention_params: AttentionParams) -> tuple[Any, ...]:
 
 
 def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """The window, which has to be the mask's: another one is corrected there, with a warning each time."""
-    of_mask = (-1, 0) if "causal" in attn_mask_type else (-1, -1)
-    assert window_size in (None, of_mask), f"window_size should be {of_mask} for attn_mask_type={attn_mask_type}"
-    return of_mask
+    """The window, which has to be the mask's, or a shorter one to the left of a causal mask's diagonal: another one is
+    corrected there, with a warning each time."""
+    is_causal = "causal" in attn_mask_type
+    of_mask = (-1, 0) if is_causal else (-1, -1)
+    is_shorter = is_causal and window_size is not None and window_size[0] >= 0 and window_size[1] == 0
+    assert is_shorter or window_size in (None, of_mask), (
+        f"window_size should be {of_mask} for attn_mask_type={attn_mask_type}"
+    )
+    return of_mask if window_size is None else (int(window_size[0]), int(window_size[1]))

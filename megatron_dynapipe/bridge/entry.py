@@ -1,0 +1,139 @@
+"""`planned`: for the length of a block, Bridge's training loop runs planned iterations of a recipe."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+
+from megatron_dynapipe.bridge import relied_on
+from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model
+from megatron_dynapipe.bridge.run import PlannedRecipe
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import BYTES_PER_MB
+from megatron_dynapipe.integration.hooks import optimizer_patches
+from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.report import REPORT_FOLDER
+from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.store import find_address
+
+AUTO = "auto"
+
+_originals = Originals()
+
+
+class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no types
+    """A run's samples, as the recipe names them to Bridge while the run lasts.
+
+    Attributes:
+        enable_in_batch_packing: whether rows may be packed; set when the model is known.
+        skip_getting_attention_mask_from_dataset: whether attention is causal by itself; likewise.
+    """
+
+    enable_in_batch_packing = False
+    skip_getting_attention_mask_from_dataset = True
+
+    def __init__(self, run: PlannedRecipe) -> None:
+        super().__init__(dataloader_type="external")
+        self._run = run
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
+        """The iterators of train, validation and test."""
+        return self._run.datasets(context)
+
+
+@contextlib.contextmanager
+def planned(
+    config: Any,
+    dataset: str | Path | None = None,
+    costs: str | Path = AUTO,
+    *,
+    long_samples: LongSamples | str = LongSamples.FAIL,
+    memory_limit_mb: float | None = None,
+    cluster: str = AUTO,
+    store_url_file: str | Path | None = None,
+    store_bind: str = "127.0.0.1",
+    planners: int = 1,
+    ahead: int = 8,
+    timeout_s: float = 300.0,
+    report_folder: str | Path = REPORT_FOLDER,
+) -> Iterator[PlannedRecipe]:
+    """Have Bridge's `pretrain` and `finetune` run planned iterations of a recipe for the length of a block.
+
+    Args:
+        config: a `ConfigContainer` of a GPT or Hybrid model. While the block lasts, its dataset is the run's, gradients
+            are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
+        dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
+        costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
+        long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
+        memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
+        cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
+        store_url_file: holds the URL of an existing plan store; by default the run starts one.
+        store_bind: address at which its own store listens, for runs on several nodes.
+        planners: planner processes on each node.
+        ahead: iterations planned ahead of training.
+        timeout_s: deadline of every wait.
+        report_folder: where logs, and samples of recipes, go.
+
+    Raises:
+        ConfigError: the recipe asks for something that planned runs do not support, or a planned run is active.
+        DataError: the dataset is missing, damaged, or of another tokenizer.
+        UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
+    """
+    relied_on.check()
+    check_recipe(config)
+    folder = None if dataset is None else Path(dataset).absolute()
+    if folder is not None:
+        check_dataset(config, folder)
+    run = PlannedRecipe(
+        config,
+        dataset=folder,
+        costs=None if costs == AUTO else Path(costs),
+        long_samples=LongSamples(long_samples),
+        memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
+        cluster=cluster,
+        store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
+        store_bind=store_bind,
+        planners=planners,
+        ahead=ahead,
+        timeout_s=timeout_s,
+        report_folder=Path(report_folder),
+    )
+    with run, _installed(run), _changed(config, dataset=PlannedDataset(run)), _per_token(config):
+        yield run
+
+
+@contextlib.contextmanager
+def _installed(run: PlannedRecipe) -> Iterator[None]:
+    """Have Megatron's factory of schedule functions hand out a run's."""
+    if _originals:
+        raise ConfigError("expected no planned run to be active yet, got a second one")
+    optimizer_patches.apply()
+    _originals.install(relied_on.replacements(run.forward_backward, run.close))
+    try:
+        yield
+    finally:
+        _originals.revert()
+        optimizer_patches.revert()
+
+
+@contextlib.contextmanager
+def _per_token(config: Any) -> Iterator[None]:
+    """Have gradients be sums over learned tokens, divided once by their number."""
+    with _changed(of_model(config), calculate_per_token_loss=True), _changed(config.ddp, average_in_collective=False):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes for the length of a block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -1,0 +1,229 @@
+"""From a recipe of Megatron-Bridge, once Bridge has settled it, and its built model, to the settings of plans."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_dynapipe import cpu
+from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Split
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import located
+from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
+from megatron_dynapipe.costing.shape import megatron_arguments
+from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.flags import machine
+from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.models.hybrid import STACKS
+from megatron_dynapipe.integration.models.packed_rows import RowFormat
+from megatron_dynapipe.integration.models.specs import packing_obstacle
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.sampling import LongSamples, SamplerSettings
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+
+
+def device_of_rank() -> torch.device:
+    """The device of this rank, which Bridge has made the current one."""
+    return torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", torch.cuda.current_device())
+
+
+def plan_inputs(
+    config: Any,
+    models: Sequence[nn.Module],
+    control: ControlGroup,
+    *,
+    data: Path,
+    iteration: int,
+    costs: Path | None,
+    long_samples: LongSamples,
+    memory_limit_bytes: int | None,
+    cluster: str,
+) -> PlanInputs:
+    """Everything plans are made from; every rank calls it, at the same point.
+
+    Args:
+        config: the recipe, as Bridge has settled it.
+        models: this rank's chunks.
+        control: of all ranks.
+        data: the dataset folder.
+        iteration: the one with which training begins, or goes on.
+        costs: a cost model file; None computes costs.
+        long_samples: what becomes of samples that are too long.
+        memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
+        cluster: as `planned`.
+
+    Raises:
+        ConfigError, CostModelError, DataError: settings of plans do not go together, or a file cannot be read.
+    """
+    device = device_of_rank()
+    shape = model_shape(config, on_cpu=device.type == "cpu")
+    known = _costs(config, shape, costs, device)
+    on_cpu = device.type == "cpu"
+    described = machine.cluster_of(cluster, device=device)
+    limit = memory_limit_bytes or machine.device_memory_bytes(described, on_cpu=on_cpu)
+    network = machine.network(known.load().links, described)
+    rules = GLOO_RULES if on_cpu else cuda_rules(os.environ)
+    planner = _planner(config, models, control, shape, memory_limit_bytes=limit, network=network, transfers=rules)
+    splits = _splits(config, long_samples, data, iteration)
+    return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
+
+
+def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
+    """The numbers of a recipe's model that decide its costs."""
+    places = (of_model(config), config.model)  # what the latter says of a name wins
+    said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
+    return ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
+
+
+def pattern_of(config: Any) -> str:
+    """The modules of a Hybrid recipe's model, without stages; empty for a GPT."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in names)
+    return without_stages(next(filter(None, patterns), ""))
+
+
+def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Split:
+    """Layers of every virtual stage in model order, counted in the models of all ranks."""
+    place = parallel_state.get_pipeline_model_parallel_rank()
+    counts = [sum(len(stack.layers) for stack in model.modules() if isinstance(stack, STACKS)) for model in models]
+    rows = {int(row[0]): row[1:].tolist() for row in control.gather(torch.tensor([place, *counts]))}
+    return tuple(int(rows[stage][chunk]) for chunk in range(len(models)) for stage in sorted(rows))
+
+
+def state_bytes(config: Any) -> StateBytes:
+    """Bytes of a trained parameter's copies."""
+    parameter = of_model(config).params_dtype.itemsize
+    return StateBytes(
+        gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
+        optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
+        optimizer_shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+    )
+
+
+def recompute_modes(config: Any) -> tuple[Recompute, ...]:
+    """The modes that plans choose among: the recipe's, or any.
+
+    Layers of frozen weights whose input needs no gradient cannot be computed again as a whole: Bridge sees to it where
+    the recipe asks for that mode alone.
+    """
+    asked = of_model(config).recompute_granularity
+    if asked is not None:
+        return (Recompute(asked),)
+    return tuple(Recompute) if config.peft is None else (Recompute.NONE, Recompute.SELECTIVE)
+
+
+def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.device) -> MeasuredCosts | AnalyticCosts:
+    if file is not None:
+        costs = MeasuredCosts(path=str(located(file).absolute()))
+        check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
+        return costs
+    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    if config.peft is not None:  # of frozen weights a backward pass makes no gradients, half of its products
+        rates = msgspec.structs.replace(rates, backward_products=rates.backward_products / 2)
+    return AnalyticCosts(
+        shape=shape,
+        rates=msgspec.structs.replace(rates, element_bytes=of_model(config).params_dtype.itemsize),
+        max_size=max(config.train.global_batch_size, config.validation.eval_global_batch_size),
+        max_length=config.model.seq_length,
+    )
+
+
+def _planner(
+    config: Any, models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
+) -> PlannerSettings:
+    """Settings of plans: of the model, the layout, and the machine as they are given."""
+    model = of_model(config)
+    is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
+    split = layers_per_stage(models, control)
+    pattern = pattern_of(config) if is_hybrid else ""
+    return PlannerSettings(
+        family=ModelFamily.GPT,
+        encoder_layers=int(sum(split)),
+        hidden_size=model.hidden_size,
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        tensor_parallel=model.tensor_model_parallel_size,
+        pipeline_parallel=model.pipeline_model_parallel_size,
+        chunks=len(models),
+        layers_per_stage=split,
+        distributed_optimizer=config.ddp.use_distributed_optimizer,
+        recompute=recompute_modes(config),
+        micro_batch_layouts=layouts(models),
+        element_bytes=state_dtype(config).itemsize,
+        sequence_parallel=model.sequence_parallel,
+        model_state_bytes=_model_state(config, models, control),
+        expert_layers=shape.experts.layers if shape.experts else (),
+        pattern=kinds_of_pattern(pattern) if pattern else (),
+        **of_machine,
+    )
+
+
+def layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
+    """The layouts that a model's attention takes: packed rows in Transformer Engine's alone, in half precision."""
+    is_half = next(models[0].parameters()).element_size() == 2
+    packs = is_half and RowFormat.of(models) is RowFormat.TRANSFORMER_ENGINE and not packing_obstacle(models)
+    return (BatchLayout.PADDED, BatchLayout.PACKED) if packs else (BatchLayout.PADDED,)
+
+
+def state_dtype(config: Any) -> torch.dtype:
+    """Type of the states that cross stage boundaries."""
+    model = of_model(config)
+    dtype: torch.dtype = model.pipeline_dtype or model.params_dtype
+    return torch.float32 if model.fp32_residual_connection else dtype
+
+
+def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
+    """Memory of every pipeline rank's weights, gradients and optimizer states: the most of any replica's."""
+    counted = [parallel_state.get_pipeline_model_parallel_rank(), state_bytes(config).total(unwrap_model(list(models)))]
+    most = [0] * of_model(config).pipeline_model_parallel_size
+    for stage, size in (values.tolist() for values in control.gather(torch.tensor(counted))):
+        most[stage] = max(most[stage], size)
+    return tuple(most)
+
+
+def _splits(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+    """Train, and with evaluation valid and test where the dataset has samples for them."""
+    meta = read_meta(data)
+
+    def sampler(samples: int) -> SamplerSettings:
+        return SamplerSettings(
+            family=ModelFamily.GPT,
+            seed=config.rng.seed,
+            samples_per_iteration=samples,
+            max_input_length=config.model.seq_length + 1,  # n tokens train n - 1 positions
+            long_samples=long_samples,
+            sides=meta.task_sides,
+        )
+
+    train = SplitSettings(
+        name="train",
+        sampler=msgspec.structs.replace(sampler(config.train.global_batch_size), task_rates=meta.task_rates),
+        first_iteration=iteration,
+        first_sample=iteration * config.train.global_batch_size,
+        iterations=max(config.train.train_iters - iteration, 0),
+    )
+    if not (batches := config.validation.eval_iters):
+        return (train,)
+    evaluated = [
+        SplitSettings(name=name, sampler=sampler(config.validation.eval_global_batch_size), evaluation=batches)
+        for name in evaluated_splits(data)
+    ]
+    return (train, *evaluated)
+
+
+def evaluated_splits(data: Path) -> list[str]:
+    """The splits of a dataset folder that have samples to evaluate on."""
+    there = read_meta(data).split_samples
+    return [name for name in ("valid", "test") if there[name]]

@@ -1,0 +1,111 @@
+"""What planned runs rely on in Megatron-Bridge: names, the calls in its loop that lead to them, what is replaced.
+
+Checked at every start, whatever version Bridge says it is.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_dynapipe.core.errors import InstallationError, UnsupportedMegatronError
+from megatron_dynapipe.extras import from_clone
+from megatron_dynapipe.integration.hooks.compatibility import SCHEDULES, Call, Name, missing_calls, missing_name
+from megatron_dynapipe.integration.hooks.originals import Replacement
+from megatron_dynapipe.integration.hooks.replacements import TABLE
+
+TESTED = "0.6.2"
+"""The version that the tests run with."""
+_TRAINING = "megatron.bridge.training"
+
+NAMES: tuple[Name, ...] = (
+    (f"{_TRAINING}.pretrain", "pretrain", ("config", "forward_step_func", "callbacks")),
+    (f"{_TRAINING}.pretrain", "_maybe_destroy_process_group", ("should_destroy",)),
+    (f"{_TRAINING}.gpt_step", "get_batch_from_iterator", ("data_iterator", "include_full_batch_fields")),
+    (f"{_TRAINING}.utils.packed_seq_utils", "get_packed_seq_params", ("batch",)),
+    ("megatron.bridge.data.base", "DatasetProvider.build_datasets", ("context",)),
+    ("megatron.bridge.data.utils", "get_dataset_provider", ("dataset_config",)),
+    ("megatron.bridge.data.datasets.gpt_sft", "GPTSFTDataset.collate_fn", ("batch",)),
+    (SCHEDULES, "get_forward_backward_func", ()),
+    ("megatron.core.rerun_state_machine", "get_rerun_state_machine", ()),
+)
+"""Functions and classes that are called, and what goes by way of them."""
+
+CALLS: tuple[Call, ...] = (
+    (f"{_TRAINING}.pretrain", "_pretrain", "_maybe_destroy_process_group"),
+    (f"{_TRAINING}.train", "train", "get_forward_backward_func"),
+    (f"{_TRAINING}.train", "train", "current_iteration"),
+    (f"{_TRAINING}.eval", "evaluate", "get_forward_backward_func"),
+    (f"{_TRAINING}.setup", "setup", "setup_data_iterators"),
+)
+"""How Bridge's loop comes to a schedule function and to iterators, and where it says the iteration."""
+
+_SHARED = ("compile_helpers", "get_write_results_queue", "async_loop")
+"""Replacements in megatron-core that a run in Bridge's loop needs as one in Megatron's does."""
+
+
+def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tuple[Replacement, ...]:
+    """What is replaced while a run trains: its schedule function, and what closes it, are given."""
+
+    def planning(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def get_forward_backward_func(*_arguments: Any, **_keywords: Any) -> Callable[..., Any]:
+            return schedule
+
+        return get_forward_backward_func
+
+    def closing(destroy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(destroy)
+        def destroy_process_group(*arguments: Any, **keywords: Any) -> Any:
+            close()
+            return destroy(*arguments, **keywords)
+
+        return destroy_process_group
+
+    rows = (
+        Replacement(
+            owner=SCHEDULES,
+            name="get_forward_backward_func",
+            make=planning,
+            parameters=(),
+            everywhere=True,
+            why="the factory by which train and evaluate pick a schedule function",
+        ),
+        Replacement(
+            owner=f"{_TRAINING}.pretrain",
+            name="_maybe_destroy_process_group",
+            make=closing,
+            parameters=("should_destroy",),
+            why="destroys the groups at the end of pretrain, over which a run tells its ranks that no plan comes",
+        ),
+    )
+    return *rows, *(replace(shared, everywhere=True) for shared in TABLE if shared.name in _SHARED)
+
+
+def check_installed() -> None:
+    """Raise InstallationError, which names the extra, where there is no Megatron-Bridge."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        raise InstallationError(
+            "expected the package megatron-bridge, which the extra [bridge] brings, found none",
+            hint=from_clone("bridge"),
+        )
+
+
+@functools.cache
+def check() -> None:
+    """Check, once, what every run relies on.
+
+    Raises:
+        InstallationError: there is no Megatron-Bridge.
+        UnsupportedMegatronError: something is not there or not as it must be; says all of it.
+    """
+    check_installed()
+    missing = [*filter(None, map(missing_name, NAMES)), *missing_calls(CALLS)]
+    if missing:
+        version = importlib.metadata.version("megatron-bridge")
+        raise UnsupportedMegatronError(
+            f"Megatron-Bridge {version} lacks what planned runs rely on: {'; '.join(missing)}",
+            hint=f"install megatron-bridge {TESTED}, with which planned runs are tested",
+        )

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Sets up .venv-bridge for `make test-bridge`: a copy of .venv by hard links, with the packages of requirements-bridge.lock.
+# Skipped when up to date; scripts/setup.sh has run before.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+unset PYTHONHOME PYTHONPATH
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+FOLDER=.venv-bridge
+inputs=$({ printf '%s\n' "$PWD"; cat requirements.lock requirements-bridge.lock pyproject.toml; } | sha256sum)
+
+exec 9>.demo/setup.lock  # as scripts/setup.sh: two commands at once wait for each other
+flock 9
+[[ -f $FOLDER/.done && $(<$FOLDER/.done) == "$inputs" ]] && exit
+echo "setup: making $FOLDER, with Megatron-Bridge" >&2
+rm -rf -- "$FOLDER"
+cp -al .venv "$FOLDER"
+"$FOLDER/bin/python" -m pip install --quiet --no-deps -r requirements-bridge.lock ||
+    { printf 'error: pip could not install Megatron-Bridge\nhint: %s\n' "see its message above; run this again" >&2; exit 2; }
+printf '%s\n' "$inputs" >"$FOLDER/.done"

@@ -1,0 +1,178 @@
+"""Planned recipes against Bridge's own runs of the same samples, on rehearsed devices; `make test-bridge` runs them.
+
+All rows are runs of one process, which imports Megatron-Bridge once.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dynapipe.cli.model_config import read_model
+from tests.helpers.random_dataset import make_dataset
+from tests.helpers.rehearsal import build, jobs
+
+pytestmark = [
+    pytest.mark.bridge,
+    pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
+    pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="there is no Megatron-Bridge here"),
+    pytest.mark.timeout(3600),  # of the first test, which waits for all runs
+]
+RUNS = "tests.helpers.bridge_runs"
+FAMILIES = ("llama", "qwen3", "gemma3")
+SEVERAL = {"memory_limit_mb": 6.0}
+"""So little memory that an iteration takes several micro-batches."""
+TWO = {"pipeline": 2}
+LENGTH = 64
+SIZES = ("heads", "kv_channels", "query_groups", "ffn", "gated", "rms_norm", "biases", "rotary", "tied")
+EXACT = 1e-5
+HALF = 2e-3
+
+
+def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
+    """Ranks, whether it is planned, and the rest of a run, by name."""
+    rows: dict[str, tuple[int, bool, dict[str, Any]]] = {}
+    for family in FAMILIES:
+        rows[family] = (1, False, {"model": family})
+        rows[f"{family} planned"] = (1, True, {"model": family, **SEVERAL})
+        rows[f"{family} two stages"] = (2, True, {"model": family, **TWO, **SEVERAL})
+    rows |= {
+        "replicas": (2, True, {"model": "llama", "evaluations": 2}),
+        "evaluated": (1, False, {"model": "llama", "evaluations": 2}),
+        "virtual stages": (2, True, {"model": "llama", **TWO, "virtual": 2, **SEVERAL}),
+        "saved": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 3, "save": "saved"}),
+        "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 5, "save": "saved"}),
+        "half": (1, False, {"model": "llama", "half": True}),
+        "half planned": (2, True, {"model": "llama", "half": True, **TWO}),
+        "hybrid": (2, False, {"model": "llama", "pattern": "*-*-|*-*-", **TWO}),
+        "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **SEVERAL}),
+        "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
+        "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
+        "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
+        "own": (1, False, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
+        "exported": (1, True, {"model": "llama", "iterations": 2, "export": "exported"}),
+    }
+    return rows
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each run has kept, by rank; an error's text of one that failed."""
+    folder = tmp_path_factory.mktemp("bridge")
+    make_dataset(folder / "data", 64, lengths=(1, 40), target=20)
+    made = [jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": list(FAMILIES)}, 1)]
+    rows = names()
+    todo = [
+        jobs.Job(f"{RUNS}:train", _placed(folder, is_planned, row), ranks) for ranks, is_planned, row in rows.values()
+    ]
+    files = {"model": str(folder / "llama"), "dataset": str(folder / "data")}
+    refused = [jobs.Job(f"{RUNS}:refused", files, 1)]
+    results = jobs.run_all([*made, *todo, *refused], folder, engine=True, deadline_s=3000, preloaded=RUNS)
+    return dict(zip(["prepared", *rows, "refused"], results, strict=True)) | {"folder": folder}
+
+
+def _placed(folder: Path, is_planned: bool, row: dict[str, Any]) -> dict[str, Any]:
+    """A run's arguments, its files in a folder."""
+    files = {"model", "dataset", "save", "lora", "own_samples", "export"}
+    placed = {name: str(folder / value) if name in files else value for name, value in row.items()}
+    return {"dataset": str(folder / "data"), "is_planned": is_planned} | placed
+
+
+def last(ran: dict[str, Any], name: str) -> dict[str, Any]:
+    """The run's last rank, which has the losses."""
+    result = ran[name]
+    assert not isinstance(result, str), result
+    kept: dict[str, Any] = result[-1]
+    return kept
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], *, within: float, first: int = 0) -> None:
+    """Compare losses and gradient norms, those of `expected` from an iteration on."""
+    for name in ("losses", "norms"):
+        assert len(actual[name]) == len(expected[name][first:]) > 0
+        assert actual[name] == pytest.approx(expected[name][first:], rel=within), name
+
+
+def assert_same_weights(actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Compare weights after the last iteration, rank by rank."""
+    for one, other in zip(actual, expected, strict=True):
+        assert one["weights"].keys() == other["weights"].keys() != set()
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(weight, other["weights"][name], atol=EXACT, rtol=EXACT, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_as_without_plans(ran: dict[str, Any], family: str) -> None:
+    planned, stock = last(ran, f"{family} planned"), last(ran, family)
+    assert planned["micro_batches"] > 1
+    assert_same(planned, stock, within=EXACT)
+    assert_same_weights(ran[f"{family} planned"], ran[family])
+    assert_same(last(ran, f"{family} two stages"), stock, within=EXACT)
+
+
+@pytest.mark.parametrize("layout", ["replicas", "virtual stages"])
+def test_a_layout_trains_as_one_rank(ran: dict[str, Any], layout: str) -> None:
+    assert_same(last(ran, layout), last(ran, "llama"), within=EXACT)
+
+
+def test_a_hybrid_model_trains_as_without_plans(ran: dict[str, Any]) -> None:
+    """From weights that Megatron draws, on each stage anew: on the same layout."""
+    assert_same(last(ran, "hybrid planned"), last(ran, "hybrid"), within=EXACT)
+
+
+def test_evaluations_are_those_of_the_loop_itself(ran: dict[str, Any]) -> None:
+    """The first: later ones go over the same batches again, and Bridge's own iterators over the next."""
+    planned, stock = last(ran, "replicas")["evaluated"], last(ran, "evaluated")["evaluated"]
+    assert len(planned) == len(stock) > 1
+    assert planned[0] == pytest.approx(stock[0], rel=EXACT)
+
+
+def test_a_run_goes_on_from_its_checkpoint(ran: dict[str, Any]) -> None:
+    assert_same(last(ran, "resumed"), last(ran, "llama"), within=EXACT, first=3)
+
+
+def test_rows_are_packed_in_half_precision(ran: dict[str, Any]) -> None:
+    planned = last(ran, "half planned")
+    assert planned["packed"]
+    assert_same(planned, last(ran, "half"), within=HALF)
+
+
+def test_adapters_train_as_without_plans(ran: dict[str, Any]) -> None:
+    """On the same layout: Bridge draws adapters' first weights on each stage anew."""
+    planned = last(ran, "lora planned")
+    assert planned["micro_batches"] > 1
+    assert_same(planned, last(ran, "lora"), within=EXACT)
+    assert_same_weights(ran["lora planned"], ran["lora"])
+
+
+def test_own_samples_are_those_of_bridge(ran: dict[str, Any]) -> None:
+    assert_same(last(ran, "own planned"), last(ran, "own"), within=EXACT)
+
+
+def test_a_planned_model_is_exported_to_hugging_face(ran: dict[str, Any]) -> None:
+    """Its logits there are those of its trained weights: the loss that Megatron computes of them."""
+    exported = last(ran, "exported")
+    assert exported["loss there"] == pytest.approx(exported["loss here"], rel=1e-4)
+
+
+def test_a_saved_recipe_says_what_its_model_is(ran: dict[str, Any]) -> None:
+    """The same as the HuggingFace folder that it began from."""
+    folder = ran["folder"]
+    saved = read_model(folder / "saved/iter_0000003/run_config.yaml")
+    began = read_model(folder / "llama/config.json")
+    assert saved.is_recipe
+    assert saved.max_seq_len == LENGTH + 1
+    assert (saved.layers, saved.hidden_size) == (began.layers, began.hidden_size)
+    assert {name: saved.shape[name] for name in SIZES} == {name: began.shape[name] for name in SIZES}
+
+
+def test_a_run_inside_another_and_other_outputs_are_refused(ran: dict[str, Any]) -> None:
+    assert ran["refused"] == [
+        [
+            "expected no planned run to be active yet, got a second one",
+            "planned runs compute the loss alone: they cannot collect other outputs of the model",
+        ]
+    ]

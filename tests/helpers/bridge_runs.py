@@ -1,0 +1,359 @@
+"""Runs of Megatron-Bridge's training loop, planned and not, of the same samples, from the same HuggingFace weights.
+
+Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an environment that has Megatron-Bridge.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service.planned_splits import split_sampler
+from megatron_dynapipe.service.settings import SplitSettings
+from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
+
+LENGTH = 64
+BATCH = 16
+LAYERS = 4
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A HuggingFace folder of random weights, with the tokenizer of `random_dataset`."""
+    import transformers
+
+    of = {
+        "llama": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=False),
+        "qwen3": lambda: transformers.Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
+        "gemma3": lambda: transformers.Gemma3TextConfig(
+            **_SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=16
+        ),
+    }
+    word_tokenizer(folder, VOCABULARY)
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    torch.manual_seed(1)
+    config = of[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def recipe(
+    model: Path,
+    *,
+    iterations: int = 5,
+    pipeline: int = 1,
+    tensor: int = 1,
+    virtual: int | None = None,
+    lora: str | None = None,
+    save: str | None = None,
+    evaluations: int = 0,
+    half: bool = False,
+    own_samples: str | None = None,
+    pattern: str = "",
+) -> Any:
+    """A recipe of a small model, as a user would change one of Bridge's.
+
+    Args:
+        model: a HuggingFace folder.
+        iterations: of training, in all.
+        pipeline, tensor, virtual: the layout.
+        lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
+        save: where checkpoints are saved, and loaded from if there is one.
+        evaluations: batches of an evaluation.
+        half: in bf16.
+        own_samples: a folder of JSON lines, as the recipe's own samples.
+        pattern: of a HybridModel of random weights, in place of the folder's model.
+    """
+    config = _pretrain_common()
+    bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
+    provider = _hybrid(pattern) if pattern else bridge.to_megatron_provider(load_weights=lora is None)
+    config.model = provider
+    config.tokenizer.tokenizer_model = str(model)
+    provider.seq_length = config.dataset.seq_length = LENGTH
+    provider.pipeline_model_parallel_size = pipeline
+    provider.virtual_pipeline_model_parallel_size = virtual
+    provider.tensor_model_parallel_size = tensor
+    _compute_in(provider, torch.bfloat16 if half else torch.float32)
+    provider.calculate_per_token_loss = True
+    config.ddp.average_in_collective = False
+    config.mixed_precision = "bf16_mixed" if half else None
+    config.train.train_iters = iterations
+    config.train.global_batch_size = BATCH
+    config.train.micro_batch_size = 1
+    config.validation.eval_iters = evaluations
+    config.validation.eval_interval = 2
+    config.scheduler.lr_warmup_iters = 0
+    config.scheduler.lr_decay_iters = 20
+    config.logger.log_interval = 1
+    config.logger.tensorboard_dir = None
+    config.checkpoint.save = config.checkpoint.load = save
+    config.checkpoint.save_interval = 2
+    if lora is not None:
+        config.peft = LoRA(dim=4, alpha=8)
+        config.checkpoint.pretrained_checkpoint = lora
+    if own_samples is not None:
+        config.dataset = GPTSFTDatasetConfig(
+            dataset_root=own_samples, seq_length=LENGTH, do_validation=False, do_test=False, num_workers=0
+        )
+    return config
+
+
+def _hybrid(pattern: str) -> HybridModelProvider:
+    return HybridModelProvider(
+        hybrid_layer_pattern=pattern,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        vocab_size=VOCABULARY,
+    )
+
+
+def _compute_in(provider: Any, dtype: torch.dtype) -> None:
+    """Of one type, by kernels that are rehearsed, without dropout."""
+    provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
+        setattr(provider, fused, False)
+    for fused in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
+        setattr(provider, fused, False)
+
+
+class Kept(Callback):
+    """Keeps losses, gradient norms and weights of a run.
+
+    Args:
+        model: the HuggingFace folder that it began from.
+        export: where its weights are exported to at the end, as a HuggingFace folder; None for nowhere.
+    """
+
+    def __init__(self, model: str, export: str | None) -> None:
+        self._model = model
+        self._export = export
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.evaluated: list[float] = []
+        self.exported: dict[str, float] = {}
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """After each iteration."""
+        self.losses += [float(loss) for loss in (context.loss_dict or {}).values()]
+        self.norms.append(float(context.grad_norm or 0.0))
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """After each evaluation."""
+        self.evaluated += [float(loss) for loss in (context.total_loss_dict or {}).values()]
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """At the end."""
+        for chunk, model in enumerate(unwrap_model(context.model)):
+            for name, weight in model.named_parameters():
+                self.weights[f"{chunk}.{name}"] = weight.detach().cpu().clone()
+        if self._export is not None:
+            self._compare_exported(context.model)
+
+    def _compare_exported(self, models: Any) -> None:
+        """Export the weights, and compute the loss of a few tokens there and here."""
+        import transformers
+
+        AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
+        tokens = torch.arange(3, 3 + LENGTH + 1)[None]
+        there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
+        with torch.no_grad():
+            logits = there(input_ids=tokens[:, :-1]).logits[..., :VOCABULARY]
+            self.exported["loss there"] = float(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]))
+            losses = models[0](
+                tokens[:, :-1].cuda(), torch.arange(LENGTH)[None].cuda(), None, labels=tokens[:, 1:].cuda()
+            )
+            self.exported["loss here"] = float(losses.mean())
+
+    def kept(self) -> dict[str, Any]:
+        """All of it."""
+        names = ("losses", "norms", "evaluated", "weights")
+        return {name: getattr(self, name) for name in names} | self.exported
+
+
+@dataclasses.dataclass(kw_only=True)
+class StockDataset(DatasetProvider):
+    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
+
+    folder: str
+    own: Any = None
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
+        """Iterators of this replica's micro-batches; of the recipe's `own` samples, as Bridge collates each alone."""
+        if self.own is not None:
+            counts = [context.train_samples, 0, 0]
+            train, *_ = get_dataset_provider(self.own)(counts, self.own, tokenizer=context.tokenizer)
+            rows = self._rows("train", lambda sample: train.collate_fn([train[sample]]))
+            return ({name: batch.get(name) for name in _FIELDS} for batch in rows), None, None
+        return tuple(self._micro_batches(split) for split in ("train", "valid", "test"))
+
+    def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
+        meta = read_meta(Path(self.folder))
+        reader = open_split(Path(self.folder), split, ModelFamily.GPT)
+        return self._rows(split, lambda sample: padded(*reader[sample], targets_alone=meta.loss == "targets"))
+
+    def _rows(self, split: str, row: Callable[[int], Any]) -> Iterator[Any]:
+        folder = Path(self.folder)
+        settings = SamplerSettings(
+            family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
+        )
+        sampler = split_sampler(folder, SplitSettings(name=split, sampler=settings))
+        replica = parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        iteration = 0
+        while True:
+            for sample in sampler.batch(iteration).sample_ids[replica::replicas]:
+                yield row(int(sample))
+            iteration += 1
+
+
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
+    """A sample as a row."""
+    tokens = np.concatenate([given, target]).astype(np.int64)
+    row = {name: torch.zeros(1, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
+    mask = torch.zeros(1, LENGTH)
+    row["tokens"][0, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
+    row["labels"][0, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
+    mask[0, (len(given) - 1 if targets_alone else 0) : len(tokens) - 1] = 1
+    return row | {"loss_mask": mask, "position_ids": torch.arange(LENGTH)[None], "attention_mask": None}
+
+
+@contextlib.contextmanager
+def _stock(config: Any, dataset: str, own: Any) -> Iterator[None]:
+    """Bridge's own loop; its wheels lack the Makefile that it looks for."""
+    originals = Originals()
+    originals.install([dataclasses.replace(row, everywhere=True) for row in TABLE if row.name == "compile_helpers"])
+    config.dataset = StockDataset(dataloader_type="external", folder=dataset, own=own)
+    try:
+        yield
+    finally:
+        originals.revert()
+
+
+def train(
+    *,
+    rank: int,
+    world_size: int,
+    model: str,
+    dataset: str,
+    is_planned: bool,
+    memory_limit_mb: float | None = None,
+    export: str | None = None,
+    **layout: Any,
+) -> dict[str, Any]:
+    """On one rank: what a run `Kept`, and of the last planned iteration its micro-batches and whether rows were packed.
+
+    Args:
+        rank, world_size: as torchrun says.
+        model: a HuggingFace folder.
+        dataset: a dataset folder; with a recipe's own samples the folder in which the planned run has kept them, and
+            that run's report folder.
+        is_planned: whether plans run, or Bridge's own schedule.
+        memory_limit_mb: as `planned`.
+        export: as `Kept`.
+        layout: as `recipe`.
+    """
+    torch.cuda.set_device(rank)
+    config = recipe(Path(model), **layout)
+    own = config.dataset if layout.get("own_samples") else None
+    kept = Kept(model, export)
+    loop = finetune if config.peft is not None else pretrain
+    if not is_planned:
+        found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
+        with _stock(config, found, own):
+            loop(config=config, forward_step_func=forward_step, callbacks=[kept])
+        return kept.kept()
+    report = dataset if own is not None else f"{dataset}-report"
+    with planned(
+        config, None if own is not None else dataset, report_folder=report, memory_limit_mb=memory_limit_mb
+    ) as run:
+        loop(config=config, forward_step_func=forward_step, callbacks=[kept])
+    assert run.latest is not None
+    rows = run.latest.entry.micro_batches
+    return kept.kept() | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+
+
+def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str]:
+    """What is said of a second run inside the first, and of other outputs than the loss; the recipe is as it was."""
+    config = recipe(Path(model))
+    before = (config.dataset, config.model.calculate_per_token_loss)
+    said = []
+    with planned(config, dataset) as run:
+        try:
+            with planned(recipe(Path(model)), dataset):
+                pass
+        except ConfigError as error:
+            said.append(error.message)
+        try:
+            run.forward_backward(forward_step_func=None, data_iterator=None, model=[], collect_non_loss_data=True)
+        except ConfigError as error:
+            said.append(error.message)
+    assert (config.dataset, config.model.calculate_per_token_loss) == before
+    return said
+
+
+def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
+    """Make the families' HuggingFace folders, and a recipe's own samples."""
+    for family in families:
+        make_model(Path(folder, family), family)
+    write_own_samples(Path(folder, "own"))
+
+
+def write_own_samples(folder: Path, samples: int = 48) -> None:
+    """JSON lines of random words, as a recipe's own samples."""
+    draw = np.random.default_rng(3)
+    folder.mkdir()
+    with (folder / "training.jsonl").open("w") as file:
+        for _ in range(samples):
+            words = [" ".join(f"w{word}" for word in draw.integers(3, 40, draw.integers(1, most))) for most in (40, 16)]
+            file.write(json.dumps(dict(zip(("input", "output"), words, strict=True))) + "\n")
