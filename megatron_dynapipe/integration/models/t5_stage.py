@@ -228,9 +228,9 @@ class T5Stage(LanguageModule):
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
-        modules, depth = self.stage_modules.encoder, self.layout.encoder_layers
+        modules, depth = self.stage_modules.encoder, self.stage_modules.encoder_depth
         if decoder:
-            modules, depth = self.stage_modules.decoder, self.layout.decoder_layers
+            modules, depth = self.stage_modules.decoder, self.stage_modules.decoder_depth
         if not modules:
             return None
         model, hide = self.model, decoder and self.model.biases_hide
@@ -242,7 +242,7 @@ class T5Stage(LanguageModule):
             layer=layer,
             layer_norm=norm,
             modules=modules,
-            depth=depth,
+            depth=depth // self.layout.model.modules_per_layer,
             pg_collection=self.pg_collection,
         )
 
