@@ -27,7 +27,7 @@ help:
 	@echo "make test       the test suite (make test-full: with the slow tests)"
 	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
 	@echo "make check      lint, warnings of the native core, types, import order, size, documents"
-	@echo "make claims     runs what docs/claims.md says checks our claims"
+	@echo "make claims     runs what benchmarks/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
 	@echo "make setup      only set up; make clean: remove what was built, but not .venv"
 
@@ -65,6 +65,7 @@ check: setup
 	$(PYTHON) -m mypy
 	$(PYTEST) tests/test_architecture.py -q
 	$(PYTHON) -W ignore scripts/count_code.py
+	$(PYTHON) scripts/count_docs.py
 	$(DOCS)
 
 claims: setup

@@ -95,8 +95,9 @@ public:
         Integers rows(kCosts * count * stages);
         std::vector<bool> covered(count);
         CostRow row;
+        RowSums sums;
         for_packed_rows(samples, sizes, modes, [&](size_t i, size_t mode, const std::vector<int32_t>& of_row) {
-            costs_->packed_row(mode, of_row, row);
+            costs_->packed_row(mode, of_row, sums, row);
             covered[i] = row.covered;
             copy_costs(row, i, count, rows);
         });

@@ -110,7 +110,7 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
         if not is_number or not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
             raise ConfigError(
                 f"{path}: expected {key} as a number {'of at least 0' if may_be_zero else 'above 0'}, got {value!r}",
-                hint="a cluster file gives memory and both kinds of links, as those of configs/clusters/",
+                hint="a cluster file gives memory and both kinds of links, as the files in configs/clusters/ do",
             )
     return Cluster(
         path=path,

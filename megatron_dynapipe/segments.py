@@ -162,7 +162,7 @@ class SegmentCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _check(self, stage_of: Sequence[int]) -> None:
         if len(stage_of) != len(self.segments):
             raise ConfigError(
-                f"expected the stages of {len(self.segments)} segments, got those of {len(stage_of)}",
+                f"expected the stages of {len(self.segments)} segments, got the stages of {len(stage_of)}",
                 hint="use costs that were profiled with the same split points",
             )
 
@@ -262,7 +262,7 @@ def divide_segments(
     """
     if tuple(points) != costs.points:
         raise ConfigError(
-            f"expected costs of segments divided at {', '.join(points)}, got those of {', '.join(costs.points)}",
+            f"expected costs of segments divided at {', '.join(points)}, got {', '.join(costs.points)}",
             hint="profile the model with the same split points",
         )
     weights = [round(segment.total_ms() * 1e6) for segment in costs.segments]

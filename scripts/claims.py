@@ -1,4 +1,4 @@
-"""Runs the commands of docs/claims.md and holds what they print against the page: pass or miss for each claim.
+"""Runs the commands of benchmarks/claims.md and holds what they print against the page: pass or miss for each claim.
 
     python scripts/claims.py [--minutes 30] [--only TEXT]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "claims.md"
+PAGE = ROOT / "benchmarks" / "claims.md"
 _NUMBER = r"(-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)"
 _EXPECTED = re.compile(rf"(.*?)([≥≤] )?{_NUMBER}(?: ± {_NUMBER})?(?: \(≥ {_NUMBER}\))?", re.DOTALL)
 _STARTS = {

@@ -1,4 +1,4 @@
-"""Writes docs/flags.md and docs/commands.md from the parsers' own help; tests/docs holds the pages to that."""
+"""Writes docs/commands.md from the parsers' own help; tests/docs holds the page to that."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,19 +8,58 @@ from megatron_dynapipe.cli.main import EXAMPLES, PROGRAM, build_parser
 from megatron_dynapipe.integration.flags import command_line
 
 DOCS = Path(__file__).parent.parent / "docs"
-_FLAGS = """# Flags
+_COMMANDS = f"""# Commands, flags and Python names
 
-Entry scripts take these, every flag of Megatron's that planned runs support, and both from `--dynapipe-config FILE`.
-`--help` prints them with Megatron's; what Megatron options do under plans is said at the start of a run
-([parallelism](parallelism.md)), and where the published DynaPipe's flags went in [migrating](migrating.md). Links,
-memory and devices of each node are those of the cluster file that `--dynapipe-cluster` names (`configs/clusters/`).
+This page is the reference: every command, every flag of a run, every name of the Python package. The first two are
+written from the parsers' own help. A first command to try:
+
+```
+{PROGRAM} doctor
+```
+
+`{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, everything
+else to stderr, and `--json` prints for machines. Exit status 0 means fine, 1 that a check failed, 2 that the command
+could not run: one line says why, and a hint what to do. A command that needs an extra which is not installed names it.
+"""
+_FLAGS = """
+## Flags of a run
+
+The entry scripts take these flags and every flag of Megatron's that planned runs support. `--dynapipe-config FILE`
+reads both from a file, `--help` prints both. A run says at its start what Megatron's flags do under plans, and refuses
+those that cannot be honoured ([why](parallelism.md#what-is-refused)).
 
 """
-_COMMANDS = f"""# Commands
+_PYTHON = """
+## Python names
 
-`{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, all else
-to stderr; `--json` prints for machines. Exit status 0: fine; 1: a problem was found in what was checked; 2: it
-could not run, with one line that says why, and a hint. A command that needs more than what planning needs names it.
+`import megatron_dynapipe` offers these names; each is loaded when it is first used. `MegatronPipeline` steps
+Megatron's own models without its training loop (`examples/gpt_steps.py`).
+
+```{eval-rst}
+.. automodule:: megatron_dynapipe
+   :no-members:
+
+.. autofunction:: megatron_dynapipe.tools.batch.plan_batch
+.. autoclass:: megatron_dynapipe.tools.batch.PlannedBatch
+.. autofunction:: megatron_dynapipe.tools.tuning.tune
+.. autofunction:: megatron_dynapipe.tools.tuning.orchestrate
+.. autofunction:: megatron_dynapipe.modules.split_model
+.. autoclass:: megatron_dynapipe.modules.CutPoint
+.. autoclass:: megatron_dynapipe.modules.SharedModule
+.. autoclass:: megatron_dynapipe.modules.Pipeline
+   :members:
+.. autofunction:: megatron_dynapipe.modules.profile_module
+.. autoclass:: megatron_dynapipe.modules.ModulePlanner
+   :members:
+.. autoclass:: megatron_dynapipe.modules.DynaPipeDataLoader
+   :members:
+.. autoclass:: megatron_dynapipe.modules.Stage
+.. autoclass:: megatron_dynapipe.runtime.PipelineExecutor
+   :members:
+
+.. automodule:: megatron_dynapipe.core.errors
+   :members:
+```
 """
 
 
@@ -28,10 +67,8 @@ def pages() -> dict[Path, str]:
     """The text of each page."""
     flags = argparse.ArgumentParser(allow_abbrev=False)
     command_line.add_flags(flags)
-    return {
-        DOCS / "flags.md": _FLAGS + _table("flag", flags),
-        DOCS / "commands.md": _COMMANDS + "".join(_sections(build_parser(), "")),
-    }
+    commands = "".join(_sections(build_parser(), ""))
+    return {DOCS / "commands.md": _COMMANDS + commands + _FLAGS + _table("flag", flags) + _PYTHON}
 
 
 def _sections(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from benchmarks.common import ROOT
 
 FORMAT = "dynapipe-paper/1"
 RESULTS = ROOT / "benchmarks" / "paper" / "results"
-CHARTS = ROOT / "docs" / "results"
+CHARTS = ROOT / "benchmarks" / "results"
 
 PAPER = {
     "text": "Up to 4.39 × (T5) and 3.25 × (GPT) the throughput of packing on FLANv2.",

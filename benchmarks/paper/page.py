@@ -1,4 +1,4 @@
-"""Write `docs/results.md` from the tables in `benchmarks/paper/results` and the charts in `docs/results`.
+"""Write `benchmarks/results.md` from the tables in `benchmarks/paper/results` and the charts in `benchmarks/results`.
 
 python -m benchmarks.paper.page
 """
@@ -41,7 +41,7 @@ SECTIONS = (
     ),
     Section(
         "Padding efficiency",
-        "Real tokens over positions. For T5, packing of 2023 fills rows of inputs and leaves those of targets, which "
+        "Real tokens over positions. For T5, packing of 2023 fills rows of inputs and leaves rows of targets, which "
         "are as long, mostly empty.",
         ("padding-simulated", "padding-real"),
     ),
@@ -68,7 +68,7 @@ SECTIONS = (
 
 
 def main() -> None:
-    (ROOT / "docs" / "results.md").write_text(page(RESULTS), encoding="utf-8")
+    (ROOT / "benchmarks" / "results.md").write_text(page(RESULTS), encoding="utf-8")
 
 
 def page(folder: Path) -> str:
@@ -89,7 +89,7 @@ def shown(folder: Path, name: str) -> str:
     about, _, table = path.read_text(encoding="utf-8").partition("\n\n")
     rows = len(table.splitlines()) - 2
     if rows > MOST_ROWS:
-        table = f"[The table, {rows} rows](../benchmarks/paper/results/{path.name})\n"
+        table = f"[The table, {rows} rows](paper/results/{path.name})\n"
     picture = f"![{name}](results/{name}.png)\n\n" if chart(folder, name).exists() else ""
     return f"### {kind}\n\n{about}\n\n{picture}{table}"
 

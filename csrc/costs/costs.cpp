@@ -203,15 +203,30 @@ PackedRow CostCache::packed(const std::vector<int32_t>& samples) const {
     return row;
 }
 
-void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row) {
+void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, RowSums& sums, CostRow& row) {
     const PackedRow of_samples = packed(samples);
+    finish_packed(packed_.module_costs(mode, of_samples, sums, module_costs_), of_samples, sums, row);
+}
+
+void CostCache::changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
+                            const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
+                            CostRow& row) {
+    const PackedRow of_samples = packed(samples);
+    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums_before, sums, module_costs_);
+    finish_packed(covered, of_samples, sums, row);
+}
+
+void CostCache::finish_packed(bool covered, const PackedRow& of_samples, RowSums& sums, CostRow& row) {
     by_type_.clear();
-    if (packed_.module_costs(mode, of_samples, module_costs_)) stage_costs();
+    if (covered)
+        stage_costs();
+    else
+        sums.terms.clear();
     fill(of_samples.inputs, of_samples.targets, row);
 }
 
 bool CostCache::packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out) {
-    return packed_.module_costs(mode, packed(samples), out);
+    return packed_.module_costs(mode, packed(samples), sums_, out);
 }
 
 bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vector<Share>& by_type) {
@@ -228,12 +243,16 @@ bool CostCache::shares(size_t mode, int32_t sample, int64_t positions, std::vect
 
 bool append_stage(const StageModules& stage, const std::vector<int64_t>& module_costs, size_t ends,
                   std::vector<int64_t>& by_type) {
-    std::vector<int64_t> costs;
-    stage.append_costs(module_costs, 1, ends, costs);
-    if (costs[kForward] == kAbsent) return false;
+    const size_t base = by_type.size();
+    stage.append_costs(module_costs, 1, ends, by_type);
+    int64_t* const costs = &by_type[base];
+    if (costs[kForward] == kAbsent) {
+        by_type.resize(base);
+        return false;
+    }
     costs[kPeak] = std::max(costs[kPeak], costs[kStored]);
     for (size_t end = 0; end < ends; ++end) costs[kPeak] = std::max(costs[kPeak], costs[kStageQuantities + end]);
-    by_type.insert(by_type.end(), costs.begin(), costs.begin() + kStageQuantities);
+    by_type.resize(base + kStageQuantities);
     return true;
 }
 

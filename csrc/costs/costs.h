@@ -90,8 +90,12 @@ public:
     // The first virtual stage on which a padded micro-batch has no costs, or -1.
     int64_t uncovered_stage(size_t mode, const Shape& shape);
 
-    // Of samples packed into one row, as places in the problem; every set is computed anew.
-    void packed_row(size_t mode, const std::vector<int32_t>& samples, CostRow& row);
+    // Of samples packed into one row, as places in the problem; every set is computed anew. Fills `sums`, which are
+    // none where the cost model does not cover the row.
+    void packed_row(size_t mode, const std::vector<int32_t>& samples, RowSums& sums, CostRow& row);
+    // The same of a row that follows from another one, by that one's samples and sums.
+    void changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
+                     const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums, CostRow& row);
 
     // Costs of the modules of such a row, by kind and quantity: [rows]; false where the cost model does not cover it.
     bool packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out);
@@ -118,6 +122,7 @@ private:
     int64_t message_bytes(size_t v, int64_t held, int64_t inputs, int64_t targets) const;
     void compute(const BySize& by_size, const Shape& shape, CostRow& row);
     PackedRow packed(const std::vector<int32_t>& samples) const;
+    void finish_packed(bool covered, const PackedRow& of_samples, RowSums& sums, CostRow& row);
     void stage_costs();
     void fill(int64_t inputs, int64_t targets, CostRow& row) const;
     bool fits(const CostRow& row) const;
@@ -138,6 +143,7 @@ private:
     int64_t label_sum_, input_sum_;            // of all samples
     PackedCosts packed_;
     std::vector<int64_t> module_costs_, by_type_;  // buffers: [rows], [types][kStageQuantities]
+    RowSums sums_;
 };
 
 }  // namespace dynapipe

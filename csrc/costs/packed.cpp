@@ -14,6 +14,7 @@ namespace {
 // Above this a share could overflow the sums over a row of 2^21 positions.
 constexpr int64_t kLargestShare = int64_t{1} << 40;
 constexpr int64_t kLargestRow = kLargestCoordinate;  // inputs, and targets
+constexpr size_t kLanes = 4;                         // terms that are added side by side
 
 int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves up
     const __int128 twice = 2 * value + by;
@@ -26,23 +27,53 @@ int64_t divide(__int128 value, __int128 by) {  // rounded to the nearest, halves
 }  // namespace
 
 PackedCosts::PackedCosts(const Problem& problem)
-    : problem_(problem), width_(problem.rows.read.size()), terms_(2 * width_), sums_(width_) {
+    : problem_(problem),
+      width_(problem.rows.read.size()),
+      stride_((width_ + kLanes - 1) / kLanes * kLanes),
+      sums_(width_) {
     std::map<std::tuple<int64_t, int64_t, int64_t>, int32_t> different;
     for (size_t i = 0; i < problem.samples(); ++i) {
         const std::tuple its{problem.input_positions[i], problem.target_positions[i],
                              problem.counts_labels() ? problem.labels[i] : 0};
         lengths_.push_back(different.try_emplace(its, different.size()).first->second);
+        own_.push_back(std::max<int64_t>(problem.input_positions[i] + problem.target_positions[i], 1));
     }
     shares_.assign(problem.modes.size(), std::vector<Shares>(different.size()));
 }
 
-bool PackedCosts::module_costs(size_t mode, const PackedRow& row, std::vector<int64_t>& out) {
+bool PackedCosts::module_costs(size_t mode, const PackedRow& row, RowSums& sums, std::vector<int64_t>& out) {
+    sums.terms.assign(2 * stride_, 0);
+    sums.cells.clear();
+    for (int32_t sample : row.samples) {
+        const size_t cell = cell_of(mode, sample, row.inputs + row.targets);
+        if (!add(mode, sample, cell, 1, sums)) return false;
+        sums.cells.push_back(cell);
+    }
+    return finish(mode, row, sums, out);
+}
+
+bool PackedCosts::changed_costs(size_t mode, const PackedRow& row, const RowChange& change,
+                                const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
+                                std::vector<int64_t>& out) {
+    sums.terms = sums_before.terms;
+    sums.cells.clear();
+    for (int32_t place : change.removed) add(mode, before[place], sums_before.cells[place], -1, sums);
+    for (size_t i = 0; i < row.samples.size(); ++i) {
+        const int32_t sample = row.samples[i], from = change.from[i];
+        const size_t was = from < 0 ? 0 : sums_before.cells[from];
+        const size_t cell = cell_of(mode, sample, row.inputs + row.targets, was);
+        sums.cells.push_back(cell);
+        if (from >= 0 && cell == was) continue;
+        if (from >= 0) add(mode, sample, was, -1, sums);
+        if (!add(mode, sample, cell, 1, sums)) return false;
+    }
+    return finish(mode, row, sums, out);
+}
+
+// Costs of a row from its sums; false where they are not known of so many positions, and then nor are the sums.
+bool PackedCosts::finish(size_t mode, const PackedRow& row, const RowSums& sums, std::vector<int64_t>& out) {
     if (row.inputs > kLargestRow || row.targets > kLargestRow) return false;
-    const int64_t positions = row.inputs + row.targets;
-    std::fill(terms_.begin(), terms_.end(), 0);
-    for (int32_t sample : row.samples)
-        if (!add(mode, sample, positions)) return false;
-    sum(positions);
+    sum(row.inputs + row.targets, sums.terms);
     if (problem_.packed[mode].measured() && !add_linear(mode, row.inputs, row.targets, row.labels, sums_)) return false;
     scatter(out);
     return true;
@@ -50,10 +81,10 @@ bool PackedCosts::module_costs(size_t mode, const PackedRow& row, std::vector<in
 
 bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, std::vector<int64_t>& out) {
     const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
-    const int64_t own = std::max<int64_t>(input + target, 1), scale = std::max(positions, own);
-    std::fill(terms_.begin(), terms_.end(), 0);
-    if (!add(mode, sample, scale)) return false;
-    sum(scale);
+    const int64_t own = own_[sample], scale = std::max(positions, own);
+    of_sample_.terms.assign(2 * stride_, 0);
+    if (!add(mode, sample, cell_of(mode, sample, scale), 1, of_sample_)) return false;
+    sum(scale, of_sample_.terms);
     if (problem_.packed[mode].measured()) {
         std::vector<int64_t> linear(width_, 0);
         const int64_t labels = problem_.counts_labels() ? problem_.labels[sample] * scale / own : 0;
@@ -64,25 +95,39 @@ bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, std::vec
     return true;
 }
 
-// Adds a sample's terms in a row of so many positions.
-bool PackedCosts::add(size_t mode, size_t sample, int64_t positions) {
+// The cell of a sample in a row of so many positions: the last that begins there or before. The search begins at
+// `cell`.
+size_t PackedCosts::cell_of(size_t mode, int32_t sample, int64_t positions, size_t cell) const {
+    if (problem_.packed[mode].measured()) return 0;
+    const std::vector<int64_t>& sizes = problem_.modes[mode].sizes.points;  // cell i + 1 begins at size i
+    const int64_t own = own_[sample];
+    while (cell < sizes.size() && own * sizes[cell] <= positions) ++cell;
+    while (cell > 0 && own * sizes[cell - 1] > positions) --cell;
+    return cell;
+}
+
+// Adds a sample's terms so many times; false where the cost model does not cover it.
+bool PackedCosts::add(size_t mode, int32_t sample, size_t cell, int64_t times, RowSums& sums) {
     const Shares& its = shares(mode, sample);
     if (!its.covered) return false;
-    size_t cell = its.from.size() - 1;
-    while (cell > 0 && its.from[cell] > positions) --cell;
-    const int64_t* values = its.terms.data() + cell * 2 * width_;
-    for (size_t term = 0; term < 2 * width_; ++term) terms_[term] += values[term];
-    if (problem_.is_piece(sample)) {
-        const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kPieceRows;
-        for (size_t i = 0; i < width_; ++i) {
-            const int32_t row = problem_.rows.read[i], kind = row / kQuantities;
-            if (row < kPieceRows)
-                terms_[width_ + i] += extra[row];
-            else if (problem_.counts_labels() && kind == problem_.labelled[0])  // an MLP, too
-                terms_[width_ + i] += with_labels(i, sample, extra[kQuantities + row % kQuantities]);
-        }
-    }
+    const int64_t* values = its.terms.data() + cell * sums.terms.size();
+    int64_t* terms = sums.terms.data();
+    for (size_t term = 0; term < sums.terms.size(); term += kLanes)
+        for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] += times * values[term + lane];
+    if (problem_.is_piece(sample)) add_extras(mode, sample, times, sums);
     return true;
+}
+
+// What a piece of a sample costs besides.
+void PackedCosts::add_extras(size_t mode, int32_t sample, int64_t times, RowSums& sums) const {
+    const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kPieceRows;
+    for (size_t i = 0; i < width_; ++i) {
+        const int32_t row = problem_.rows.read[i], kind = row / kQuantities;
+        if (row < kPieceRows)
+            sums.terms[stride_ + i] += times * extra[row];
+        else if (problem_.counts_labels() && kind == problem_.labelled[0])  // an MLP, too
+            sums.terms[stride_ + i] += times * with_labels(i, sample, extra[kQuantities + row % kQuantities]);
+    }
 }
 
 // A sample's share of a row that is read, by how many of its positions count.
@@ -115,12 +160,12 @@ bool PackedCosts::labelled_costs(size_t mode, int64_t labels, std::vector<int64_
 }
 
 // What the terms come to in a row of so many positions.
-void PackedCosts::sum(int64_t positions) {
+void PackedCosts::sum(int64_t positions, const std::vector<int64_t>& terms) {
     const int64_t by = std::max<int64_t>(positions, 1);
     for (size_t row = 0; row < width_; ++row) {
-        const int64_t term = terms_[row];
+        const int64_t term = terms[row];
         const int64_t scaled = term >= 0 ? (term + by / 2) / by : -((by / 2 - term) / by);
-        sums_[row] = std::max<int64_t>(0, scaled + terms_[width_ + row]);
+        sums_[row] = std::max<int64_t>(0, scaled + terms[stride_ + row]);
     }
 }
 
@@ -150,20 +195,18 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
     for (const int32_t row : problem_.rows.read)
         if (costs[row * count] == kAbsent) return;
     shares.covered = true;
-    shares.terms.assign((count + 1) * 2 * width_, 0);
-    shares.from.push_back(0);  // below the smallest size its cost is taken
+    shares.terms.assign((count + 1) * 2 * stride_, 0);  // below the smallest size its cost is taken
     for (size_t i = 0; i < width_; ++i)
         shares.terms[i] = with_labels(i, sample, own * std::min(costs[problem_.rows.read[i] * count], kLargestShare));
     for (size_t cell = 0; cell < count; ++cell) {
-        shares.from.push_back(own * sizes[cell]);
-        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * width_;
+        int64_t* const terms = shares.terms.data() + (cell + 1) * 2 * stride_;
         for (size_t i = 0; i < width_; ++i) {
             const int64_t* by_size = costs.data() + problem_.rows.read[i] * count;
             size_t last = cell;  // the largest size so far that was measured
             while (by_size[last] == kAbsent) --last;
             if (by_size[last] > kLargestShare) shares.covered = false;
-            terms[width_ + i] = divide(by_size[last], sizes[last]);
-            terms[width_ + i] = with_labels(i, sample, terms[width_ + i]);
+            terms[stride_ + i] = divide(by_size[last], sizes[last]);
+            terms[stride_ + i] = with_labels(i, sample, terms[stride_ + i]);
             if (last < cell || cell + 1 == count || by_size[cell + 1] == kAbsent) continue;
             // value(b) / b, with value(b) = low + rise * (b - size) / width and b = positions / own
             const int64_t width = sizes[cell + 1] - sizes[cell], rise = by_size[cell + 1] - by_size[cell];
@@ -171,17 +214,16 @@ void PackedCosts::derive(const Grid& grid, size_t sample, Shares& shares) const 
             const int64_t constant = own * by_size[cell] - from_start;
             if (std::abs(constant) > own * kLargestShare) continue;  // sizes so close that the line is too steep
             terms[i] = with_labels(i, sample, constant);
-            terms[width_ + i] = with_labels(i, sample, divide(rise, width));
+            terms[stride_ + i] = with_labels(i, sample, divide(rise, width));
         }
     }
 }
 
 void PackedCosts::measured(const PackedGrid& grid, size_t sample, Shares& shares) const {
-    shares.from = {0};
-    shares.terms.assign(2 * width_, 0);
+    shares.terms.assign(2 * stride_, 0);
     shares.covered = grid.attention_of(problem_.rows, problem_.input_positions[sample],
-                                       problem_.target_positions[sample], shares.terms.data() + width_);
-    for (size_t i = 0; i < width_; ++i) shares.terms[width_ + i] = with_labels(i, sample, shares.terms[width_ + i]);
+                                       problem_.target_positions[sample], shares.terms.data() + stride_);
+    for (size_t i = 0; i < width_; ++i) shares.terms[stride_ + i] = with_labels(i, sample, shares.terms[stride_ + i]);
 }
 
 }  // namespace dynapipe

@@ -22,12 +22,29 @@ struct PackedRow {
     int64_t inputs, targets, labels;
 };
 
+// The sums over a row's samples that its costs under one mode are made of. They say what rows cost that hold about the
+// same samples, without a look at the others.
+struct RowSums {
+    std::vector<int64_t> terms;   // [A, B][stride]; empty where they are not known
+    std::vector<uint16_t> cells;  // [samples] which of its cells each is taken from
+};
+
+// How a row's samples follow from those of another one.
+struct RowChange {
+    std::vector<int32_t> from;     // [samples] the place of each in the other row, -1 where it comes from elsewhere
+    std::vector<int32_t> removed;  // places in the other row of those that it lacks
+};
+
 class PackedCosts {
 public:
     explicit PackedCosts(const Problem& problem);
 
-    // Modules' costs under a mode: [rows]. False where the cost model does not cover the row.
-    bool module_costs(size_t mode, const PackedRow& row, std::vector<int64_t>& out);
+    // Modules' costs under a mode: [rows]. False where the cost model does not cover the row. Fills `sums`.
+    bool module_costs(size_t mode, const PackedRow& row, RowSums& sums, std::vector<int64_t>& out);
+
+    // The same of a row that follows from another one, by that one's samples and sums.
+    bool changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const std::vector<int32_t>& before,
+                       const RowSums& sums_before, RowSums& sums, std::vector<int64_t>& out);
 
     // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as
     // long.
@@ -40,13 +57,15 @@ private:
     // Of one sample under one mode, by the size b of the padded micro-batch that its share is taken from.
     struct Shares {
         bool known = false, covered = false;
-        std::vector<int64_t> from;   // [cells] positions of a row from which on a cell holds
-        std::vector<int64_t> terms;  // [cells][A, B][rows that are read]
+        std::vector<int64_t> terms;  // [cells][A, B][stride]
     };
 
     const Shares& shares(size_t mode, size_t sample);
-    bool add(size_t mode, size_t sample, int64_t positions);
-    void sum(int64_t positions);
+    size_t cell_of(size_t mode, int32_t sample, int64_t positions, size_t from = 0) const;
+    bool add(size_t mode, int32_t sample, size_t cell, int64_t times, RowSums& sums);
+    void add_extras(size_t mode, int32_t sample, int64_t times, RowSums& sums) const;
+    bool finish(size_t mode, const PackedRow& row, const RowSums& sums, std::vector<int64_t>& out);
+    void sum(int64_t positions, const std::vector<int64_t>& terms);
     void scatter(std::vector<int64_t>& out) const;
     int64_t with_labels(size_t i, size_t sample, int64_t value) const;
     bool add_linear(size_t mode, int64_t inputs, int64_t targets, int64_t labels, std::vector<int64_t>& out) const;
@@ -55,9 +74,11 @@ private:
 
     const Problem& problem_;
     std::vector<int32_t> lengths_;             // [samples] which of the different lengths each has
+    std::vector<int32_t> own_;                 // [samples] positions
     std::vector<std::vector<Shares>> shares_;  // [modes][different lengths]
-    const size_t width_;                       // rows that are read
-    std::vector<int64_t> terms_, sums_;        // buffers: [A, B][rows that are read], [rows that are read]
+    const size_t width_, stride_;              // rows that are read, and so many filled up with zeros
+    RowSums of_sample_;                        // buffers
+    std::vector<int64_t> sums_;                // [rows that are read]
 };
 
 }  // namespace dynapipe

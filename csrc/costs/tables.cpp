@@ -128,29 +128,42 @@ void StageModules::keep_peaks(const Rows& rows) {
 
 void StageModules::append_costs(const std::vector<int64_t>& costs, size_t sizes, size_t ends,
                                 std::vector<int64_t>& out) const {
-    const size_t base = out.size();
-    out.resize(base + (kStageQuantities + ends) * sizes, modules_.empty() ? 0 : kAbsent);
+    const size_t base = out.size(), rows = kStageQuantities + ends;
+    out.resize(base + rows * sizes, modules_.empty() || sizes == 1 ? 0 : kAbsent);
     if (modules_.empty()) return;
-    for (size_t k = 0; k < sizes; ++k) {
-        const auto at = [&](size_t kind, Quantity quantity) {
-            return costs[(kind * kQuantities + quantity) * sizes + k];
-        };
-        if (at(held_[0], kForward) == kAbsent) continue;
-        const int64_t entry = at(modules_[0], kEntryStored);
-        std::vector<int64_t> stage(kStageQuantities + ends, 0);
-        stage[kStored] = entry;
-        for (const size_t kind : held_)
-            for (const Quantity quantity : {kForward, kBackward, kStored, kWeight})
-                stage[quantity] += counts_[kind] * at(kind, quantity);
-        stage[kPeak] = at(modules_[0], kEntryPeak);
-        for (size_t end = 0; end < last_.size(); ++end) {
-            int64_t& peak = stage[kStageQuantities + end];
-            peak = entry + at(last_[end].kind, kPeak);
-            for (const size_t kind : held_) peak += last_[end].before[kind] * at(kind, kStored);
-        }
-        if (*std::max_element(stage.begin(), stage.end()) > kLargestCost) continue;
-        for (size_t row = 0; row < stage.size(); ++row) out[base + row * sizes + k] = stage[row];
+    if (sizes == 1) {
+        if (!costs_at(costs, 1, 0, &out[base])) std::fill(out.begin() + base, out.end(), kAbsent);
+        return;
     }
+    std::vector<int64_t> stage(rows, 0);
+    for (size_t k = 0; k < sizes; ++k)
+        if (costs_at(costs, sizes, k, stage.data()))
+            for (size_t row = 0; row < rows; ++row) out[base + row * sizes + k] = stage[row];
+}
+
+// The costs at one size of those of modules: [kStageQuantities + ends]; false where one is absent or above the limit.
+bool StageModules::costs_at(const std::vector<int64_t>& costs, size_t sizes, size_t k, int64_t* stage) const {
+    const auto at = [&](size_t kind, Quantity quantity) { return costs[(kind * kQuantities + quantity) * sizes + k]; };
+    if (at(held_[0], kForward) == kAbsent) return false;
+    const int64_t entry = at(modules_[0], kEntryStored);
+    int64_t forward = 0, backward = 0, stored = entry, weight = 0;
+    for (const size_t kind : held_) {
+        forward += counts_[kind] * at(kind, kForward);
+        backward += counts_[kind] * at(kind, kBackward);
+        stored += counts_[kind] * at(kind, kStored);
+        weight += counts_[kind] * at(kind, kWeight);
+    }
+    stage[kForward] = forward;
+    stage[kBackward] = backward;
+    stage[kStored] = stored;
+    stage[kPeak] = at(modules_[0], kEntryPeak);
+    stage[kWeight] = weight;
+    for (size_t end = 0; end < last_.size(); ++end) {
+        int64_t peak = entry + at(last_[end].kind, kPeak);
+        for (const size_t kind : held_) peak += last_[end].before[kind] * at(kind, kStored);
+        stage[kStageQuantities + end] = peak;
+    }
+    return *std::max_element(stage, stage + kStageQuantities + last_.size()) <= kLargestCost;
 }
 
 std::vector<StageModules> divided_at(std::span<const int64_t> modules, std::span<const int64_t> cuts, size_t kinds) {

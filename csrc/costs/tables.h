@@ -119,6 +119,8 @@ private:
         std::vector<int64_t> before;  // [kinds] modules before the last one of the kind
     };
 
+    bool costs_at(const std::vector<int64_t>& costs, size_t sizes, size_t k, int64_t* stage) const;
+
     std::vector<int64_t> modules_, counts_;
     std::vector<size_t> held_;  // kinds that are here
     std::vector<Last> last_;    // of each kind: earlier ones have less before them

@@ -53,43 +53,61 @@ void ListScheduler::number(int64_t count, bool full, const std::vector<int32_t>&
 
 // Sets the stages up; false where a micro-batch does not fit, or warm-up, work and drain of a stage reach the bound.
 bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
-    const int64_t count = costs.size();
-    int64_t warmup = 0, drain = 0;
-    left_ = 0;
+    const int64_t stages = shape_.stages, virtual_stages = shape_.virtual_stages();
     divided_ = divided;
+    work_.assign(stages, 0);
+    weights_.assign(stages, 0);
+    for (const PassCosts& cost : costs) {
+        const int64_t *forward = cost.of(kForwardNs), *backward = cost.of(kBackwardNs), *weight = cost.of(kWeightNs);
+        for (int64_t first = 0; first < virtual_stages; first += stages)
+            for (int64_t s = 0; s < stages; ++s) {
+                work_[s] += forward[first + s] + (shape_.forward_only ? 0 : backward[first + s]);
+                if (divided) weights_[s] += weight[first + s];
+            }
+    }
+    int64_t warmup = 0, drain = 0;
     const PassCosts& last = turned_.empty() ? costs.back() : costs[turned_.back()];  // to run backward
-    for (int64_t s = 0; s < shape_.stages; ++s) {
-        const int64_t room = shape_.memory_limit - shape_.model_state[s];
-        int64_t work = 0, weights = 0, peak = 0, above = 0;
-        Messages& messages = messages_[s];
-        messages = {0, 0, 0, count * (shape_.chunks - (s == 0)), count * (shape_.chunks - (s + 1 == shape_.stages))};
-        for (const PassCosts& cost : costs) {
-            for (int64_t v = s; v < shape_.virtual_stages(); v += shape_.stages) {
-                work += cost(kForwardNs, v) + (shape_.forward_only ? 0 : cost(kBackwardNs, v));
-                left_ += shape_.forward_only ? 1 : 2;
-                if (divided && cost(kWeightNs, v) > 0) {
-                    weights += cost(kWeightNs, v);
-                    ++left_;
-                }
-                peak = std::max(peak, cost(kPeakBytes, v));
-                above = std::max(above, above_stored(cost, v));
+    for (int64_t s = 0; s < stages; ++s) {
+        if (warmup + work_[s] + std::max<int64_t>(drain - weights_[s], 0) >= bound) return false;
+        most_idle_[s] = bound - work_[s];
+        drain_[s] = drain - weights_[s];
+        warmup += costs.front()(kForwardNs, s) + costs.front()(kForwardTransferNs, s);
+        if (!shape_.forward_only && s + 1 < stages)
+            drain += last(kBackwardNs, s) - (divided ? last(kWeightNs, s) : 0) + last(kBackwardTransferNs, s + 1);
+    }
+    return begin_memory(costs);
+}
+
+// What stages need room for; false where a micro-batch does not fit. Counts the passes.
+bool ListScheduler::begin_memory(const Costs& costs) {
+    const int64_t count = costs.size(), stages = shape_.stages, virtual_stages = shape_.virtual_stages();
+    left_ = count * virtual_stages * (shape_.forward_only ? 1 : 2);
+    peaks_.assign(stages, 0);
+    above_.assign(stages, 0);
+    messages_.assign(stages, Messages());
+    for (const PassCosts& cost : costs)
+        for (int64_t first = 0; first < virtual_stages; first += stages)
+            for (int64_t s = 0; s < stages; ++s) {
+                const int64_t v = first + s;
+                left_ += divided_ && cost(kWeightNs, v) > 0;
+                peaks_[s] = std::max(peaks_[s], cost(kPeakBytes, v));
+                above_[s] = std::max(above_[s], above_stored(cost, v));
+                Messages& messages = messages_[s];
                 messages.input = std::max(messages.input, input_message(cost, v));
                 messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
                 messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
             }
-        }
+    for (int64_t s = 0; s < stages; ++s) {
+        Messages& messages = messages_[s];
+        messages.inputs = count * (shape_.chunks - (s == 0));
+        messages.gradients = count * (shape_.chunks - (s + 1 == stages));
+        int64_t peak = peaks_[s];
         if (shape_.forward_only)
-            peak += std::min(1 + ahead_, messages.inputs) * messages.input + most_sent(s, costs.size()) * messages.sent;
-        if (peak > room || warmup + work + std::max<int64_t>(drain - weights, 0) >= bound) return false;
+            peak += std::min(1 + ahead_, messages.inputs) * messages.input + most_sent(s, count) * messages.sent;
+        if (peak > shape_.memory_limit - shape_.model_state[s]) return false;
         stages_[s] = Stage();
         stages_[s].held = shape_.model_state[s];
         starts_[s] = kUnreachable;
-        above_[s] = above;
-        most_idle_[s] = bound - work;
-        drain_[s] = drain - weights;
-        warmup += costs.front()(kForwardNs, s) + costs.front()(kForwardTransferNs, s);
-        if (!shape_.forward_only && s + 1 < shape_.stages)
-            drain += last(kBackwardNs, s) - (divided ? last(kWeightNs, s) : 0) + last(kBackwardTransferNs, s + 1);
     }
     return true;
 }
@@ -295,8 +313,14 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
     Stage& stage = stages_[s];
     const int64_t i = stage.forwards, j = stage.backwards;
     const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
-    bool admitted = i < items_, urgent = false;  // a second half that makes room for the forward
-    if (admitted && !shape_.forward_only) {
+    // A chain's backward passes begin with its last forward, however deep that is.
+    const auto awaited = [&] {
+        return kChunked && !turned_.empty() && j < items_ && item<kChunked>(false, j).forward >= i;
+    };
+    bool admitted = i < items_ && (shape_.forward_only || i - j < depth || awaited());
+    bool urgent = false;  // a second half that makes room for the forward
+    if (admitted && !shape_.forward_only &&
+        (inputs_[s * items_ + i].ready < kUnreachable || policy.rule == Rule::kStrict)) {
         const Item item = this->item<kChunked>(true, i);
         const PassCosts& cost = costs[item.row];
         const int64_t v = item.chunk * shape_.stages + s;
@@ -308,11 +332,8 @@ void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) 
                               std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
         const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
                                (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
-        // A chain's backward passes begin with its last forward, however deep that is.
-        const bool awaited = kChunked && !turned_.empty() && j < items_ && this->item<kChunked>(false, j).forward >= i;
-        const bool wanted = i - j < depth || awaited;
-        admitted = wanted && stage.held + needed <= shape_.memory_limit;
-        urgent = wanted && !admitted && input.ready <= stage.free;
+        admitted = stage.held + needed <= shape_.memory_limit;
+        urgent = !admitted && input.ready <= stage.free;
     }
     int64_t forward = kUnreachable, backward = kUnreachable;
     if (admitted && inputs_[s * items_ + i].ready < kUnreachable)

@@ -56,7 +56,7 @@ class ListScheduler {
     };
     // A stage's messages: the largest of each pool, how many it receives.
     struct Messages {
-        int64_t input, gradient, sent, inputs, gradients;
+        int64_t input = 0, gradient = 0, sent = 0, inputs = 0, gradients = 0;
 
         bool operator==(const Messages& other) const {  // of as large buffers
             return input == other.input && gradient == other.gradient && sent == other.sent;
@@ -183,6 +183,7 @@ private:
     }
     void number(int64_t count, bool full, const std::vector<int32_t>& turned);
     bool begin(const Costs& costs, int64_t bound, bool divided);
+    bool begin_memory(const Costs& costs);
     void mark(Trace& trace) const;
     void keep(Trace& trace, const Costs& costs, const Policy& policy);
     bool has_items() const { return shape_.chunks > 1 || !turned_.empty(); }
@@ -196,6 +197,7 @@ private:
     std::vector<Stage> stages_;
     const int64_t ahead_ = shape_.transfers.receive_ahead != 0;  // receives that are posted before they are waited for
     std::vector<int64_t> above_;                                 // [stages] room that every backward finds
+    std::vector<int64_t> work_, weights_, peaks_;                // [stages] of all micro-batches
     std::vector<Messages> messages_;                             // [stages]
     std::vector<int64_t> most_idle_;  // [stages] which the iteration's time reaches the bound with
     std::vector<int64_t>

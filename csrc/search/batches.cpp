@@ -11,47 +11,90 @@ std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
     return samples;
 }
 
-const MicroBatch* BatchMaker::make(std::vector<int32_t> samples, Modes modes, bool packed) {
+// An empty micro-batch, with the memory of one that was forgotten where there is such.
+MicroBatch& BatchMaker::next() {
+    if (used_ == made_.size()) made_.emplace_back();
+    MicroBatch& batch = made_[used_];
+    batch.work = 0;
+    batch.cached = nullptr;
+    batch.pieces.clear();
+    for (RowSums& sums : batch.sums) sums.terms.clear();
+    return batch;
+}
+
+const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
+                                   const MicroBatch* like) {
     if (samples.empty()) return nullptr;
-    std::sort(samples.begin(), samples.end());
-    MicroBatch& batch = made_.emplace_back();
+    MicroBatch& batch = next();
     batch.packed = packed;
-    if (problem_.is_cut() && !take_pieces(samples, batch)) {
-        made_.pop_back();
-        return nullptr;
-    }
+    batch.samples.assign(samples.begin(), samples.end());
+    if (!std::is_sorted(batch.samples.begin(), batch.samples.end()))
+        std::sort(batch.samples.begin(), batch.samples.end());
+    if (problem_.is_cut() && !take_pieces(batch)) return nullptr;
     Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
     places_.clear();
-    for (int32_t place : samples) {
+    for (int32_t place : batch.samples) {
         const int32_t sample = order_[place];
         places_.push_back(sample);
         shape.input = std::max(shape.input, problem_.inputs[sample]);
         shape.target = std::max(shape.target, problem_.targets[sample]);
         if (problem_.counts_labels()) shape.labels += problem_.labels[sample];
     }
-    const auto under = [&](size_t mode, CostRow& packed_row) -> const CostRow& {
-        if (!packed) return costs_.row(mode, shape);
-        costs_.packed_row(mode, places_, packed_row);
-        return packed_row;
-    };
+    if (like && like->packed && packed)
+        compare(batch.samples, *like);
+    else
+        like = nullptr;
     const bool mixed = std::count(modes.begin(), modes.end(), modes[0]) < static_cast<int64_t>(modes.size());
-    if (mixed) costs_.mix(modes, [&](size_t mode) -> const CostRow& { return under(mode, row_); }, batch.own);
-    const CostRow& row = mixed ? batch.own : under(modes[0], batch.own);
-    if (!row.fits) {
-        made_.pop_back();
-        return nullptr;
-    }
+    if (mixed)
+        costs_.mix(
+            modes, [&](size_t mode) -> const CostRow& { return under(mode, batch, shape, like, row_); }, batch.own);
+    const CostRow& row = mixed ? batch.own : under(modes[0], batch, shape, like, batch.own);
+    if (!row.fits) return nullptr;
     if (&row != &batch.own) batch.cached = &row;
-    batch.modes = std::move(modes);
+    batch.modes.assign(modes.begin(), modes.end());
     const PassCosts costs = batch.costs();
     for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += costs(kForwardNs, v) + costs(kBackwardNs, v);
-    batch.samples = std::move(samples);
+    ++used_;
     return &batch;
 }
 
+// Its costs under one mode, those of packed samples in `packed`.
+const CostRow& BatchMaker::under(size_t mode, MicroBatch& batch, const Shape& shape, const MicroBatch* like,
+                                 CostRow& packed) {
+    if (!batch.packed) return costs_.row(mode, shape);
+    if (!like) {
+        costs_.packed_row(mode, places_, sums_, packed);
+        return packed;
+    }
+    batch.sums.resize(problem_.modes.size());
+    like->sums.resize(problem_.modes.size());
+    RowSums& before = like->sums[mode];
+    if (before.terms.empty()) costs_.packed_row(mode, like_places_, before, packed);
+    if (before.terms.empty())
+        costs_.packed_row(mode, places_, batch.sums[mode], packed);
+    else
+        costs_.changed_row(mode, places_, change_, like_places_, before, batch.sums[mode], packed);
+    return packed;
+}
+
+// How samples follow from those of another micro-batch, both ascending.
+void BatchMaker::compare(const std::vector<int32_t>& samples, const MicroBatch& like) {
+    change_.from.clear();
+    change_.removed.clear();
+    like_places_.clear();
+    for (int32_t place : like.samples) like_places_.push_back(order_[place]);
+    size_t at = 0;
+    for (int32_t sample : samples) {
+        while (at < like.samples.size() && like.samples[at] < sample) change_.removed.push_back(at++);
+        const bool both = at < like.samples.size() && like.samples[at] == sample;
+        change_.from.push_back(both ? static_cast<int32_t>(at++) : -1);
+    }
+    while (at < like.samples.size()) change_.removed.push_back(at++);
+}
+
 // False where pieces would be padded, or two of a sample run together.
-bool BatchMaker::take_pieces(const std::vector<int32_t>& samples, MicroBatch& batch) const {
-    for (int32_t place : samples)
+bool BatchMaker::take_pieces(MicroBatch& batch) const {
+    for (int32_t place : batch.samples)
         if (problem_.is_piece(order_[place])) batch.pieces.push_back(order_[place]);
     std::sort(batch.pieces.begin(), batch.pieces.end());
     for (size_t i = 1; i < batch.pieces.size(); ++i)

@@ -12,15 +12,16 @@
 
 namespace dynapipe {
 
-// Never changed once made; shared by all solutions that hold it.
+// Never changed while a solution holds it; shared by all that do.
 struct MicroBatch {
     std::vector<int32_t> samples;  // places in the order, ascending
     Modes modes;
-    bool packed;
-    int64_t work = 0;                 // time on all stages
-    const CostRow* cached = nullptr;  // its costs, where it is padded under one mode
-    CostRow own;                      // else its costs
-    std::vector<int32_t> pieces;      // those of its samples that are pieces, as places in the problem, ascending
+    bool packed = false;
+    int64_t work = 0;                   // time on all stages
+    const CostRow* cached = nullptr;    // its costs, where it is padded under one mode
+    CostRow own;                        // else its costs
+    std::vector<int32_t> pieces;        // those of its samples that are pieces, as places in the problem, ascending
+    mutable std::vector<RowSums> sums;  // [modes] where it is packed, those that others like it asked for
 
     PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
 };
@@ -35,11 +36,18 @@ public:
     BatchMaker(const Problem& problem, CostCache& costs, const std::vector<int64_t>& order)
         : problem_(problem), costs_(costs), order_(order.begin(), order.end()) {}
 
-    // Of samples given as places in the order; null where it cannot run.
-    const MicroBatch* make(std::vector<int32_t> samples, Modes modes, bool packed);
-    const MicroBatch* make(std::vector<int32_t> samples, size_t mode, bool packed) {
-        return make(std::move(samples), Modes(problem_.modules.size(), mode), packed);
+    // Of samples given as places in the order; null where it cannot run. One `like` it, which has about the same
+    // samples, makes that faster.
+    const MicroBatch* make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
+                           const MicroBatch* like = nullptr);
+    const MicroBatch* make(const std::vector<int32_t>& samples, size_t mode, bool packed) {
+        uniform_.assign(problem_.modules.size(), mode);
+        return make(samples, uniform_, packed);
     }
+
+    // So many were made and are kept; the memory of those that were made since is used again.
+    size_t kept() const { return used_; }
+    void forget_since(size_t kept) { used_ = kept; }
 
     // The samples [first, first + size).
     static std::vector<int32_t> run(int64_t first, int64_t size);
@@ -48,13 +56,20 @@ public:
     int32_t sample(int32_t place) const { return order_[place]; }  // its place in the problem
 
 private:
-    bool take_pieces(const std::vector<int32_t>& samples, MicroBatch& batch) const;
+    MicroBatch& next();
+    bool take_pieces(MicroBatch& batch) const;
+    const CostRow& under(size_t mode, MicroBatch& batch, const Shape& shape, const MicroBatch* like, CostRow& packed);
+    void compare(const std::vector<int32_t>& samples, const MicroBatch& like);
 
     const Problem& problem_;
     CostCache& costs_;
     std::vector<int32_t> order_;
     std::deque<MicroBatch> made_;
-    std::vector<int32_t> places_;  // buffers
+    size_t used_ = 0;                            // of those
+    std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem
+    RowChange change_;
+    RowSums sums_;
+    Modes uniform_;
     CostRow row_;
 };
 

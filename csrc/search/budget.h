@@ -16,16 +16,18 @@ struct Share {
 // Rows of a replica, on chunks, that a search schedules on all stages, and evaluations at most.
 struct Budget {
     int64_t rows, most;
+
+    int64_t evaluations(int64_t on_chunks) const { return std::min(rows / on_chunks, most); }
 };
-constexpr Budget kBudget{245'000, 9500};
-constexpr Budget kBudgetOfTwo{200'000, 7900};  // where stages must be even in two kinds of layers, and half more
+constexpr Budget kBudget{175'000, 6800};
+constexpr Budget kBudgetOfTwo{143'000, 5600};  // where stages must be even in two kinds of layers, and half more
 // Where a replica has few rows, no change of one sample leads from good ones to better: more starts compete for longer.
-constexpr Budget kBudgetOfFew{400'000, 40'000};
+constexpr Budget kBudgetOfFew{133'000, 13'300};
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kFewStages = 4;
-constexpr int64_t kMoreOfFewStages = 2;      // times as many evaluations, with one chunk: each schedules fewer passes
-constexpr int64_t kLargeBudget = 2'500'000;  // that it schedules at most, so that large batches take seconds
-constexpr int64_t kLeast = 2500;
+constexpr int64_t kMoreOfFewStages = 2;    // times as many evaluations, with one chunk: each schedules fewer passes
+constexpr int64_t kLargeBudget = 500'000;  // that it schedules at most, so that large batches take no longer
+constexpr int64_t kLeast = 1800;
 constexpr Share kMoreOfTwo{3, 2};
 
 inline int64_t default_evaluations(const Problem& problem, int64_t rows) {
@@ -33,7 +35,7 @@ inline int64_t default_evaluations(const Problem& problem, int64_t rows) {
     const int64_t on_chunks = rows * problem.chunks();
     const int64_t more = problem.stages() <= kFewStages && problem.chunks() == 1 ? kMoreOfFewStages : 1;
     const int64_t evaluations =
-        std::min(std::clamp(budget.rows / on_chunks, kLeast, budget.most) * more, kLargeBudget / on_chunks);
+        std::min(std::max(budget.evaluations(on_chunks), kLeast) * more, kLargeBudget / on_chunks);
     return problem.even_two ? evaluations * kMoreOfTwo.parts / kMoreOfTwo.of : evaluations;
 }
 

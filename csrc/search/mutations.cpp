@@ -99,8 +99,8 @@ bool Mutations::apply(Move move, std::vector<ReplicaState>& replicas, std::vecto
     return false;
 }
 
-bool Mutations::put(const MicroBatch*& slot, std::vector<int32_t> samples, Modes modes, bool packed) {
-    slot = maker_.make(std::move(samples), std::move(modes), packed);
+bool Mutations::put(const MicroBatch*& slot, const std::vector<int32_t>& samples, const Modes& modes, bool packed) {
+    slot = maker_.make(samples, modes, packed, slot);
     unfit_ = !slot;
     return slot;
 }
@@ -187,8 +187,8 @@ bool Mutations::shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
         mine.erase(mine.end() - by, mine.end());
     }
     if (other_r != touched[0]) touched.push_back(other_r);
-    return put(replicas[touched[0]].micro_batches[index], std::move(mine), batch->modes, false) &&
-           put(replicas[other_r].micro_batches[other_i], std::move(theirs), other->modes, false);
+    return put(replicas[touched[0]].micro_batches[index], mine, batch->modes, false) &&
+           put(replicas[other_r].micro_batches[other_i], theirs, other->modes, false);
 }
 
 // Moves a sample to another micro-batch, or exchanges two.
@@ -199,17 +199,18 @@ bool Mutations::move_sample(std::vector<ReplicaState>& replicas, std::vector<siz
     const Place to = another(replicas, from);
     const MicroBatch* const theirs = replicas[to.replica].micro_batches[to.index];
     if (theirs == mine || (!exchange && mine->samples.size() < 2)) return false;
-    std::vector<int32_t> less = mine->samples, more = theirs->samples;
-    const size_t given = random_.below(less.size());
+    less_ = mine->samples;
+    more_ = theirs->samples;
+    const size_t given = random_.below(less_.size());
     if (exchange) {
-        std::swap(less[given], more[random_.below(more.size())]);
+        std::swap(less_[given], more_[random_.below(more_.size())]);
     } else {
-        more.push_back(less[given]);
-        less.erase(less.begin() + given);
+        more_.push_back(less_[given]);
+        less_.erase(less_.begin() + given);
     }
     if (to.replica != from.replica) touched.push_back(to.replica);
-    return put(replicas[from.replica].micro_batches[from.index], std::move(less), mine->modes, mine->packed) &&
-           put(replicas[to.replica].micro_batches[to.index], std::move(more), theirs->modes, theirs->packed);
+    return put(replicas[from.replica].micro_batches[from.index], less_, mine->modes, mine->packed) &&
+           put(replicas[to.replica].micro_batches[to.index], more_, theirs->modes, theirs->packed);
 }
 
 // A padded micro-batch is split at a place of the order, a packed one at random.
@@ -230,9 +231,8 @@ bool Mutations::split(ReplicaState& replica) {
         rest.assign(kept.begin() + count, kept.end());
         kept.resize(count);
     }
-    const MicroBatch* added;
-    if (!put(batches[index], std::move(kept), batch->modes, batch->packed) ||
-        !put(added, std::move(rest), batch->modes, batch->packed))
+    const MicroBatch* added = nullptr;
+    if (!put(batches[index], kept, batch->modes, batch->packed) || !put(added, rest, batch->modes, batch->packed))
         return false;
     const int64_t place = random_.below(batches.size() + 1);
     batches.insert(batches.begin() + place, added);
@@ -259,7 +259,7 @@ bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
     samples.insert(samples.end(), other->samples.begin(), other->samples.end());
     Modes modes = batch->modes;
     for (size_t v = 0; v < modes.size(); ++v) modes[v] = std::max(modes[v], other->modes[v]);
-    if (!put(replicas[r].micro_batches[index], std::move(samples), std::move(modes), batch->packed)) return false;
+    if (!put(replicas[r].micro_batches[index], samples, modes, batch->packed)) return false;
     others.erase(others.begin() + gone.index);
     if (gone.replica != r) touched.push_back(gone.replica);
     return true;
@@ -283,9 +283,8 @@ bool Mutations::exchange_modes(ReplicaState& replica) {
     const size_t to = random_.below(2) ? from + 1 : stages;
     Modes mine = batches[one]->modes, theirs = batches[other]->modes;
     std::swap_ranges(mine.begin() + from, mine.begin() + to, theirs.begin() + from);
-    return mine != batches[one]->modes &&
-           put(batches[one], batches[one]->samples, std::move(mine), batches[one]->packed) &&
-           put(batches[other], batches[other]->samples, std::move(theirs), batches[other]->packed);
+    return mine != batches[one]->modes && put(batches[one], batches[one]->samples, mine, batches[one]->packed) &&
+           put(batches[other], batches[other]->samples, theirs, batches[other]->packed);
 }
 
 bool Mutations::recompute(ReplicaState& replica) {
@@ -297,7 +296,7 @@ bool Mutations::recompute(ReplicaState& replica) {
     const bool some = stages > 1 && random_.below(2);
     const size_t from = some ? random_.below(stages) : 0, to = some && random_.below(2) ? from + 1 : stages;
     std::fill(modes.begin() + from, modes.begin() + to, mode);
-    return modes != slot->modes && put(slot, slot->samples, std::move(modes), slot->packed);
+    return modes != slot->modes && put(slot, slot->samples, modes, slot->packed);
 }
 
 bool Mutations::change_layout(ReplicaState& replica) {

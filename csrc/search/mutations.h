@@ -47,7 +47,8 @@ private:
         kSingle
     };
 
-    // A change, and how many of all draws take it. The last one of a table needs several replicas.
+    // A change, and how many of all draws take it. The last one of a table needs several replicas. Weights of packed
+    // rows follow what an evaluation of each change gains (benchmarks/planning/README.md).
     struct Weighted {
         Move move;
         int64_t weight;
@@ -59,14 +60,14 @@ private:
                                                            {Move::kRecompute, 1},
                                                            {Move::kChangePolicy, 1},
                                                            {Move::kReassign, 2}}};
-    static constexpr std::array<Weighted, 8> kPackedMoves{{{Move::kReorder, 4},
+    static constexpr std::array<Weighted, 8> kPackedMoves{{{Move::kReorder, 2},
                                                            {Move::kMoveSample, 6},
                                                            {Move::kExchangeSamples, 5},
                                                            {Move::kSplit, 1},
-                                                           {Move::kMerge, 1},
+                                                           {Move::kMerge, 6},
                                                            {Move::kRecompute, 4},
-                                                           {Move::kChangeLayoutOrPolicy, 2},
-                                                           {Move::kReassign, 4}}};
+                                                           {Move::kChangeLayoutOrPolicy, 1},
+                                                           {Move::kReassign, 1}}};
     static constexpr std::array<Weighted, 3> kLinkMoves{
         {{Move::kReorderLink, 2}, {Move::kSingle, 9}, {Move::kReassignLink, 1}}};
 
@@ -91,7 +92,7 @@ private:
 
     size_t any(const ReplicaState& replica) { return random_.below(replica.micro_batches.size()); }
     Place another(const std::vector<ReplicaState>& replicas, Place one);
-    bool put(const MicroBatch*& slot, std::vector<int32_t> samples, Modes modes, bool packed);
+    bool put(const MicroBatch*& slot, const std::vector<int32_t>& samples, const Modes& modes, bool packed);
 
     const Problem& problem_;
     BatchMaker& maker_;
@@ -99,6 +100,7 @@ private:
     const bool may_divide_;  // backward passes
     Random random_;
     bool unfit_ = false;
+    std::vector<int32_t> less_, more_;  // samples of two micro-batches that exchange some
 };
 
 }  // namespace dynapipe

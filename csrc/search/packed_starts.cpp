@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <numeric>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "checks.h"
@@ -20,17 +22,24 @@ constexpr int64_t kSmallestRow = 64,
                   kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
 constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
 constexpr size_t kRowSizes = 3;             // powers of two that are built, and the sizes half-way above them
+constexpr size_t kManySamples = 10'000;     // of more, powers of two alone are built: fewer starts are improved, too
 constexpr size_t kRowsCompared = 16;        // where a sample may go
 
-// One sample under the modes that are worth it: from the one that keeps the least to the fastest.
+// Samples of equal lengths, which cost the same; of pieces each is alone.
+struct LengthClass {
+    int32_t sample;                // one of them, as a place in the problem
+    std::vector<int32_t> members;  // places in the order
+};
+
+// A class of samples under the modes that are worth it: from the one that keeps the least to the fastest.
 struct Option {
     size_t mode;
     int64_t time, pressure;
 };
 
-// Time that a sample saves by going from its present option to the next, and what memory that takes.
+// Time that each sample of a class saves by going from its present option to the next, and what memory that takes.
 struct Upgrade {
-    int32_t sample;
+    int32_t of;  // class
     size_t to;
     int64_t saved, pressure;
 };
@@ -48,6 +57,7 @@ public:
             const int32_t sample = maker.sample(i);
             positions_.push_back(problem.input_positions[sample] + problem.target_positions[sample]);
         }
+        classify();
     }
 
     std::vector<MicroBatches> all() {
@@ -72,8 +82,9 @@ private:
     bool cost(int64_t size);
     int64_t estimate(int64_t size, int64_t rows);
     void build(int64_t size);
-    std::vector<Option> options(int32_t sample) const;
-    void pressure_of(int32_t sample, size_t mode, int64_t rows, int64_t sign);
+    void classify();
+    std::vector<Option> options(int32_t of_class) const;
+    void pressure_of(int32_t of_class, size_t mode, int64_t rows, int64_t times);
     void rows(int64_t size, int64_t width);
     bool fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out);
     int64_t time(const Share& share) const {
@@ -82,28 +93,44 @@ private:
     bool is_piece(int32_t place) const { return problem_.is_piece(maker_.sample(place)); }
     void sort_chains(MicroBatches& rows) const;
     int64_t room(size_t stage) const { return std::max<int64_t>(problem_.memory(stage), 0) / kScale + 1; }
-    const std::vector<Share>& share(size_t mode, int32_t sample) const {
-        return shares_[mode * positions_.size() + sample];
+    const std::vector<Share>& share(size_t mode, int32_t of_class) const {
+        return shares_[mode * classes_.size() + of_class];
     }
 
     const Problem& problem_;
     CostCache& costs_;
     BatchMaker& maker_;
     std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
-    std::vector<std::vector<Share>> shares_;      // [modes × samples][types of stages]; none where not covered
-    std::vector<size_t> mode_of_;                 // [samples]
-    std::vector<int64_t> pressure_;               // [stages] memory that rows in flight take, in 2^-20 of what there is
+    std::vector<LengthClass> classes_;
+    std::vector<int32_t> class_of_;           // [samples]
+    std::vector<std::vector<Share>> shares_;  // [modes × classes][types of stages]; none where not covered
+    std::vector<size_t> mode_of_;             // [samples]
+    std::vector<int64_t> pressure_;           // [stages] memory that rows in flight take, in 2^-20 of what there is
     std::vector<MicroBatches> found_;
 };
 
-// What every sample costs in rows of a size; whether every sample can run in one.
+void Starts::classify() {
+    std::map<std::tuple<int64_t, int64_t, int64_t>, int32_t> of_lengths;
+    for (size_t i = 0; i < positions_.size(); ++i) {
+        const int32_t sample = maker_.sample(i);
+        const std::tuple its{problem_.input_positions[sample], problem_.target_positions[sample],
+                             problem_.counts_labels() ? problem_.labels[sample] : 0};
+        const int32_t next = classes_.size();
+        const int32_t of_class = is_piece(i) ? next : of_lengths.try_emplace(its, next).first->second;
+        if (of_class == next) classes_.push_back({sample, {}});
+        classes_[of_class].members.push_back(i);
+        class_of_.push_back(of_class);
+    }
+}
+
+// What samples cost in rows of a size; whether every one can run in such.
 bool Starts::cost(int64_t size) {
-    const size_t modes = problem_.modes.size(), samples = positions_.size();
-    shares_.assign(modes * samples, {});
-    for (size_t i = 0; i < samples; ++i) {
+    const size_t modes = problem_.modes.size();
+    shares_.assign(modes * classes_.size(), {});
+    for (size_t i = 0; i < classes_.size(); ++i) {
         bool covered = false;
         for (size_t mode = 0; mode < modes; ++mode)
-            covered |= costs_.shares(mode, maker_.sample(i), size, shares_[mode * samples + i]);
+            covered |= costs_.shares(mode, classes_[i].sample, size, shares_[mode * classes_.size() + i]);
         if (!covered) return false;
     }
     return true;
@@ -114,12 +141,13 @@ bool Starts::cost(int64_t size) {
 int64_t Starts::estimate(int64_t size, int64_t rows) {
     std::vector<int64_t> work(problem_.stages(), 0);
     std::vector<Share> its;
-    for (size_t i = 0; i < positions_.size(); ++i) {
+    for (const LengthClass& samples : classes_) {
         size_t mode = 0;
-        while (mode < problem_.modes.size() && !costs_.shares(mode, maker_.sample(i), size, its)) ++mode;
+        while (mode < problem_.modes.size() && !costs_.shares(mode, samples.sample, size, its)) ++mode;
         if (mode == problem_.modes.size()) return kUnreachable;
         for (size_t v = 0; v < problem_.modules.size(); ++v)
-            work[v % problem_.stages()] += time(its[costs_.type_of()[v]]);
+            work[v % problem_.stages()] +=
+                time(its[costs_.type_of()[v]]) * static_cast<int64_t>(samples.members.size());
     }
     const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
     return *std::max_element(work.begin(), work.end()) / problem_.replicas +
@@ -142,17 +170,19 @@ std::vector<int64_t> Starts::row_sizes() {
     if (estimated.empty()) return {smallest};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::sort(estimated.begin(), estimated.end());
     std::vector<int64_t> sizes;
-    for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i)
-        for (int64_t size : {estimated[i].second, estimated[i].second * kHalfWay[0] / kHalfWay[1]})
-            sizes.push_back(size);
+    for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i) {
+        const int64_t size = estimated[i].second;
+        sizes.push_back(size);
+        if (positions_.size() <= kManySamples) sizes.push_back(size * kHalfWay[0] / kHalfWay[1]);
+    }
     return sizes;
 }
 
-// A sample's modes on the lower hull of time over memory.
-std::vector<Option> Starts::options(int32_t sample) const {
+// The modes of a class on the lower hull of time over memory.
+std::vector<Option> Starts::options(int32_t of_class) const {
     std::vector<Option> all, hull;
     for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
-        const std::vector<Share>& its = share(mode, sample);
+        const std::vector<Share>& its = share(mode, of_class);
         if (its.empty()) continue;
         Option option{mode, 0, 0};
         std::vector<int64_t> stored(problem_.stages(), 0);
@@ -181,14 +211,14 @@ std::vector<Option> Starts::options(int32_t sample) const {
     return hull;
 }
 
-// Counts a sample in or out of what stages hold of rows in flight, at so many rows to a replica.
-void Starts::pressure_of(int32_t sample, size_t mode, int64_t rows, int64_t sign) {
+// Counts so many samples of a class in, or out, of what stages hold of rows in flight, at so many rows to a replica.
+void Starts::pressure_of(int32_t of_class, size_t mode, int64_t rows, int64_t times) {
     if (problem_.pipeline.forward_only) return;
-    const std::vector<Share>& its = share(mode, sample);
+    const std::vector<Share>& its = share(mode, of_class);
     for (size_t v = 0; v < problem_.modules.size(); ++v) {
         const size_t s = v % problem_.stages();
         const int64_t kept = its[costs_.type_of()[v]].stored / kScale * std::min(in_flight_[s], rows);
-        pressure_[s] += sign * (kept / (rows * problem_.replicas) * (kScale * kScale) / room(s));
+        pressure_[s] += times * (kept / (rows * problem_.replicas) * (kScale * kScale) / room(s));
     }
 }
 
@@ -201,27 +231,32 @@ void Starts::build(int64_t size) {
     mode_of_.assign(positions_.size(), 0);
     pressure_.assign(problem_.stages(), 0);
     std::vector<Upgrade> upgrades;
-    for (int32_t sample : every) {
-        const std::vector<Option> hull = options(sample);
-        mode_of_[sample] = hull[0].mode;
-        pressure_of(sample, hull[0].mode, count, 1);
+    for (size_t of_class = 0; of_class < classes_.size(); ++of_class) {
+        const std::vector<Option> hull = options(of_class);
+        for (int32_t sample : classes_[of_class].members) mode_of_[sample] = hull[0].mode;
+        pressure_of(of_class, hull[0].mode, count, classes_[of_class].members.size());
         for (size_t k = 1; k < hull.size(); ++k)
-            upgrades.push_back({sample, hull[k].mode, hull[k - 1].time - hull[k].time,
+            upgrades.push_back({static_cast<int32_t>(of_class), hull[k].mode, hull[k - 1].time - hull[k].time,
                                 std::max<int64_t>(1, hull[k].pressure - hull[k - 1].pressure)});
     }
     std::stable_sort(upgrades.begin(), upgrades.end(), [](const Upgrade& a, const Upgrade& b) {
         return static_cast<__int128>(a.saved) * b.pressure > static_cast<__int128>(b.saved) * a.pressure;
     });
-    size_t done = 0;
+    size_t done = 0, members = 0;  // upgrades, and samples of the next one
     for (int64_t level : kLevels) {
-        const size_t before = done;
+        const std::pair before{done, members};
         while (done < upgrades.size() && *std::max_element(pressure_.begin(), pressure_.end()) < level * kScale) {
-            const Upgrade& next = upgrades[done++];
-            pressure_of(next.sample, mode_of_[next.sample], count, -1);
-            mode_of_[next.sample] = next.to;
-            pressure_of(next.sample, next.to, count, 1);
+            const Upgrade& next = upgrades[done];
+            const std::vector<int32_t>& samples = classes_[next.of].members;
+            const int32_t sample = samples[members];
+            pressure_of(next.of, mode_of_[sample], count, -1);
+            mode_of_[sample] = next.to;
+            pressure_of(next.of, next.to, count, 1);
+            if (++members < samples.size()) continue;
+            members = 0;
+            ++done;
         }
-        if (done == before && level != kLevels[0]) continue;
+        if (std::pair{done, members} == before && level != kLevels[0]) continue;
         for (int64_t width : kWidths) {
             if (width > 1 && std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end())
                 break;
@@ -271,12 +306,13 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
     const size_t kinds = costs_.types();
     std::vector<int64_t> total(kinds, 1), load(kinds * samples.size()), heaviest(samples.size(), 0);
     for (int32_t sample : samples)
-        for (size_t kind = 0; kind < kinds; ++kind) total[kind] += time(share(mode, sample)[kind]);
+        for (size_t kind = 0; kind < kinds; ++kind) total[kind] += time(share(mode, class_of_[sample])[kind]);
     std::vector<size_t> order(samples.size());
     std::iota(order.begin(), order.end(), size_t{0});
     for (size_t i = 0; i < samples.size(); ++i)
         for (size_t kind = 0; kind < kinds; ++kind) {
-            const uint64_t scaled = static_cast<uint64_t>(time(share(mode, samples[i])[kind])) * (kScale * kScale);
+            const uint64_t scaled =
+                static_cast<uint64_t>(time(share(mode, class_of_[samples[i]])[kind])) * (kScale * kScale);
             const int64_t part = scaled / static_cast<uint64_t>(total[kind]);  // of costs up to 2^43
             load[i * kinds + kind] = part;
             heaviest[i] = std::max(heaviest[i], part);

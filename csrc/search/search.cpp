@@ -13,11 +13,13 @@
 namespace dynapipe {
 namespace {
 
-constexpr int64_t kLeastGain = 64;   // dividing passes for less than a 64th may lose to a search that does not
-constexpr int64_t kFilledRows = 8;   // per stage: starts of at most so many rows that do not fit get modes by stage
-constexpr int64_t kKept = 400;       // modes that keep more are tried so often at the end
-constexpr int64_t kAccepted = 2000;  // worse by such a part is accepted at first
-constexpr int64_t kMostIdle = 1000;  // changes in a row that do not apply
+constexpr int64_t kLeastGain = 64;     // dividing passes for less than a 64th may lose to a search that does not
+constexpr int64_t kFilledRows = 8;     // per stage: starts of at most so many rows that do not fit get modes by stage
+constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so often at the end
+constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
+constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
+// A climb of packed rows ends after a part of its evaluations, and at least so many, that gained less than such a part.
+constexpr int64_t kWindows = 4, kLeastWindow = 200, kLeastOfWindow = 10'000;
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline, where jitter decides.
@@ -31,14 +33,15 @@ void Search::compete(std::vector<Solution>& solutions) {
         size_t solutions;
         Share evaluations;
     };
-    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}},
-                           kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
+    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 8}}, {2, {1, 8}}},
+                           kFewRounds[] = {{16, {3, 10}}, {8, {2, 10}}, {4, {1, 10}}, {2, {1, 10}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
     const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
                         : solutions[0].rows() <= kFewRows
                             ? std::pair(std::begin(kFewRounds), std::end(kFewRounds))
                             : std::pair(std::begin(kPackedRounds), std::end(kPackedRounds));
+    int64_t last = evaluations;  // what the rounds do not need is not spent
     for (auto round = rounds.first; round != rounds.second; ++round) {
         solutions.resize(std::min(solutions.size(), round->solutions));
         const int64_t share =
@@ -46,8 +49,9 @@ void Search::compete(std::vector<Solution>& solutions) {
         for (Solution& solution : solutions)
             if (share > 0) improve(solution, share);
         by_objective(solutions);
+        last -= share * static_cast<int64_t>(round->solutions);
     }
-    if (left_ > 0) improve(solutions[0], left_);
+    if (last > 0) improve(solutions[0], last);
 }
 
 // Nothing where every start is longer than `most`.
@@ -71,11 +75,12 @@ Found Search::improved(std::vector<Solution> solutions) {
     Solution& best = solutions[0];
     for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
         if (searches)
-            keep_more(maker_, replica.micro_batches, kKept, [&](const MicroBatches& batches) {
-                const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
-                replica.makespan = std::min(replica.makespan, makespan);
-                return makespan < kUnreachable;
-            });
+            keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()),
+                      [&](const MicroBatches& batches) {
+                          const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
+                          replica.makespan = std::min(replica.makespan, makespan);
+                          return makespan < kUnreachable;
+                      });
     if (robustifying > 0) robustify(best, robustifying);
     found.makespan = best.slowest();
     if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;
@@ -125,6 +130,7 @@ void Search::copy_touched(const Solution& from, Solution& to) const {
 
 // Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing. An
 // evaluation schedules the changed replicas from the first micro-batch that differs: O(micro-batches · stages) each.
+// Packed rows are left once nothing is gained.
 void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
@@ -132,14 +138,23 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t current_objective = current.objective();
     int64_t best_objective = current_objective;
     const int64_t margin = best_objective / kAccepted;
+    const int64_t window = problem_.may_pack ? std::max(evaluations / kWindows, kLeastWindow) : evaluations;
+    int64_t next_look = left_ - window, objective_then = best_objective;
     evaluator_.keep(current);
     for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
+        if (left_ <= next_look) {
+            if (objective_then - best_objective < best_objective / kLeastOfWindow) break;
+            objective_then = best_objective;
+            next_look -= window;
+        }
         const int64_t before = left_;
         const int64_t allowed = best_objective + margin * (left_ - until) / (first - until);
+        const size_t kept = maker_.kept();
         const bool taken = change(candidate, std::max(current_objective, allowed));
         if (left_ < before) idle = 0;
         if (!taken) {
             copy_touched(current, candidate);
+            maker_.forget_since(kept);
             continue;
         }
         evaluator_.take(touched_);
@@ -194,6 +209,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
     };
     for (int64_t idle = 0; left_ > 0 && idle < kMostIdle; ++idle) {
         const int64_t before = left_;
+        const size_t kept = maker_.kept();
         const bool fits = change(candidate, limit);
         if (left_ < before) idle = 0;
         std::vector<int64_t> changed = totals;
@@ -201,6 +217,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
             for (size_t r : touched_) changed[r] = jittered_total(candidate.replicas[r]);
         if (!fits || sum(changed) >= sum(totals)) {
             copy_touched(best, candidate);
+            maker_.forget_since(kept);
             continue;
         }
         evaluator_.take(touched_);

@@ -13,7 +13,8 @@ namespace {
 // Starts longer than the best so far by more than such a part are dropped; of few rows, and of others.
 constexpr int64_t kStartMarginOfFew = 3;
 constexpr int64_t kStartMargin = 32;
-constexpr size_t kLightened = 6;  // starts that are tried with modes by stage
+constexpr size_t kLightened = 6;    // starts that are tried with modes by stage
+constexpr int64_t kManyRows = 150;  // on chunks: starts of more get a single order
 
 // Parts of memory that modes by stage fill, the rest for messages; 0 for as much as on the fullest stage.
 constexpr std::initializer_list<double> kAsTheFullest{0};
@@ -56,10 +57,12 @@ void Search::begin_packed(ReplicaState& replica) {
         try_policies(first.micro_batches, {0}, {Rule::kBackwardFirst}, first);
         if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) return;
     }
+    try_policies(joined(hill(large_first)), kFewExtras, kFewRules, replica);
+    if (static_cast<int64_t>(large_first.size()) * problem_.pipeline.chunks > kManyRows) return;
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
     std::stable_sort(modes_first.begin(), modes_first.end(),
                      [](const MicroBatches& a, const MicroBatches& b) { return a[0]->modes > b[0]->modes; });
-    for (const Blocks& order : {hill(large_first), hill(modes_first), merged_hills(large_first, problem_.modes.size())})
+    for (const Blocks& order : {hill(modes_first), merged_hills(large_first, problem_.modes.size())})
         try_policies(joined(order), kFewExtras, kFewRules, replica);
 }
 

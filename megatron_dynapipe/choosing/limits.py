@@ -1,7 +1,8 @@
 """What no plan of a batch can beat: a ladder of lower bounds, each at least the one before, and what lies between them.
 
     devices        every sample's least work, over all devices
-    stages         the best split of the modules into stages: a stage's least work, and the forward work before it
+    stages         the best split of the modules into stages: a stage's least work, and the forward work before it; and
+                   the way of the longest sample through all modules and back, which few micro-batches cannot hide
     memory         the same with as much recomputation as memory asks for
     micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
                    more is lost to rows, uneven stages or recomputation (`choosing.lost_time`)
@@ -22,7 +23,7 @@ stage and back. Over T this is at most memory · T. For every price p of memory,
 which is the dual of the linear programme over modes; the largest of a few prices is taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -43,8 +44,38 @@ PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
 """Of memory, from none."""
 MOST_LENGTHS = 400
 """Different samples that are told apart; of more, lengths are rounded down."""
+WORK = "work"
+"""The share of the time that every plan of the batch takes, on these devices."""
+ADVISED = 0.1
+"""A loss of this share of the time comes with an advice."""
 _UNKNOWN = 1e30
 """Above any time and any memory: of a sample that does not fit in a mode."""
+
+
+CAUSES: Mapping[str, str] = {
+    "stages": "filling the pipeline and dividing the layers",
+    "memory": "recomputation that memory asks for",
+    "micro-batches": "short rows and uneven stages",
+    "rows": "short rows",
+    "uneven stages": "uneven stages",
+    "recomputation": "more recomputation than memory asks for",
+    "order": "waits between stages",
+    "prediction": "passes that took longer than predicted",
+    "waits": "waiting for the plan",
+}
+"""What time is lost to, by the names of `Limits.shares`."""
+ADVICE: Mapping[str, str] = {
+    "stages": "Fewer stages, or batches of more samples, would lose less",
+    "memory": "A higher memory limit, or more stages, would need less recomputation",
+    "micro-batches": "Batches of more samples would run short rows better",
+    "rows": "Batches of more samples would run short rows better",
+    "uneven stages": "Another split of the layers (--dynapipe-layers-per-stage) may even them out",
+    "recomputation": "A higher memory limit, or more stages, would need less recomputation",
+    "order": "Batches of more samples would have fewer waits",
+    "prediction": "Costs that are measured while the machine is quiet would predict better",
+    "waits": "More planner processes would have it ready in time (--dynapipe-prefetch-planner-num-workers)",
+}
+"""What would lose less."""
 
 
 class Limits(NamedTuple):
@@ -67,7 +98,11 @@ class Limits(NamedTuple):
         return {name: bound / 1e6 for name, bound in zip(self._fields[:4], self[:4], strict=True)}
 
     def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
-        """How near a plan is to the first bound, and what the rest of its time is lost to.
+        """Where a plan's time goes, in words, with an advice if much of it is lost; arguments are those of `shares`."""
+        return described(self.shares(plan_ns, measured_ns, waited_ns))
+
+    def shares(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> dict[str, float]:
+        """Shares of a plan's time: the least that any plan takes (`WORK`), and what the rest is lost to (`CAUSES`).
 
         Args:
             plan_ns: as predicted.
@@ -83,9 +118,26 @@ class Limits(NamedTuple):
         steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
         if measured_ns is not None:
             steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
-        lost = zip(names, steps[1:], steps, strict=False)
-        parts = ", ".join(f"{name} {(above - below) / steps[-1]:.0%}" for name, above, below in lost)
-        return f"{self.devices / steps[-1]:.0%} of the limit: {parts}"
+        whole = steps[-1]
+        shares = {WORK: self.devices / whole}
+        for name, below, above in zip(names, steps, steps[1:], strict=False):
+            shares[name] = (above - below) / whole
+        return shares
+
+
+def described(shares: Mapping[str, float]) -> str:
+    """Shares of a time as a sentence, with an advice if the largest loss is more than a tenth."""
+    losses = {name: share for name, share in shares.items() if name in CAUSES and round(share, 2) > 0}
+    largest_first = sorted(losses, key=lambda name: -losses[name])
+    text = f"{shares[WORK]:.0%} of the time is work that no plan can avoid"
+    if largest_first:
+        text += "; lost are " + ", ".join(f"{losses[name]:.0%} to {CAUSES[name]}" for name in largest_first)
+    faster = -shares.get("prediction", 0.0)
+    if round(faster, 2) > 0:
+        text += f"; passes took {faster:.0%} less than predicted"
+    if largest_first and losses[largest_first[0]] >= ADVISED:
+        text += f". {ADVICE[largest_first[0]]}"
+    return text
 
 
 def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
@@ -98,7 +150,7 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     """
     work = _LeastWork(planner, planner.samples(batch))
     devices = work.everywhere(work.time)
-    stages = max(devices, work.best_split(work.time, PRICES[:1]))
+    stages = max(devices, work.best_split(work.time, PRICES[:1]), work.longest_way())
     memory = max(stages, work.best_split(work.fitting_time, PRICES))
     divides = planner.settings.effective_split_backward != "off"
     of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
@@ -162,6 +214,11 @@ class _LeastWork:
         each = times.min(axis=0)[:, self.modules].sum(axis=1)
         total = float(each @ self.counts) / self.replicas - self.rounding
         return int(max(total / self.stages, 0)) if np.isfinite(total) else 0
+
+    def longest_way(self) -> int:
+        """The forward and input-gradient passes of a sample through all modules, one after another, of the longest."""
+        longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
+        return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
 
     def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""

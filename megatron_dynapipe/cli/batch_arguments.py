@@ -23,7 +23,9 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch-size", type=positive, metavar="N", help=f"samples of a batch of --data (default: {SAMPLES})")
     add("--tokens-per-global-batch", type=positive, metavar="N", help="most tokens of a batch of --data")
     add("--data-seed", type=int, metavar="N", help=f"of the sampler of --data: a run's --seed (default: {SEED})")
-    of_run = "truncate longer inputs and targets (default: those of --data as the run file of --model-config has it)"
+    of_run = (
+        "truncate longer inputs and targets (default: as the run file of --model-config says, if --data gives them)"
+    )
     add("--max-seq-len", type=positive, metavar="N", help=of_run)
     add("--max-target-len", type=positive, metavar="N", help="truncate longer targets (default: as inputs)")
     add(

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive,
         metavar="N",
-        help="ranks of the run (default: two replicas' where there is room)",
+        help="ranks of the run (default: enough for two replicas, if there is room)",
     )
     add("--iterations", type=positive, default=3, metavar="N", help="iterations, at least 2 (%(default)s)")
     add("--full", action="store_true", help="do not reduce a model that is too large for one process")

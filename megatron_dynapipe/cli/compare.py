@@ -136,4 +136,4 @@ def _means(ratios: dict[str, float], planned: int, batches: int) -> str:
         return "no batch has a plan under dynapipe and under another method"
     over = ", ".join(f"{method} {ratio:.3f}" for method, ratio in ratios.items())
     which = f"{'' if planned == batches else f'{planned} of '}{batches} batch{'es' * (batches > 1)}"
-    return f"tokens/s of dynapipe over those of other methods, geometric mean of {which}: {over}"
+    return f"tokens/s of dynapipe, as a multiple of other methods' (geometric mean of {which}): {over}"

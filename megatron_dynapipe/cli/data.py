@@ -47,7 +47,7 @@ def _add_show(actions: Any) -> None:
     show = actions.add_parser(
         "show",
         help="samples as they are trained: what is given, and what is learned",
-        description="What is learned is coloured; where there is no terminal, it stands in ⟦ ⟧.",
+        description="What is learned is coloured; if the output is no terminal, it stands in ⟦ ⟧.",
     )
     show.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     show.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")

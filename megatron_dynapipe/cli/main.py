@@ -122,7 +122,7 @@ GONE = {
     "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
     " run finds there (docs/reliability.md)",
     "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
-    " --dynapipe-elastic (docs/elasticity.md)",
+    " --dynapipe-elastic (docs/reliability.md)",
 }
 """Commands of earlier versions, and what takes their place."""
 
@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
         What follows `--` is another command's; argparse would have it begin at the first word that it does not know.
         """
         remainder = [action for action in self._actions if action.nargs == argparse.REMAINDER]
-        words, taken = list(args or ()), self._option_string_actions
+        words = list(args or ())
+        taken = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words) if remainder else ():
             if word.startswith("--") and word.partition("=")[0] not in taken:
                 message = f"unrecognized arguments: {word}"

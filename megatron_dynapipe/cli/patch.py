@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="merge with changes of yours: three-way in a git checkout, elsewhere where a patch's context is found",
+        help="merge with your changes: three-way in a git checkout, elsewhere if a patch's context is found",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a machine to read")
 
@@ -92,6 +92,6 @@ def _summary(checkout: Survey, action: str) -> str:
     return {
         State.RELEASED: "not patched; nothing was changed",
         State.PATCHED: "patched already",
-        State.MERGED: "patched already, beside changes of yours",
+        State.MERGED: "patched already, and you have changed it, too",
         State.PARTLY: "patched in part: `megatron-dynapipe patch` patches the rest, --reverse takes the patches out",
     }.get(checkout.state, "not all files are as known; nothing was changed")

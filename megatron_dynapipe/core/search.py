@@ -24,7 +24,8 @@ no such part.)
 
 The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
 1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with
-are made natively (`csrc/search/packed_starts.h`); of the best six, three and then one go on.
+are made natively (`csrc/search/packed_starts.h`); of the best six, two and then one go on, of few rows sixteen, eight,
+four, two and one. A climb from packed rows ends where a quarter of its evaluations gained less than a ten-thousandth.
 """
 
 import logging

@@ -41,7 +41,7 @@ STUBS: tuple[Stub, ...] = (
     *_row("torch.cuda", "device_count", stubs.returning(1), "model parallel groups are made only if there is one"),
     *_row("torch.cuda", "current_device", stubs.returning(0), "passed on as a device index everywhere"),
     *_row("torch.cuda", "is_initialized", stubs.returning(True), "queued calls (_lazy_call) run at once if so"),
-    *_row("torch.cuda", "_lazy_init", stubs.always(stubs.nothing), "raises where there is no driver"),
+    *_row("torch.cuda", "_lazy_init", stubs.always(stubs.nothing), "raises if there is no driver"),
     *_row("torch.cuda", "set_device init", stubs.always(stubs.nothing), "initialize_megatron picks the local rank's"),
     *_row("torch.cuda", "get_device_properties", stubs.always(stubs.device_properties), "arguments.py reads the arch"),
     *_row("torch.cuda", "get_device_capability", stubs.returning((8, 0)), "arguments.py and fused kernels read it"),
@@ -99,7 +99,7 @@ IN_MEGATRON: tuple[Stub, ...] = (
         "megatron.core.datasets.utils",
         "compile_helpers",
         stubs.always(stubs.nothing),
-        "runs make where the wheel has no Makefile, and exits when that fails; on GPUs `hooks/replacements` leaves it"
+        "runs make although a wheel has no Makefile, and exits if it fails; on GPUs `hooks/replacements` leaves it"
         " out of planned runs, here scripts of checkouts and other trainers run without those, too",
     ),
     *_row(
@@ -129,7 +129,7 @@ SILENCED: tuple[Stub, ...] = tuple(
     for module, name, why in (
         ("arguments", "_print_args", "prints some eight hundred lines, most of them of features that are off"),
         ("training", "report_theoretical_memory", "prints ten lines that know nothing of plans"),
-        ("training", "print_datetime", "prints seven times of day at the start, beside the log's own"),
+        ("training", "print_datetime", "prints seven times of day at the start, in addition to the log's own"),
     )
 )
 """Functions that print at start-up what nobody reads."""

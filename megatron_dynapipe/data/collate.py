@@ -156,7 +156,8 @@ class Collator:
                 f"{micro_batch.layout}",
                 hint="plan again with the run's own settings",
             )
-        plan, has_decoder = micro_batch, family is ModelFamily.T5
+        plan = micro_batch
+        has_decoder = family is ModelFamily.T5
         rows = SampleRows.of(index, family, plan)
         input_lengths = np.array(plan.positions(family), np.int32)
         check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
@@ -179,7 +180,8 @@ class Collator:
 
     def _text(self, plan: MicroBatch, has_decoder: bool, rows: SampleRows) -> dict[str, Tensor | None]:
         """The tensors that come out of the dataset."""
-        needed, labelled = self.required, plan.shape.target_length if has_decoder else plan.shape.input_length
+        needed = self.required
+        labelled = plan.shape.target_length if has_decoder else plan.shape.input_length
         size = (plan.shape.size, labelled)
         tokens = self._filled(plan, plan.shape.input_length) if needed.tokens else None
         decoder_tokens = self._filled(plan, labelled) if needed.decoder_tokens and has_decoder else None
@@ -203,7 +205,8 @@ class Collator:
 
     def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
-        sample, planned = plan.sample_ids[number], plan.input_lengths[number]
+        sample = plan.sample_ids[number]
+        planned = plan.input_lengths[number]
         cutter = self.cutter or Cutter(ModelFamily.GPT)
         tokens, counts = sequence(cutter, sample, self._read(sample), planned, self.loss_on)
         start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))

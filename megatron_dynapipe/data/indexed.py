@@ -68,7 +68,8 @@ class IndexedReader:
                 f"{self._path}: expected a sample in 0…{len(self) - 1}, got {sample}",
                 hint="the plan was made from another dataset, or another split of it",
             )
-        start, middle = int(self._starts[2 * sample]), int(self._starts[2 * sample + 1])
+        start = int(self._starts[2 * sample])
+        middle = int(self._starts[2 * sample + 1])
         end = middle + int(self._stored.target[sample])
         if self._checksums is None:
             self._check_unchanged()
@@ -77,7 +78,8 @@ class IndexedReader:
                 f"{self._path}: the tokens of sample {sample} are not those that were written (their checksum differs)",
                 hint="the file was overwritten or damaged: copy the dataset again; `data verify` checks all of it",
             )
-        inputs, targets = int(self.lengths.input[sample]), int(self.lengths.target[sample])
+        inputs = int(self.lengths.input[sample])
+        targets = int(self.lengths.target[sample])
         return self._tokens[start : start + inputs], self._tokens[middle : middle + targets]
 
     def _check_unchanged(self) -> None:

@@ -67,9 +67,13 @@ class PlannedIterator:
         timeout_seconds: float = 600.0,
         prepare: Callable[[HostMicroBatch], HostMicroBatch] = lambda batch: batch,
     ) -> None:
-        self._fetch, self._collator, self._prepared = fetch, collator, prepare
-        self._next_iteration, self._stop_iteration = start_iteration, stop_iteration
-        self._ahead, self._timeout_seconds = ahead, timeout_seconds
+        self._fetch = fetch
+        self._collator = collator
+        self._prepared = prepare
+        self._next_iteration = start_iteration
+        self._stop_iteration = stop_iteration
+        self._ahead = ahead
+        self._timeout_seconds = timeout_seconds
         self._waited_seconds = 0.0
         # Shared with the thread, under the condition:
         self._changed = threading.Condition()

@@ -130,7 +130,8 @@ class SampleRows:
                 f"micro-batch {index}: expected a packed row of shape {expected} or longer for its "
                 f"{len(plan.sample_ids)} samples, got {plan.shape}"
             )
-        offsets, cuts = row_offsets(family, plan), {}
+        offsets = row_offsets(family, plan)
+        cuts = {}
         for at, piece in cut_entries(plan):
             followed = piece.end < input_positions(family, plan.input_lengths[at])
             cuts[at] = CutSegment(plan.sample_ids[at], piece.start, followed)

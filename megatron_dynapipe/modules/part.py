@@ -114,7 +114,7 @@ class Variants:
             raise ConfigError(
                 f"expected the forward to run the same modules on each stage for every batch, in the order "
                 f"{', '.join(points)}; a batch of shapes {signature(batch)} runs others",
-                hint="give split_model an example batch like those of training",
+                hint="give split_model an example batch like the batches of training",
             )
         return division
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -48,12 +48,7 @@ StepWork = tuple[Sequence[Batch], Plan | None]
 """Micro-batches by names of the model's arguments, and their plan, if there is one."""
 
 
-class _Pair(NamedTuple):
-    loss: torch.Tensor
-    overflow: bool
-
-
-class StepResult(_Pair):
+class StepResult(tuple[torch.Tensor, bool]):
     """Result of a step, the same on every rank: the pair of `loss, overflow = pipeline.step(batch)`, and more.
 
     Attributes:
@@ -70,9 +65,20 @@ class StepResult(_Pair):
         cls, loss: torch.Tensor, overflow: bool, outputs: Sequence[Any] = (), labels: Sequence[Batch] = ()
     ) -> "StepResult":
         """The pair, with what was kept of the last stage."""
-        result = super().__new__(cls, loss, overflow)
-        result.outputs, result.labels = outputs, labels
+        result = super().__new__(cls, (loss, overflow))
+        result.outputs = outputs
+        result.labels = labels
         return result
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The first of the pair."""
+        return self[0]
+
+    @property
+    def overflow(self) -> bool:
+        """The second of the pair."""
+        return self[1]
 
 
 class Pipeline:

@@ -69,6 +69,7 @@ def split_model(
             on data, an unknown key or weight, other models on other ranks.
     """
     ranks = Ranks(replicas=replicas, timeout_s=timeout_s)
+    target = None if device is None else torch.device(device)
 
     def split() -> ModelPart:
         inputs, example, skeleton, traced = trace_model(model, example_batch, split_points, labels)
@@ -77,15 +78,20 @@ def split_model(
         division = DividedTrace(traced, _stage_of(skeleton, traced, ranks.stages, count, costs, memory_limit_bytes))
         _require_parameters(skeleton, division, shared_weights)
         part = ModelPart(model, skeleton, division, example, ranks=ranks, inputs=inputs, names=names)
-        target, fill = None if device is None else torch.device(device), initialise or initialise_with(model)
+        fill = initialise or initialise_with(model)
         materialise(part, names, state_dict, fill, target, later=part.received_weights())
         return part
 
     part = ranks.control.run_on_all(split)
-    if ranks.control.rank == 0 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-        warnings.warn("BatchNorm takes its statistics of each micro-batch, not of the whole batch", stacklevel=2)
+    _warn_of_batch_norm(model, ranks)
     ranks.require_equal(_description(part, model), "the divided model", across=range(ranks.control.size))
     return part
+
+
+def _warn_of_batch_norm(model: nn.Module, ranks: Ranks) -> None:
+    """Warn on rank 0 if a module's statistics would be taken from the whole batch without micro-batches."""
+    if ranks.control.rank == 0 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        warnings.warn("BatchNorm takes its statistics from each micro-batch, not from the whole batch", stacklevel=3)
 
 
 def _description(part: ModelPart, model: nn.Module) -> str:
@@ -111,7 +117,8 @@ def trace_model(
     model: nn.Module, example_batch: Any, split_points: Sequence[str] | None, labels: Sequence[str] = LABELS
 ) -> tuple[Inputs, Batch, nn.Module, TracedForward]:
     """A model's inputs, an example of them by name, the model without memory, and its forward between cuts."""
-    inputs, skeleton = Inputs.of(model, example_batch, labels), without_memory(model)
+    inputs = Inputs.of(model, example_batch, labels)
+    skeleton = without_memory(model)
     example = inputs.of_model(inputs.name(example_batch))
     points = cut_points(model) if split_points is None else resolve_split_points(model, split_points)
     return inputs, example, skeleton, trace(skeleton, example, points)
@@ -175,7 +182,8 @@ def _first_names(model: nn.Module, shared_weights: Sequence[tuple[str, str]]) ->
                 f"expected shared weights of one shape, got {one} of {tuple(known[one].shape)} and {other} of "
                 f"{tuple(known[other].shape)}"
             )
-        kept, dropped = names[one], names[other]
+        kept = names[one]
+        dropped = names[other]
         names = {name: kept if name_of == dropped else name_of for name, name_of in names.items()}
     return names
 
@@ -243,7 +251,8 @@ def _value(
 
 def _filled(tensor: torch.Tensor, value: torch.Tensor | None, device: torch.device | None) -> torch.Tensor:
     """The tensor with memory and, if there is one, the value; the same object where that is possible."""
-    target, filled = device or (torch.device("cpu") if tensor.is_meta else tensor.device), tensor
+    target = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+    filled = tensor
     if tensor.device != target:
         filled = torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.data.to(target)
         if isinstance(tensor, nn.Parameter):

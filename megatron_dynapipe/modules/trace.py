@@ -48,7 +48,8 @@ class ReadAttributes:
     """The attributes and globals that a model's code reads, and their values."""
 
     def __init__(self, model: nn.Module, skeleton: nn.Module, reads: Iterable[Read], divided: Iterable[str]) -> None:
-        self._model, self._skeleton = weakref.ref(model), skeleton
+        self._model = weakref.ref(model)
+        self._skeleton = skeleton
         reads_of = {
             id(value) if hasattr(value := _value(skeleton, *read), "__dict__") else read: read for read in sorted(reads)
         }
@@ -91,7 +92,8 @@ def _written(name: str) -> ConfigError:
 def _globals_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
     """Names of plain values that a function's own code reads, and where they are."""
     function = inspect.unwrap(function)
-    space, names = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
+    space = getattr(function, "__globals__", {})
+    names = getattr(function, "__code__", None)
     used = names.co_names if names is not None else ()
     return [
         (space, name) for name in used if _plain(space.get(name, NotImplemented), nested=True) is not NotImplemented
@@ -251,22 +253,24 @@ class _Calls(contextlib.AbstractContextManager[None]):
         self.reads: set[Read] = set()
         self._names = {module: name for name, module in model.named_modules()}
         self._divided = containers(model, points)
-        self._call, self._set = nn.Module.__call__, nn.Module.__setattr__
+        self._call = nn.Module.__call__
+        self._set = nn.Module.__setattr__
         self._before: dict[Read, tuple[Any, str]] = {}
         self._made: set[nn.Module] = set()
 
     def __enter__(self) -> None:
-        seen, original, original_set = self, self._call, self._set
+        original = self._call
+        original_set = self._set
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return seen._of(module, original, args, kwargs)
+            return self._of(module, original, args, kwargs)
 
         def read(module: nn.Module, name: str) -> Any:
-            seen._note_read(module, name)
+            self._note_read(module, name)
             return object.__getattribute__(module, name)
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            seen._check_write(module, name, value)
+            self._check_write(module, name, value)
             original_set(module, name, value)
 
         setattr(nn.Module, "__call__", call)  # noqa: B010  (methods, which mypy would not have assigned)

@@ -67,7 +67,9 @@ class Summary:
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
     of_limits: str
-    """How near the last iteration came to what no plan can beat; empty where that is not known."""
+    """Where the last iteration's time went, as a sentence; empty if that is not known."""
+    time_shares: Mapping[str, float]
+    """The same as shares of 1; empty if that is not known."""
     memory: MemoryRecord | None = None
     """The memory of the rank with the most fragments; None without GPUs."""
 
@@ -127,6 +129,7 @@ def summarise(
         plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
         of_limits=runs[-1].of_limits,
+        time_shares=runs[-1].time_shares,
         memory=max(memory, key=lambda record: record.fragment_bytes, default=None),
     )
 
@@ -189,6 +192,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             packed=sum(r.packed for r in group),
             at_peak_ns=max(r.at_peak_ns for r in group),
             of_limits=max(r.of_limits for r in group),
+            time_shares=max((r.time_shares for r in group), key=len),
         )
         for iteration, group in sorted(by_iteration.items())
     ]

@@ -110,9 +110,11 @@ def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequen
     """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
     corners = []
     colours = []
-    for event in (e for e in events if isinstance(e.instruction, Pass)):
-        its = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
-        for place, number in enumerate(its):
+    for event in events:
+        if not isinstance(event.instruction, Pass):
+            continue
+        samples = [number for number, chain in enumerate(chains) if event.instruction.micro_batch in chain]
+        for place, number in enumerate(samples):
             bottom = stage + _BOX / 2 - place * _STRIPE
             corners.append(_corners(event, bottom - _STRIPE, bottom))
             colours.append(CHAINS[number % len(CHAINS)])
@@ -133,9 +135,18 @@ def _colour(event: Event) -> tuple[float, float, float]:
     step = event.instruction
     assert isinstance(step, Pass)
     colours = {Work.FORWARD: FORWARD, Work.WEIGHTS: WEIGHT}
-    red, green, blue = to_rgb(colours.get(EFFECTS[type(step)].work, BACKWARD))
-    paler = 1 - 0.7**step.chunk
+    return _paler(colours.get(EFFECTS[type(step)].work, BACKWARD), step.chunk)
+
+
+def _paler(colour: str, chunk: int) -> tuple[float, float, float]:
+    """A pass's colour: the first chunk has the full one, later ones are paler."""
+    red, green, blue = to_rgb(colour)
+    paler = 1 - 0.7**chunk
     return red + (1 - red) * paler, green + (1 - green) * paler, blue + (1 - blue) * paler
+
+
+def _passes(events: Sequence[Event]) -> list[Pass]:
+    return [event.instruction for event in events if isinstance(event.instruction, Pass)]
 
 
 def _duration(span_ms: float) -> str:
@@ -155,4 +166,8 @@ def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         handles.append(Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting for a transfer"))
     if any(panel.chains for panel in panels):
         handles.append(Patch(color=CHAINS[0], label="pieces of one sample (a colour each)"))
+    chunks = {step.chunk for panel in panels for stage in panel.timeline for step in _passes(stage)}
+    if len(chunks) > 1:
+        paler = Patch(color=_paler(FORWARD, 1), label=f"paler: later virtual stages of a stage ({len(chunks)})")
+        handles.append(paler)
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)

@@ -155,7 +155,7 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
         self._report(
             f"[{self._name}] no progress for {self._limit_s:g} s at stage {plan.stage}, step {step}: "
             f"{point_at(plan.instructions, step)}{silent_ranks()} "
-            '(if all stages say so: docs/gpu-notes.md, "What waits for a whole GPU")'
+            '(if all stages say so: docs/reliability.md, "What waits for a whole GPU")'
         )
 
 

@@ -79,12 +79,17 @@ class Batches:
     ) -> None:
         if (samples is None) == (tokens is None):
             raise ConfigError("expected batches of samples or of tokens, and not both")
-        self._per_epoch, self._samples, self._tokens, self._lengths = per_epoch, samples, tokens, lengths
+        self._per_epoch = per_epoch
+        self._samples = samples
+        self._tokens = tokens
+        self._lengths = lengths
         self._last = last
         self._end = None if epochs is None else epochs * per_epoch
         # First and last place of every batch so far, where they are found one after another.
-        self._firsts, self._stops = array("q"), array("q")
-        self._first_iteration, self._first_place = first_iteration, first_place
+        self._firsts = array("q")
+        self._stops = array("q")
+        self._first_iteration = first_iteration
+        self._first_place = first_place
         self._next = first_place
         self._full = False
         if last is LastBatch.DROP and samples is not None and samples > per_epoch:
@@ -153,13 +158,15 @@ class Batches:
 
     def _find_by_samples(self) -> None:
         assert self._samples is not None
-        stop, limit = self._next + self._samples, self._limit()
+        stop = self._next + self._samples
+        limit = self._limit()
         self._close(stop if limit is None else min(stop, limit), is_short=limit is not None and stop > limit)
 
     def _find_by_tokens(self) -> None:
         """Close the batches that end within the next places; twice as many where not even one does."""
         assert self._tokens is not None and self._lengths is not None
-        limit, at_once = self._limit(), _AT_ONCE
+        limit = self._limit()
+        at_once = _AT_ONCE
         while True:
             stop = self._next + at_once if limit is None else min(self._next + at_once, limit)
             ends = token_batches(self._lengths(self._next, stop), self._tokens)
@@ -197,7 +204,8 @@ def token_batches(lengths: npt.NDArray[np.int64], tokens: int) -> list[int]:
     while start < len(sums):
         end = max(int(np.searchsorted(sums, before + tokens, side="right")), start + 1)
         ends.append(end)
-        start, before = end, int(sums[end - 1])
+        start = end
+        before = int(sums[end - 1])
     return ends
 
 
@@ -237,7 +245,8 @@ def _network(
     values: npt.NDArray[np.uint64], halves: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     masks = (_U(1) << halves) - _U(1)
-    left, right = values >> halves, values & masks
+    left = values >> halves
+    right = values & masks
     for round_ in range(_ROUNDS):
         left, right = right, left ^ (_mixed(right ^ keys ^ _U(round_ * 0x9E3779B97F4A7C15 % 2**64)) & masks)
     return (left << halves) | right
@@ -262,7 +271,8 @@ class ShuffledEpochs:
     """Each epoch of `per_epoch` draws is a permutation of all rows."""
 
     def __init__(self, seed: int, rows: int) -> None:
-        self._seed, self.per_epoch = seed, rows
+        self._seed = seed
+        self.per_epoch = rows
         self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
 
     def rows(self, first: int, stop: int) -> Rows:
@@ -283,7 +293,8 @@ class TaskDraws:
     """Each task as often as its rate says; memory does not grow with the number of rows."""
 
     def __init__(self, seed: int, tasks: "TaskRows", draws: Sequence[int]) -> None:
-        self._seed, self._tasks = seed, tasks
+        self._seed = seed
+        self._tasks = tasks
         self._draws = np.asarray(draws, np.int64)
         self._ends = np.cumsum(self._draws)
         self.per_epoch = int(self._ends[-1])

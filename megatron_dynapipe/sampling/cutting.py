@@ -81,7 +81,8 @@ class Cutter:
             most: tokens of an input (decoder-only: of input and target together, at least 2) and of a target, for all
                 or int[n] for each.
         """
-        inputs, targets = inputs.astype(np.int64), targets.astype(np.int64)
+        inputs = inputs.astype(np.int64)
+        targets = targets.astype(np.int64)
         if self.family is ModelFamily.GPT:
             target = np.minimum(targets, most[0] - 1)
             room = most[0] - target

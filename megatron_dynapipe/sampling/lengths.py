@@ -132,7 +132,8 @@ def _parse_index(prefix: Path, content: bytes | npt.NDArray[np.uint8]) -> IndexF
 
 def _check_offsets(index: IndexFile) -> None:
     """Sequences lie back to back in the data file, and it is as long as they are together."""
-    path, size = index_path(index.prefix), index.dtype.itemsize
+    path = index_path(index.prefix)
+    size = index.dtype.itemsize
     expected = 0
     for first in range(0, len(index.sequence_lengths), _AT_ONCE):
         lengths = index.sequence_lengths[first : first + _AT_ONCE]

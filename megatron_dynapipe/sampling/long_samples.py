@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +38,6 @@ def kept_ranges(length: int, kept: int, side: TruncationSide) -> list[tuple[int,
     if side is TruncationSide.LEFT or kept == 1:
         return [(length - kept, length)] if side is TruncationSide.LEFT else [(0, kept)]
     return [(0, kept - kept // 2), (length - kept // 2, length)]
-
-
-class LongOfTask(NamedTuple):
-    """Samples of a task that are too long, and tokens to be learned that training does without for it."""
-
-    samples: int
-    lost: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +117,22 @@ class UsableSamples:
         for start in range(0, len(self.table), _AT_ONCE):
             ids = np.arange(start, min(start + _AT_ONCE, len(self.table)))
             long = ids[self._is_long(*self._whole(ids))]
-            inputs, targets = self.table.input[long].astype(np.int64), self.table.target[long].astype(np.int64)
+            inputs = self.table.input[long].astype(np.int64)
+            targets = self.table.target[long].astype(np.int64)
             lost = self.cutter.learned(long, inputs, Cut(inputs, np.zeros_like(inputs), targets))
             if not skips:
                 lost = lost - self.cutter.learned(long, inputs, self.cutter.cut(long, inputs, targets, self._most))
             yield ids, long, lost
 
-    def long_by_task(self, task_ids: npt.NDArray[np.int16]) -> dict[int, LongOfTask]:
+    def long_by_task(self, task_ids: npt.NDArray[np.int16]) -> dict[int, tuple[int, int]]:
         """What is too long of each task that has such samples."""
         count = int(task_ids.max(initial=-1)) + 1
-        samples, lost = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        samples = np.zeros(count, np.int64)
+        lost = np.zeros(count, np.int64)
         for _, long, lost_of in self.long():
             samples += np.bincount(task_ids[long], minlength=count)
             np.add.at(lost, task_ids[long], lost_of)
-        return {int(task): LongOfTask(int(samples[task]), int(lost[task])) for task in np.flatnonzero(samples)}
+        return {int(task): (int(samples[task]), int(lost[task])) for task in np.flatnonzero(samples)}
 
     @property
     def _most(self) -> tuple[int, int]:
@@ -145,7 +140,8 @@ class UsableSamples:
 
     def _whole(self, ids: Ints) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Lengths before truncation, arrays of their own."""
-        inputs, targets = self.table.input[ids], self.table.target[ids]
+        inputs = self.table.input[ids]
+        targets = self.table.target[ids]
         if self.settings.family is ModelFamily.GPT:
             return inputs + targets, np.zeros(len(inputs), np.int32)
         return inputs, targets
@@ -170,9 +166,12 @@ def apply_maximum(
     samples = lost = over_batch = 0
     most_of_batch = settings.tokens_per_iteration or np.iinfo(np.int64).max
     kept: list[npt.NDArray[np.int64]] = []
-    longest, at_longest, first_long = [-1, -1], [0, 0], None
+    longest = [-1, -1]
+    at_longest = [0, 0]
+    first_long = None
     for part, long, lost_of in every.long():
-        samples, lost = samples + len(long), lost + int(lost_of.sum())
+        samples = samples + len(long)
+        lost = lost + int(lost_of.sum())
         if first_long is None and len(long):
             first_long = int(long[0])
         ids = part
@@ -201,9 +200,11 @@ def apply_maximum(
 
 def _too_long(lengths: LengthTable, settings: "SamplerSettings", sample: int, report: LongSampleReport) -> DataError:
     """Name the first sample that is too long, its lengths, the maximum, and how many there are."""
-    first, second = int(lengths.input[sample]), int(lengths.target[sample])
+    first = int(lengths.input[sample])
+    second = int(lengths.target[sample])
     if settings.family is ModelFamily.GPT:
-        allowed, actual = f"{settings.max_input_length} tokens (input and target)", f"{first + second}"
+        allowed = f"{settings.max_input_length} tokens (input and target)"
+        actual = f"{first + second}"
     else:
         allowed = f"{settings.max_input_length} input and {settings.max_target_length} target tokens"
         actual = f"{first} and {second}"

@@ -17,7 +17,7 @@ from megatron_dynapipe.sampling.batches import (
 from megatron_dynapipe.sampling.cutting import Cutter, TruncationSide
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.sampling.lengths import LengthTable
-from megatron_dynapipe.sampling.long_samples import LongOfTask, LongSampleReport, LongSamples, apply_maximum
+from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
 from megatron_dynapipe.sampling.spans import SpanTable
 
 MOST_SHUFFLED = 2**22
@@ -158,7 +158,7 @@ class Sampler:
         inputs, targets = self._usable.lengths(self._usable.ids(self._order.rows(first, stop)))
         return inputs.astype(np.int64) + targets
 
-    def long_by_task(self, task_ids: npt.NDArray[np.int16]) -> dict[int, LongOfTask]:
+    def long_by_task(self, task_ids: npt.NDArray[np.int16]) -> dict[int, tuple[int, int]]:
         """What is longer than the maximum of each task that has such samples."""
         return self._usable.long_by_task(task_ids)
 
@@ -172,12 +172,13 @@ class Sampler:
                 hint="read them with read_task_ids",
             )
         if len(task_ids) != len(table):
-            raise DataError(f"expected the tasks of {len(table)} samples, got those of {len(task_ids)}")
+            raise DataError(f"expected the tasks of {len(table)} samples, got the tasks of {len(task_ids)}")
         if len(task_ids) and int(task_ids.max()) >= needed:
             raise DataError(f"expected tasks below {needed}, got {task_ids.max()}")
 
     def _order_of(self, task_ids: npt.NDArray[np.int16] | None) -> ShuffledEpochs | TaskDraws:
-        settings, count = self.settings, len(self._usable)
+        settings = self.settings
+        count = len(self._usable)
         if not settings.task_rates:
             is_large = count > MOST_SHUFFLED
             rows = TaskRows.one(count)

@@ -38,7 +38,8 @@ class PlannedSplits:
 
     def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
-        sampler, evaluation = self._samplers[split], self._evaluations[split]
+        sampler = self._samplers[split]
+        evaluation = self._evaluations[split]
         place = iteration
         if evaluation is not None:
             place = iteration % evaluation % (sampler.batches.count or evaluation)

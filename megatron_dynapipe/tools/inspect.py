@@ -139,7 +139,8 @@ def statistics_table(statistics: Mapping[str, Any], *, sort: str = "task") -> st
     key = SORTS[sort]
     tasks = statistics["tasks"] if key is None else sorted(statistics["tasks"], key=key, reverse=True)
     rows = [*tasks, statistics["total"]]
-    most, longer = statistics.get("longer_than"), "longer" in statistics["total"]
+    most = statistics.get("longer_than")
+    longer = "longer" in statistics["total"]
     lengths = "".join(f"{name:>7}" for name in _SHOWN)
     rest = f" {'samples':>9} {'tokens':>8} {'share':>7}" + (f"{'longer':>8}" if longer else "")
     width = min(max(len(row["task"]) for row in rows), _COLUMNS - len(rest) - 2 * len(lengths))

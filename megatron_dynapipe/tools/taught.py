@@ -48,7 +48,9 @@ def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[Ta
     Raises:
         DataError: the dataset is missing or damaged.
     """
-    meta, reader, spans = read_meta(folder), open_split(folder, split, family), SpanTable.read(folder / split)
+    meta = read_meta(folder)
+    reader = open_split(folder, split, family)
+    spans = SpanTable.read(folder / split)
     tasks = read_task_ids(folder, split, len(reader))
     for number, task in enumerate(tasks.tolist()):
         inputs, targets = (part.tolist() for part in reader[number])
@@ -71,12 +73,16 @@ def sample_printer(folder: Path, *, coloured: bool) -> Callable[[TaughtSample], 
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def printed(sample: TaughtSample) -> str:
-        whole, parts, at, place = text(sample.tokens), [], 0, 0
+        whole = text(sample.tokens)
+        parts = []
+        at = 0
+        place = 0
         for counts, run in groupby(sample.learned):
             at += len(list(run))
             # Decoded from the beginning: some tokenizers take the space off the first token that they decode.
             end = len(whole) if at == len(sample.tokens) else len(text(sample.tokens[:at]))
-            part, place = whole[place:end], end
+            part = whole[place:end]
+            place = end
             parts.append(f"{before}{part}{after}" if counts else part)
         given = f"{text(sample.given)}  →  " if sample.given else ""
         count = f"{len(sample.given) + len(sample.tokens)} tokens, {sum(sample.learned)} learned"

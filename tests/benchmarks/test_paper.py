@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.paper import ablations, clusters, output, page, real, simulate, throughput
 
-DOCS = Path(__file__).parents[2] / "docs"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_real_rows_are_over_the_named_base(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = str(DOCS.parent / "benchmarks" / "paper" / "throughput.py")
+    script = str(BENCHMARKS / "paper" / "throughput.py")
     monkeypatch.setattr(sys, "argv", [script, "--output", "somewhere", "--scale", "real"])
     output.write(tmp_path, "throughput-real", [{"a": 1}, {"a": 2}], "| a |", source="here")
     document = json.loads((tmp_path / "throughput-real.json").read_text())
@@ -157,6 +157,6 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_page_is_what_its_command_writes_and_every_chart_is_there(tmp_path: Path) -> None:
     assert page.page(tmp_path).count("Not measured yet.") == 10
-    assert (DOCS / "results.md").read_text() == page.page(output.RESULTS), "python -m benchmarks.paper.page"
-    pictures = re.findall(r"\]\((results/[^)]+)\)", (DOCS / "results.md").read_text())
-    assert len(pictures) >= 6 and all((DOCS / picture).exists() for picture in pictures)
+    assert (BENCHMARKS / "results.md").read_text() == page.page(output.RESULTS), "python -m benchmarks.paper.page"
+    pictures = re.findall(r"\]\((results/[^)]+)\)", (BENCHMARKS / "results.md").read_text())
+    assert len(pictures) >= 6 and all((BENCHMARKS / picture).exists() for picture in pictures)

@@ -264,3 +264,12 @@ def test_every_method_plans():
     batch = batch_of(*((n, n // 4 + 1) for n in (9, 200, 30, 77, 120, 31)))
     for method in (methods.METHODS | methods.ABLATIONS).values():
         assert planner_of(method.planner(run, (256, 64)), costs).plan(batch, 0).totals.samples == 6
+
+
+def test_a_demo_ends_with_its_gain_over_packed_rows_in_one_turn():
+    speeds = {"planned": 5506, "packed_rows": 3801, "padding": 280}
+    measured = [{"method": method, "tokens_per_second": speed} for method, speed in speeds.items()]
+    assert report.sentence(measured) == (
+        "plans train 1.45 times as fast as packed rows here, in one turn; the same samples, tokens/s: planned 5,506,"
+        " packed into rows 3,801, padded 280"
+    )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
-from megatron_dynapipe.choosing.limits import Limits, limits
+from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, limits
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
@@ -18,17 +18,39 @@ from tests.core.planner_cases import batch_of, planner
 
 
 def test_what_a_plan_loses_adds_up() -> None:
-    assert (
-        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(65, 72)).causes(100)
-        == "50% of the limit: stages 10%, memory 0%, rows 5%, uneven stages 7%, recomputation 8%, order 20%"
+    even = Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(65, 72))
+    assert even.shares(100) == pytest.approx(
+        {"work": 0.5, "stages": 0.1, "memory": 0, "rows": 0.05, "uneven stages": 0.07, "recomputation": 0.08}
+        | {"order": 0.2}
     )
-    assert (
-        Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(50, 90)).causes(100, 150, 50)
-        == "25% of the limit: stages 5%, memory 0%, rows 0%, uneven stages 10%, recomputation 0%, order 10%,"
-        " prediction 25%, waits 25%"
+    assert even.causes(100) == (
+        "50% of the time is work that no plan can avoid; lost are 20% to waits between stages, 10% to filling the"
+        " pipeline and dividing the layers, 8% to more recomputation than memory asks for, 7% to uneven stages, 5% to"
+        " short rows. Batches of more samples would have fewer waits"
+    )
+    measured = Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(50, 90)).shares(100, 150, 50)
+    assert measured == pytest.approx(
+        {"work": 0.25, "stages": 0.05, "memory": 0, "rows": 0, "uneven stages": 0.1, "recomputation": 0}
+        | {"order": 0.1, "prediction": 0.25, "waits": 0.25}
     )
     in_step = Limits(devices=50, stages=60, memory=60, micro_batches=80)
-    assert in_step.causes(100) == "50% of the limit: stages 10%, memory 0%, micro-batches 20%, order 20%"
+    assert in_step.shares(100) == pytest.approx(
+        {"work": 0.5, "stages": 0.1, "memory": 0, "micro-batches": 0.2, "order": 0.2}
+    )
+
+
+def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None:
+    said = described({"work": 0.44, "rows": 0.4, "uneven stages": 0.02, "memory": 0.0, "prediction": 0.14})
+    assert said == (
+        "44% of the time is work that no plan can avoid; lost are 40% to short rows, 14% to passes that took longer"
+        " than predicted, 2% to uneven stages. Batches of more samples would run short rows better"
+    )
+    assert described({"work": 0.95, "order": 0.1, "prediction": -0.05}).endswith(
+        "lost are 10% to waits between stages; passes took 5% less than predicted."
+        " Batches of more samples would have fewer waits"
+    )
+    assert described({"work": 1.0, "order": 0.0}) == "100% of the time is work that no plan can avoid"
+    assert CAUSES.keys() == ADVICE.keys()
 
 
 @given(
@@ -82,6 +104,16 @@ def test_rows_of_a_plan_without_recomputation_are_priced_as_planned(slices, chun
     assert any(row.pieces for row in plan.replicas[0].micro_batches) == (slices != "off")
     bounds = limits(made, samples, plan)
     assert bounds.memory < bounds.rows[1] == bounds.micro_batches
+
+
+@pytest.mark.parametrize("divided", ["off", "auto"])
+def test_a_long_sample_that_is_not_cut_bounds_plans_by_its_way_through_all_stages(divided) -> None:
+    made = planner(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=4, slices="off", split_backward=divided)
+    samples = batch_of((900, 0), (30, 0))
+    plan = made.plan(samples, 0)
+    bounds = limits(made, samples, plan)
+    assert 2 * bounds.devices < bounds.stages <= plan.totals.predicted_ns
+    assert bounds.stages > 0.8 * plan.totals.predicted_ns
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, (500, 300, 200)), (3, (400, 400, 100)), (2, (800, 90, 90, 80))])

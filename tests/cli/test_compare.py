@@ -71,10 +71,10 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     columns = ["method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batches", "distinct shapes"]
     assert re.split(r"\s{2,}", lines[1].strip()) == columns
     reason = "sample 0 of padded shape 1x600 lies outside the cost model's lengths"
-    assert lines[13].startswith("  dynapipe: ") and "% of the limit: stages" in lines[13]
+    assert lines[13].startswith("  dynapipe: ") and "% of the time is work" in lines[13]
     assert lines[14].startswith(f"  no plan under packing, padding: {reason}")
     assert lines[15].startswith("b1: no plan under any method: sample 1 of padded shape 1x600 lies outside")
-    assert lines[16].startswith("tokens/s of dynapipe over those of other methods, geometric mean of 1 of 2 batches")
+    assert lines[16].startswith("tokens/s of dynapipe, as a multiple of other methods' (geometric mean of 1 of 2")
     assert len(lines) == 17
 
 

@@ -37,7 +37,7 @@ def test_plan_for_people(batches_file, cost_file, tmp_path, capsys) -> None:
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path / "plans"))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("b0: ") and " shapes), padding efficiency" in lines[0]
-    assert "% of the limit: stages " in lines[1]
+    assert "% of the time is work" in lines[1]
     assert lines[2].startswith("b1: no plan")
     assert main(["verify", str(tmp_path / "plans" / "b0.plan")]) == 0
     for command in ("plan", "compare"):  # 1 where no batch has a plan, 0 where some have

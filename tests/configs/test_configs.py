@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_dynapipe.choosing.planners import links_of
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.core.plan import IterationPlan
@@ -112,7 +113,8 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
         assert len(plan.replicas) == args.data_parallel_size
         needed.append(max(plan.model_state_bytes))
         if gpus > 2:
-            sharded = inputs.planner.links.is_sharded if any(inputs.planner.links.sharded) else None
+            links = links_of(inputs.planner)
+            sharded = links.is_sharded if any(links.sharded) else None
             job = Job(tensor=args.tensor_model_parallel_size, is_sharded=sharded)
             failures += failure_of(plan, job, one_queue=inputs.planner.transfers.ordered_starts)
     return {

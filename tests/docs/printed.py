@@ -7,7 +7,13 @@ from pathlib import Path
 
 from tests.docs.workspace import PROGRAM, ROOT
 
-PAGES = ("README.md", "CONTRIBUTING.md", "patches/README.md", "docs/**/*.md", "benchmarks/**/README.md")
+BENCHMARKS = (
+    "benchmarks/**/README.md",
+    "benchmarks/gpu/notes.md",
+    "benchmarks/tuning/figures.md",
+    "benchmarks/planning/trainers.md",
+)
+PAGES = ("README.md", "CONTRIBUTING.md", "patches/README.md", "tests/README.md", "docs/**/*.md", *BENCHMARKS)
 HEADS = ("configs/**/*.yaml", "examples/**/*", "scripts/*.py", "pretrain_*.py", "megatron_dynapipe/clusters/*.yaml")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _START = rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAM} |torchrun |python3? |pip |make |git |\.venv/bin/)"

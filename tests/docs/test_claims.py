@@ -8,7 +8,7 @@ import pytest
 from tests.docs.printed import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "claims.py"))
-PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "benchmarks" / "claims.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_read() -> None:

@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import UsageError, build_parser
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.data.meta import open_split
 from tests.docs.workspace import MODELS, PROGRAM, make_workspace, run_text
 from tests.helpers.commands import ROOT, run
+from tests.helpers.random_dataset import make_dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,42 +23,54 @@ class Runs:
     """A block that is run, with small run files, data and models (`workspace`)."""
 
     swaps: tuple[tuple[str, str], ...] = ()  # words that need another machine, and what stands in their place
+    before: str = ""  # a command that makes what the block's reader has
     after: str = ""  # a command that ends what the block leaves running
     slow: bool = True
 
 
 TWO_RANKS = ("--nproc-per-node 8", "--nproc-per-node 2")
+SAVED = (
+    "torchrun --standalone --nproc-per-node 2 pretrain_gpt_multitask.py --dynapipe-config configs/demo_gpt.yaml"
+    " --dynapipe-data data/mixture --save checkpoints/run --save-interval 2"
+)
+TWO_MORE = "--train-iters 4 --override-opt-param-scheduler"
 IN_SECONDS = ("--output costs.json", "--output costs.json --budget-minutes 0.2")
 
 BLOCKS: dict[str, tuple[Runs | str, ...]] = {
     # One entry per block, in order: how it runs, or why it is only parsed and what runs it instead.
     "README.md": (
         "takes minutes and sets up; continuous integration runs make test, tests/test_setup.py the set-up",
-        Runs(slow=False),
         "installs packages; tests/installed and the wheels' own run hold its outcome",
         Runs(swaps=(TWO_RANKS, ("--dynapipe-data DATASET", "--dynapipe-data data/mixture"))),
-        "Python, a part of examples/any_module.py, which tests/modules/test_example.py runs",
         Runs(),
+        "Python, a part of examples/any_module.py, which tests/modules/test_example.py runs",
         Runs(swaps=(IN_SECONDS,)),
         Runs(),
-    ),
-    "docs/quick-start/one-machine.md": (
-        Runs(swaps=(("pip install .", "true"),), slow=False),
-        "sets up; tests/test_setup.py",
         Runs(slow=False),
-        Runs(),
     ),
-    "docs/quick-start/gpus.md": (
+    "docs/quick-start.md": (
+        Runs(swaps=(("pip install .", "true"),), slow=False),
+        Runs(slow=False),
+        "sets up; tests/test_setup.py",
+        Runs(),
         Runs(),
         Runs(swaps=(TWO_RANKS, ("--train-iters 100 --lr-warmup-iters 10", "--train-iters 2 --lr-warmup-iters 1"))),
         Runs(swaps=(IN_SECONDS, (" --budget-minutes 5", ""))),
         "needs Docker and GPUs; tests/test_lock.py holds the file's requirements, nothing builds it",
-    ),
-    "docs/quick-start/several-nodes.md": (
         "needs two nodes; tests/examples/test_network.py runs it in two network namespaces",
         Runs(swaps=(("--nodes 4", "--nodes 1"),)),  # with stand-ins for Slurm's three commands
     ),
-    "docs/pretrained.md": (Runs(swaps=(TWO_RANKS,)),),
+    "docs/how-do-i.md": (
+        Runs(),
+        Runs(before=SAVED, swaps=(("--load checkpoints/run", f"{TWO_MORE} --load checkpoints/run"),)),
+        Runs(),
+        Runs(slow=False),
+        Runs(),
+        "Python; test_stock_megatron_reads_the_documents_that_a_page_writes runs it",
+        Runs(slow=False),
+        "needs a server of its own; tests/store runs TLS and passwords, the quick start's block the script",
+        Runs(slow=False),
+    ),
     "docs/fine-tuning.md": ("one step of a walk, which test_the_walk runs whole",) * 7,
 }
 WALK = (
@@ -81,9 +96,7 @@ CASES = [(page, index, how) for page, hows in BLOCKS.items() for index, how in e
 
 
 def test_the_table_has_every_block() -> None:
-    quick = sorted((ROOT / "docs/quick-start").glob("*.md"))
-    pages = ["README.md", "docs/pretrained.md", "docs/fine-tuning.md", *(str(path.relative_to(ROOT)) for path in quick)]
-    assert {page: len(blocks(page)) for page in pages} == {page: len(BLOCKS.get(page, ())) for page in pages}
+    assert {page: len(blocks(page)) for page in BLOCKS} == {page: len(hows) for page, hows in BLOCKS.items()}
 
 
 @pytest.mark.parametrize(("page", "index"), [case[:2] for case in CASES])
@@ -115,7 +128,7 @@ def test_what_is_prepared_is_shown_at_once() -> None:
             pairs += [pair for pair in pairwise(commands(text)) if pair[0][:2] == ["data", "prepare"]]
     datasets = [argv[argv.index("--output") + 1] for argv, _ in pairs]
     assert [argv[:3] for _, argv in pairs] == [["data", "show", dataset] for dataset in datasets]
-    assert len(pairs) == 3, "README, data and fine-tuning"
+    assert len(pairs) == 5, "README, data, fine-tuning, and how to add a task and to see a message"
 
 
 MARKED = [
@@ -132,7 +145,7 @@ def test_a_block_runs(tmp_path: Path, page: str, index: int, how: Runs) -> None:
     for words, instead in how.swaps:
         assert words in text, f"the block has no {words!r} any more"
         text = text.replace(words, instead, 1 if words.endswith("\n") else -1)
-    run_text(f"{text}\n{how.after}", tmp_path, make_workspace(tmp_path))
+    run_text(f"{how.before}\n{text}\n{how.after}", tmp_path, make_workspace(tmp_path))
 
 
 @pytest.mark.slow
@@ -162,6 +175,21 @@ def test_the_walk(tmp_path: Path, kind: str) -> None:
     (tmp_path / "data" / "mixture").rename(tmp_path / "data" / "unused")
     (tmp_path / "data" / "chats").rename(tmp_path / "data" / "mixture")
     assert "lm loss" in run_text(f"{command} --exit-interval 2", tmp_path, environment)
+
+
+def test_stock_megatron_reads_the_documents_that_a_page_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample is one document, its input and its target in one sequence."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    make_dataset(tmp_path / "data" / "mixture")
+    monkeypatch.chdir(tmp_path)
+    (text,) = (text for language, text in blocks("docs/how-do-i.md") if language == "python")
+    exec(compile(text, "docs/how-do-i.md", "exec"), {})
+    samples = open_split(tmp_path / "data" / "mixture", "train", ModelFamily.GPT)
+    documents = IndexedDataset("plain")
+    assert len(documents) == len(samples) == len(documents.document_indices) - 1
+    for number in (0, len(samples) - 1):
+        assert [*documents[number]] == [token for part in samples[number] for token in part]
 
 
 def read_model(folder: Path) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ RUN = {
     rf"{PROGRAM} compare --batches": Runs(swaps=(("--limit 6", "--limit 1"),)),
     rf"{PROGRAM} orchestrate": Runs(slow=False),
     rf"{PROGRAM} tune --model-config configs/qwen3": Runs(swaps=(("--limit 14", "--limit 1"),)),
+    rf"{PROGRAM} plan --data .demo/data": Runs(slow=False),
     rf"{PROGRAM} plan --data data/mixture": Runs(
         swaps=(("--model gpt …", DEMO), ("FILE.plan", "iteration-0.plan")), slow=False
     ),

@@ -1,4 +1,4 @@
-"""Every flag of ours in the tables of docs/parallelism.md is run by a test, or its row says that it was read."""
+"""Every flag of ours in the tables of layouts and attention is run by a test, or its row says that it was read."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"`(--dynapipe-[a-z-]+(?: [^`]+)?)`")
 READ = "Read, not run"
-ROWS = [
-    row for row in (ROOT / "docs/parallelism.md").read_text().splitlines() if row.startswith("|") and FLAG.search(row)
-]
+LAYOUTS = (ROOT / "docs/parallelism.md").read_text().partition("## What works\n")[2].partition("\n## ")[0]
+ATTENTION = (ROOT / "docs/micro-batches.md").read_text().partition("## Padded and packed\n")[2].partition("\n## ")[0]
+ROWS = [row for row in (LAYOUTS + ATTENTION).splitlines() if row.startswith("|") and FLAG.search(row)]
 RUN_BY = {
     # a flag as it stands there: the test's file, and how the flag stands in what it runs
     "--dynapipe-layers-per-stage": (

@@ -9,7 +9,7 @@ import pytest
 from megatron_dynapipe.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/tuning-figures.md").read_text()
+PAGE = (ROOT / "benchmarks/tuning/figures.md").read_text()
 FORMULAS = re.findall(r"^\| (.+) \| `([-+*/(). 0-9e]+)` \| ([0-9.]+) \|$", PAGE, flags=re.MULTILINE)
 
 

@@ -264,7 +264,7 @@ def test_a_merge_keeps_changes_and_is_reversed_exactly(change_of_ours, is_git, t
     if is_git:
         status = subprocess.run(["git", "status", "--short"], cwd=tree, check=True, capture_output=True, text=True)
         assert {line.split()[1] for line in status.stdout.splitlines()} == set(FILES)
-    assert run(capsys, tree, "--merge")[1].endswith("patched already, beside changes of yours\n")
+    assert run(capsys, tree, "--merge")[1].endswith("patched already, and you have changed it, too\n")
     assert run(capsys, tree, "--reverse")[1].endswith("reversed: the patches are out, your changes are in\n")
     assert files(tree) == before
 

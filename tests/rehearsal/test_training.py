@@ -140,7 +140,7 @@ SMALL: dict[str, Any] = {
 WITHOUT_ENGINE = {"qwen3_30b_a3b": f"{LOCAL} --dynapipe-unset moe-grouped-gemm"}
 """What run files that ask for Transformer Engine say of machines without it."""
 NODES = "examples/two_nodes.sh"
-DOCUMENTS = ("README.md", "docs/quick-start/one-machine.md", "docs/quick-start/gpus.md", NODES)
+DOCUMENTS = ("README.md", "docs/quick-start.md", NODES)
 
 
 def commands(document: str) -> list[list[str]]:

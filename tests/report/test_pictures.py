@@ -54,3 +54,10 @@ def test_a_trace_has_a_process_per_timeline_and_a_thread_per_stage(tmp_path):
     first = next(event for event in slices if (event["pid"], event["tid"]) == (0, 0))
     assert (first["name"], first["cat"], first["ts"]) == ("F0", "forward", 0)
     assert first["dur"] == TIMELINE[0][0].end_ns / 1000
+
+
+def test_the_legend_explains_paler_passes_of_virtual_stages(tmp_path):
+    later = ((Event(Forward(0), 0, 100), Event(Forward(0, 1), 100, 200)),)
+    text = draw([Panel("chunks", later)], tmp_path / "chunks.svg").read_text()
+    assert "<!-- paler: later virtual stages of a stage (2) -->" in text
+    assert "paler" not in draw([Panel("planned", TIMELINE)], tmp_path / "alone.svg").read_text()

@@ -63,7 +63,7 @@ def test_a_device_that_stands_still_is_reported_once():
     assert len(said) == 1
     assert said[0].startswith("[rank 3] no progress for 0.08 s at stage 1, step 1: ")
     assert "F0" in said[0]
-    assert said[0].endswith('(if all stages say so: docs/gpu-notes.md, "What waits for a whole GPU")')
+    assert said[0].endswith('(if all stages say so: docs/reliability.md, "What waits for a whole GPU")')
 
 
 def test_only_a_rank_on_cuda_is_watched_by_a_thread_on_its_device(monkeypatch):

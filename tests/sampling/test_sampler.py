@@ -110,7 +110,7 @@ RATES = {"task_rates": (1.0, 2.0)}
         (PAIRS, {"family": ModelFamily.GPT}, None, "at most 10 tokens (input and target), sample 1 has 14 (3 of 5 sam"),
         ([(20, 1)], SKIP, None, "expected at least 1 usable sample, got 0 of 1 (1 are too long)"),
         (PAIRS[:2], RATES, None, "expected the samples' tasks for their rates or sides, of 2 tasks, got none"),
-        (PAIRS[:2], RATES, np.zeros(1, np.int16), "expected the tasks of 2 samples, got those of 1"),
+        (PAIRS[:2], RATES, np.zeros(1, np.int16), "expected the tasks of 2 samples, got the tasks of 1"),
         ([], {"seed": -1}, None, "expected seed of at least 0, got -1"),
         ([], {"samples_per_iteration": 0}, None, "expected samples_per_iteration of at least 1, got 0"),
         ([], {"max_input_length": 0}, None, "expected max_input_length of at least 1, got 0"),

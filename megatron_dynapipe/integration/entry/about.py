@@ -17,7 +17,9 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 def about(run: RunConfig) -> dict[str, str]:
     """Command, model, data, layout, machine, optimizer, versions and the time, each in a few words."""
-    meta, model, plans = read_meta(run.data), run.model, run.planner
+    meta = read_meta(run.data)
+    model = run.model
+    plans = run.planner
     stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
     kind = f"HybridModel {model.pattern}" if model.pattern else f"{run.family.value.upper()}, {stacks} layers"
     layout = f"{plans.data_parallel} × {plans.tensor_parallel} × {plans.pipeline_parallel} (data × tensor × pipeline)"
@@ -31,7 +33,8 @@ def about(run: RunConfig) -> dict[str, str]:
     if not plans.searches:
         layout += f", schedule {plans.schedule.method}"
     samples = meta.split_samples.get("train", 0)
-    size, tokens = run.sampler.samples_per_iteration, run.sampler.tokens_per_iteration
+    size = run.sampler.samples_per_iteration
+    tokens = run.sampler.tokens_per_iteration
     device = processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return {
         "command": _command(),

@@ -49,7 +49,8 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     if start.ranks_stand_alone():
         say("the model's layers are not measured: this takes ranks that torchrun started")
         return None
-    kept, own = user_cache_folder() / f"costs-{_identity(run)}.json", (run.report_folder / COST_FILE).absolute()
+    kept = user_cache_folder() / f"costs-{_identity(run)}.json"
+    own = (run.report_folder / COST_FILE).absolute()
 
     def measure() -> str:
         if kept.exists():
@@ -69,7 +70,8 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
 
 def _kept(run: RunConfig, path: Path) -> str:
     """Say how old the kept costs are, and what measures again; as `measure` answers."""
-    digest, days = _digest(path), int((time.time() - path.stat().st_mtime) / _DAY_S)
+    digest = _digest(path)
+    days = int((time.time() - path.stat().st_mtime) / _DAY_S)
     age = "today" if days < 1 else f"{amount(days, 'day')} ago"
     say(
         f"costs: measured {age}, kept in {path}; --dynapipe-calibrate {2 * run.calibrate_s:g}, for twice as long,"

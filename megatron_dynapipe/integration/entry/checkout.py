@@ -182,7 +182,8 @@ def _close(error: BaseException | None = None) -> None:
     """End the run that was started here: as one that has come to its end, or with an error."""
     global _session
     if _session is not None:
-        session, _session = _session, None
+        session = _session
+        _session = None
         session.__exit__(None if error is None else type(error), error, None)
         _originals.revert()
         optimizer_patches.revert()

@@ -55,7 +55,8 @@ def check_run(run: RunConfig) -> None:
         ConfigError, DataError: as `check_data`.
     """
     check_data(run)
-    meta, inputs = read_meta(run.data), run.inputs
+    meta = read_meta(run.data)
+    inputs = run.inputs
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
     if missing := meta.missing_ends:
         notes.append(f"dataset: {missing}")
@@ -95,14 +96,15 @@ def _say(lines: Iterable[str]) -> None:
 
 def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     """Lines on samples of a split that are too long, and what training does without for it."""
-    report, most = sampler.report, sampler.settings.tokens_per_iteration
+    report = sampler.report
+    most = sampler.settings.tokens_per_iteration
     if report.long_samples:
         names = read_meta(data).tasks
         by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
-        tasks = (
-            f"{names[task]} {of.samples}" + (f" ({amount(of.lost, 'target token')} lost)" if of.lost else "")
-            for task, of in by_task
-        )
+        tasks = []
+        for task, (samples, lost) in by_task:
+            loss = f" ({amount(lost, 'target token')} lost)" if lost else ""
+            tasks.append(f"{names[task]} {samples}{loss}")
         yield f"{report}; by task: {', '.join(tasks)}"
     if report.over_batch:
         yield (
@@ -113,7 +115,8 @@ def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator
 
 def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     yield from long_samples(sampler, data, split)
-    samples, there = sampler.settings.samples_per_iteration, sampler.samples_per_epoch
+    samples = sampler.settings.samples_per_iteration
+    there = sampler.samples_per_epoch
     if split.evaluation is not None:
         if split.evaluation * samples < there:
             yield f"every evaluation is of the same {split.evaluation * samples} of its {there} samples"
@@ -146,7 +149,7 @@ def _check_vocabulary(data: Path, vocabulary: int) -> None:
     tokens = read_meta(data).vocabulary_size
     if tokens > vocabulary:
         raise DataError(
-            f"expected token ids below {vocabulary}, the model's vocabulary; those of {data} are below {tokens}",
+            f"expected token ids below {vocabulary}, the model's vocabulary; the ids of {data} are below {tokens}",
             hint="train with the dataset's own tokenizer: leave --tokenizer-model and --padded-vocab-size out; "
             "data for a converted model is prepared with that model's tokenizer",
         )

@@ -110,7 +110,9 @@ class CheckpointRecords:
     """
 
     def __init__(self, folder: Path, record: ResumeRecord, *, local: bool = False) -> None:
-        self._folder, self._record, self._is_local = folder, record, local
+        self._folder = folder
+        self._record = record
+        self._is_local = local
         self._known = self._last_save()
         self._writing: threading.Thread | None = None
 
@@ -158,10 +160,12 @@ def _write_digests(folder: Path) -> None:
 
 def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointRecords]:
     """The records of the checkpoints that a run saves, lasting and not; empty where it saves none."""
-    saved, local = run.checkpoints.save, run.checkpoints.local_folder
+    saved = run.checkpoints.save
+    local = run.checkpoints.local_folder
     if saved is None:
         return []
-    record, emergency = record_of(run, inputs), run.checkpoints.emergency_folder(saved)
+    record = record_of(run, inputs)
+    emergency = run.checkpoints.emergency_folder(saved)
     lasting = [CheckpointRecords(folder, record) for folder in (saved, emergency) if folder is not None]
     return [*lasting, *([] if local is None else [CheckpointRecords(local, record, local=True)])]
 
@@ -200,11 +204,14 @@ def loaded(checkpoints: "CheckpointConfig") -> Path | None:
 
 def resumed(checkpoints: "CheckpointConfig") -> Path | None:
     """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
-    folder, step, local = checkpoints.load, checkpoints.step, checkpoints.local_folder
+    folder = checkpoints.load
+    step = checkpoints.step
+    local = checkpoints.local_folder
     if folder is None:
         return None
     other = checkpoints.emergency_folder(folder)
-    last, lasting = None if other is None else last_iteration(other), step or last_iteration(folder)
+    last = None if other is None else last_iteration(other)
+    lasting = step or last_iteration(folder)
     if local is not None and (here := _last_local(local)) is not None and here >= (lasting or 0):
         return local
     if other is not None and last is not None and last >= (lasting or 0):
@@ -221,7 +228,8 @@ def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> 
     folder = resumed(checkpoints)
     if not checkpoints.one_layout or folder is None or not folder.is_dir():
         return None
-    even, record = even_split(layers, stages), read_record(folder / NAME)
+    even = even_split(layers, stages)
+    record = read_record(folder / NAME)
     with suppress(msgspec.DecodeError):  # "null": equal
         text = "" if record is None else record.settings.get("planner.layers_per_stage", "")
         saved = msgspec.json.decode(text, type=tuple[int | float, ...])

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Sequence
 from itertools import chain
 
+import msgspec
 import torch
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.limits import described, limits
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.costing.devices import peak_flops
@@ -85,7 +86,7 @@ class RunLog:
             ),
             memory=functools.partial(memory_counts, run.device),
             reserves_all=run.reserves_all_memory,
-            of_limits=self._of_limits,
+            with_limits=self._with_limits,
         )
 
     def add_start(self, spent: str | None) -> None:
@@ -191,14 +192,15 @@ class RunLog:
         events = entry.stage_plan.predicted
         return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
 
-    def _of_limits(self, record: IterationRecord) -> str:
-        """How near an iteration of training came to what no plan can beat; of computed costs, how near its plan did."""
+    def _with_limits(self, record: IterationRecord) -> IterationRecord:
+        """The record of an iteration of training with where its time went; under computed costs, its plan's time."""
         check_unchanged(self._inputs)
         planner = planner_of(self._inputs.planner, self._inputs.costs.load())
         batch = split_sampler(self._run.data, self._inputs.splits[0]).batch(record.iteration)
         bounds = limits(planner, batch, planner.plan(batch, record.iteration))
         measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
-        return bounds.causes(record.predicted_ns, *measured)
+        shares = bounds.shares(record.predicted_ns, *measured)
+        return msgspec.structs.replace(record, of_limits=described(shares), time_shares=shares)
 
     def flush(self) -> None:
         """Write the records that are left."""

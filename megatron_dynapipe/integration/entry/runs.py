@@ -221,7 +221,8 @@ def _planned_layer_split(run: RunConfig) -> Split:
     """The layers per virtual stage that are predicted to be fastest, or that the run's checkpoint has."""
 
     def choose() -> str:
-        split, why = _kept_split(run), " (the checkpoint loads in no others)"
+        split = _kept_split(run)
+        why = " (the checkpoint loads in no others)"
         if split is None:
             split, is_kept = choose_or_recall(run)
             why = " (chosen at an earlier start of the same run)" if is_kept else ""

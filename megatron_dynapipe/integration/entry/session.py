@@ -211,7 +211,8 @@ class Session:
 
     def _start(self) -> None:
         self._clock.ends("model and optimizer")
-        run, timeout_s = self._run, self._run.timeout_s
+        run = self._run
+        timeout_s = self._run.timeout_s
         self._control = ControlGroup(timeout_s=timeout_s)
         inputs = self._with_model_state(self._resumed())
         files = check_same_run(self._control, run, inputs)
@@ -270,7 +271,8 @@ class Session:
 
 def _maximum(inputs: PlanInputs) -> Shape:
     """The shape that a run without planning would pad every sample to."""
-    family, sampler = inputs.planner.family, inputs.splits[0].sampler
+    family = inputs.planner.family
+    sampler = inputs.splits[0].sampler
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)
     )

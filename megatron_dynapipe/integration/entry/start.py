@@ -41,7 +41,8 @@ def start_together[T](check: Callable[[], T], *, timeout_s: float, name: str = "
     store = start_store(timeout_s) if world > 1 else None
     if store is None:
         return check()
-    rank, verdict = os.environ["RANK"], f"{name}/{_VERDICT}"
+    rank = os.environ["RANK"]
+    verdict = f"{name}/{_VERDICT}"
     try:
         value = check()
     except Exception as error:

@@ -63,17 +63,17 @@ def run_iteration(
     make_stage = partial(MegatronStage, models, forward_step, load, is_last=is_last, prepare=prepare, divided=divided)
     if not forward_only:
         runner.warm_up(lambda: _before_first_list(warm_up, runner, plan, models, make_stage))
-    config, instructions = get_model_config(models[0]), plan.instructions
+    config = get_model_config(models[0])
     reduction = _GradientReduction(
         config,
         models,
-        instructions,
+        plan.instructions,
         is_first_stage=runner.stage == 0,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
         at_end=has_idle_replica or (divides_apart and _have_experts_apart(models)),
     )
-    gathers = _ParameterGathers(config, models, instructions, at_once=has_idle_replica, forward_only=forward_only)
+    gathers = _ParameterGathers(config, models, plan.instructions, at_once=has_idle_replica, forward_only=forward_only)
     stage = make_stage(
         before_forward=gathers.before_forward,
         before_backward=reduction.before_backward,
@@ -279,7 +279,8 @@ class _ParameterGathers:
 
     def _start_up_to(self, chunk: int) -> None:
         while self._started < min(chunk + 1, len(self._models)):
-            start, model = self._starts[self._started], self._models[self._started]
+            start = self._starts[self._started]
+            model = self._models[self._started]
             if start is not None and _gathers_in_forward_passes(model):
                 start(model.parameters())
             self._started += 1

@@ -3,7 +3,7 @@
 Giving one stops the run in one line. Those that the fork has of its Megatron-LM, and today's has no longer, are among
 them: `fork.txt`. Those of the same name and meaning as here are not in it:
 `--use-dynapipe`, `--dynapipe-cost-model`, `--dynapipe-device-memory-limit`, `--dynapipe-limit-rc-type`,
-`--dynapipe-reserve-all-memory`, `--tokens-per-global-batch`, `--train-epochs`. docs/migrating.md has the same table.
+`--dynapipe-reserve-all-memory`, `--tokens-per-global-batch`, `--train-epochs`.
 """
 
 from collections.abc import Mapping, Sequence

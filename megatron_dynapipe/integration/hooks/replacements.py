@@ -207,7 +207,7 @@ TABLE: tuple[Replacement, ...] = (
         name="num_floating_point_operations",
         make=_counting,
         parameters=("args", "batch_size"),
-        why="counts the last MLP and the head of all positions, of which those without a label are left out",
+        why="counts the last MLP and the head of all positions, also of positions without a label, which are left out",
     ),
     Replacement(
         owner="megatron.training.training",
@@ -221,7 +221,7 @@ TABLE: tuple[Replacement, ...] = (
         name="training_log",
         make=_logging_once,
         parameters=("iteration",),
-        why="the second line after a start is the mean of two iterations, of which the first has a line",
+        why="the second line after a start is the mean of two iterations, although the first has a line of its own",
     ),
     Replacement(
         owner="megatron.core.utils",

@@ -121,7 +121,8 @@ class SdpaCoreAttention(MegatronModule):
         if packed_seq_params is not None:
             rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
             return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
-        mask, causal = attention_mask, causal and attention_mask is None
+        mask = attention_mask
+        causal = causal and attention_mask is None
         if attention_bias is not None:
             if causal:
                 mask = _later_keys(query.size(0), key.size(0), query.device)

@@ -167,7 +167,10 @@ class _DividedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, halves: WeightHalves, call: _Call, anchor: Tensor, inputs: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.halves, ctx.call, ctx.key, ctx.has_bias = halves, call, halves.key, bias is not None
+        ctx.halves = halves
+        ctx.call = call
+        ctx.key = halves.key
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(inputs)
         whole = _gather(inputs, call.group)[0] if call.gathers_input else inputs
         output = torch.matmul(whole, call.weight.t())
@@ -178,10 +181,12 @@ class _DividedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         call: _Call = ctx.call
-        of_input, work = gradient.matmul(call.weight), None
+        of_input = gradient.matmul(call.weight)
+        work = None
         # What follows until the wait runs beside the transfer.
         if call.gathers_input:
-            whole, of_input = of_input, torch.empty_like(inputs)
+            whole = of_input
+            of_input = torch.empty_like(inputs)
             work = layers.dist_reduce_scatter_func(of_input, whole.contiguous(), group=call.group, async_op=True)
         elif call.sums_input_gradient:
             work = torch.distributed.all_reduce(of_input, group=call.group, async_op=True)
@@ -209,12 +214,14 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Product, following: Product | None, *weights: Tensor) -> Tensor:
-        ctx.product, ctx.following = product, following
+        ctx.product = product
+        ctx.following = following
         return weights[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        product, following = ctx.product, ctx.following
+        product = ctx.product
+        following = ctx.following
         ctx.product = ctx.following = None
         product.start()
         if following is not None:
@@ -231,7 +238,8 @@ def _gather(share: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tenso
 def _weight_gradient(call: _Call, inputs: Tensor, gradient: Tensor) -> list[Tensor | None]:
     """As the backward of Megatron's own function: where the product adds it up itself, a stand-in or None."""
     weight: Any = call.weight
-    rows, columns = gradient.flatten(0, -2).contiguous(), inputs.flatten(0, -2).contiguous()
+    rows = gradient.flatten(0, -2).contiguous()
+    columns = inputs.flatten(0, -2).contiguous()
     if not call.adds_to_main_grad:
         return [rows.t().matmul(columns)]
     fused: Any = layers.fused_weight_gradient_mlp_cuda
@@ -257,7 +265,8 @@ class EngineStore:
     """
 
     def __init__(self, halves: WeightHalves, linear: Any) -> None:
-        self._halves, self._linear = halves, linear
+        self._halves = halves
+        self._linear = linear
 
     def delay_wgrad_compute(self) -> bool:
         """Whether the pass that runs is divided."""

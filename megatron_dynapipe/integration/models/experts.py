@@ -66,7 +66,8 @@ class PlannedRouter(TopKRouter):
         """
         if samples is not None and self.config.sequence_parallel:
             samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
-        self._samples, self._number = None if samples is None else samples.flatten(), number
+        self._samples = None if samples is None else samples.flatten()
+        self._number = number
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As Megatron's, with the positions that count."""
@@ -177,7 +178,8 @@ def forget_iteration(models: Sequence[nn.Module]) -> None:
 
 def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Add up what the routers of all replicas have counted."""
-    routers, config = routers_of(models), get_model_config(models[0])
+    routers = routers_of(models)
+    config = get_model_config(models[0])
     if config.num_moe_experts is not None:
         for logged in _LOGGED.values():
             # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
@@ -214,7 +216,8 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
             most = torch.tensor(len(hidden_states), device=hidden_states.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.tp_ep_group)
             asked[labelled] = int(most)
-        self._own, missing = len(hidden_states), asked[labelled] - len(hidden_states)
+        self._own = len(hidden_states)
+        missing = asked[labelled] - len(hidden_states)
         self.routing_map: Tensor = nn.functional.pad(routing_map, (0, 0, 0, missing))
         return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
 

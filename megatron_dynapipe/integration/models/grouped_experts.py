@@ -67,7 +67,9 @@ class _Grouped(nn.Module):
 
     def __init__(self, linears: Sequence[nn.Module], offsets: Tensor, halves: WeightHalves | None) -> None:
         super().__init__()
-        self._linears, self._offsets, self._halves = linears, offsets, halves
+        self._linears = linears
+        self._offsets = offsets
+        self._halves = halves
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """The products, and no bias. Hooks on the experts' linears wait for gathers of their parameters."""
@@ -75,9 +77,11 @@ class _Grouped(nn.Module):
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, (hidden,))
         weights = [linear.weight for linear in self._linears]
-        leave, visible = None, weights
+        leave = None
+        visible = weights
         if self._halves is not None and self._halves.key is not None:
-            leave, visible = partial(self._halves.leave, self._halves.key), []
+            leave = partial(self._halves.leave, self._halves.key)
+            visible = []
         output: Tensor = _GroupedLinear.apply(leave, weights, self._offsets, _ANCHOR, hidden, *visible)  # type: ignore[no-untyped-call]
         return output, None
 
@@ -89,7 +93,8 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, leave: Any, weights: list[Tensor], offsets: Tensor, anchor: Tensor, hidden: Tensor, *visible: Tensor
     ) -> Tensor:
-        ctx.leave, ctx.weights = leave, weights
+        ctx.leave = leave
+        ctx.weights = weights
         ctx.save_for_backward(hidden, offsets)
         return _product(hidden, torch.stack(weights).transpose(1, 2), offsets)
 

@@ -117,7 +117,8 @@ class KeptKeys:
         for segment, cut in cuts.items():
             if not cut.followed:
                 continue
-            first, end = offsets[segment], offsets[segment + 1]
+            first = offsets[segment]
+            end = offsets[segment + 1]
             name = (cut.sample, cut.start)
             if name not in self._pieces:  # else this is the recomputation
                 self._pieces[name] = KeptPiece(*name, key=_kept(key[first:end]), value=_kept(value[first:end]))
@@ -140,7 +141,8 @@ class _TakeUp(torch.autograd.Function):
     def forward(
         ctx: Any, key: Tensor, value: Tensor, kept: KeptKeys, places: Sequence[tuple[slice, tuple[int, int]]]
     ) -> tuple[Tensor, Tensor]:
-        ctx.kept, ctx.places = kept, places
+        ctx.kept = kept
+        ctx.places = places
         return key.view_as(key), value.view_as(value)
 
     @staticmethod

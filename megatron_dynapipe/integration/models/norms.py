@@ -15,7 +15,8 @@ _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 class _Fp32LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch names it so)
-        weight, bias = self.weight.float(), self.bias.float()
+        weight = self.weight.float()
+        bias = self.bias.float()
         return layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 

@@ -119,20 +119,20 @@ def attend_by_sample(
         raise PlanError(
             f"expected segments of {query.size(0)} queries and {key.size(0)} keys, got {sum(queries)} and {sum(keys)}"
         )
-    groups = (
+    groups, back = (
         row.segment_groups(query.device) if isinstance(row, PackedRow) else group_segments(queries, keys, query.device)
     )
     attended = []
-    for group in groups.groups:
+    for group in groups:
         if group.apart is not None:
             assert isinstance(row, PackedRow) and kept is not None, "a piece of a planned row"
             places = slice(start := row.starts()[group.apart], start + group.queries)
-            its = query[places], key[places], value[places]
+            piece = query[places], key[places], value[places]
             if scale is not None and not query.is_cuda:
                 before = kept.before(row.cuts[group.apart])
-                attended.append(_OverParts.apply(scale, *its, before))  # type: ignore[no-untyped-call]
+                attended.append(_OverParts.apply(scale, *piece, before))  # type: ignore[no-untyped-call]
             else:
-                attended.append(_attend_piece(*its, row, group.apart, kept, attend))
+                attended.append(_attend_piece(*piece, row, group.apart, kept, attend))
             continue
         if group.keys == 0:
             attended.append(query.new_zeros(group.count * group.queries, *query.shape[1:]))
@@ -141,7 +141,7 @@ def attend_by_sample(
         of_queries = _picked(query, group.query_places, group.count)
         of_keys, of_values = (_picked(tensor, group.key_places, group.count) for tensor in (key, value))
         attended.append(attend(of_queries, of_keys, of_values, mask).flatten(0, 1))
-    return torch.cat(attended).index_select(0, groups.back)
+    return torch.cat(attended).index_select(0, back)
 
 
 def _attend_piece(
@@ -149,8 +149,10 @@ def _attend_piece(
 ) -> Tensor:
     """Attention of one piece to all before it and itself: [queries, heads, channels]."""
     before = [piece.read() for piece in kept.before(row.cuts[segment])]
-    keys, values = [*(keys for keys, _ in before), key], [*(values for _, values in before), value]
-    joined_keys, joined_values = torch.cat(keys), torch.cat(values)
+    keys = [*(keys for keys, _ in before), key]
+    values = [*(values for _, values in before), value]
+    joined_keys = torch.cat(keys)
+    joined_values = torch.cat(values)
     with joined_again((joined_keys, keys), (joined_values, values)):
         return attend(query[None], joined_keys[None], joined_values[None], row.later_keys(segment, query))[0]
 
@@ -170,13 +172,15 @@ class _OverParts(torch.autograd.Function):
         times = query.size(1) // key.size(1)
         out, total = _FLASH(_by_head(query), _by_head(key, times), _by_head(value, times), 0.0, True, scale=scale)
         for piece in before:
-            keys, values = _by_head(piece.key, times), _by_head(piece.value, times)
+            keys = _by_head(piece.key, times)
+            values = _by_head(piece.value, times)
             part, sums = _FLASH(_by_head(query), keys, values, 0.0, False, scale=scale)
             joined = torch.logaddexp(total, sums)
             out = out * (total - joined).exp()[..., None] + part * (sums - joined).exp()[..., None]
             total = joined
         result: Tensor = out.to(query.dtype)
-        ctx.scale, ctx.before = scale, before
+        ctx.scale = scale
+        ctx.before = before
         ctx.save_for_backward(query, key, value, result, total)
         return result[0].transpose(0, 1)
 
@@ -225,7 +229,8 @@ def attend_pieces_in_kernel(
     """One causal kernel (`attend`) over all segments of a row with pieces; the rest as of `attend_by_sample`."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    starts, done = row.starts(), 0
+    starts = row.starts()
+    done = 0
     for segment, cut in sorted(row.cuts.items()):
         if cut.start:
             before = [piece.read() for piece in kept.before(cut)]
@@ -234,7 +239,8 @@ def attend_pieces_in_kernel(
             done = starts[segment]
     keys.append(key[done:])
     values.append(value[done:])
-    joined_keys, joined_values = torch.cat(keys), torch.cat(values)
+    joined_keys = torch.cat(keys)
+    joined_values = torch.cat(values)
     with joined_again((joined_keys, keys), (joined_values, values)):
         return attend(query, joined_keys, joined_values, row, causal=True)
 

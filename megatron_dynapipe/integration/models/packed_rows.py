@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows
-from megatron_dynapipe.integration.models.segment_groups import SegmentGroups, group_segments
+from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
 
 
 class RowFormat(enum.StrEnum):
@@ -56,11 +56,11 @@ class PackedRow(AttentionRows):
     lengths_kv: tuple[int, ...] = ()
     cuts: Mapping[int, CutSegment] = field(default_factory=dict)
     kept: dict[str, object] = field(default_factory=dict)
-    _groups: SegmentGroups | None = None
+    _groups: tuple[Sequence[SegmentGroup], Tensor] | None = None
     _picked: Tensor | None = None
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
-    def segment_groups(self, device: torch.device) -> SegmentGroups:
+    def segment_groups(self, device: torch.device) -> tuple[Sequence[SegmentGroup], Tensor]:
         """The row's segments in groups of like lengths, made once for all layers."""
         if self._groups is None:
             apart = {segment for segment, cut in self.cuts.items() if cut.start}
@@ -84,7 +84,8 @@ class PackedRow(AttentionRows):
         """
         if segment in self._masks:
             return self._masks[segment]
-        queries, before = self.lengths_q[segment], self.cuts[segment].start
+        queries = self.lengths_q[segment]
+        before = self.cuts[segment].start
         hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
         mask = hidden.triu_(before + 1)[None, None]
         if like.is_cuda:
@@ -131,12 +132,15 @@ def attention_row(
     FlashAttention as zeros, but of cuDNN before 9.25 as NaN, which no mask of the loss takes out again
     (cudnn-frontend #943, #944). Nothing looks at what a tail makes.
     """
-    lengths_q, lengths_kv = queries.host.lengths, keys.host.lengths
+    lengths_q = queries.host.lengths
+    lengths_kv = keys.host.lengths
     offsets_q = queries.offsets
     offsets_kv = keys.offsets if keys.key_offsets is None else keys.key_offsets
     if lengths_q[-1] and not lengths_kv[-1]:
-        lengths_q, lengths_kv = (*lengths_q[:-2], sum(lengths_q[-2:])), lengths_kv[:-1]
-        offsets_q, offsets_kv = torch.cat([offsets_q[:-2], offsets_q[-1:]]), offsets_kv[:-1]
+        lengths_q = (*lengths_q[:-2], sum(lengths_q[-2:]))
+        lengths_kv = lengths_kv[:-1]
+        offsets_q = torch.cat([offsets_q[:-2], offsets_q[-1:]])
+        offsets_kv = offsets_kv[:-1]
     return PackedRow(
         qkv_format=row_format.value,
         cu_seqlens_q=offsets_q,
@@ -171,7 +175,8 @@ def _of_power_of_two(make: Callable[..., torch.Tensor], length: int, *arguments:
 
 
 def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    row, rotations = keywords.get("packed_seq_params"), keywords.get("rotary_pos_emb")
+    row = keywords.get("packed_seq_params")
+    rotations = keywords.get("rotary_pos_emb")
     if isinstance(row, PackedRow) and isinstance(rotations, torch.Tensor):
         keywords = {**keywords, "rotary_pos_emb": row.pick(rotations)}
     return arguments, keywords
@@ -197,5 +202,6 @@ class CrossRows:
         self._row = row.cross if isinstance(row, AttentionRows) else None
 
     def _give(self, _attention: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> Any:
-        row, self._row = self._row, None
+        row = self._row
+        self._row = None
         return arguments, {**keywords, "packed_seq_params": row}

@@ -84,8 +84,11 @@ class StackPositions:
         causal: bool,
         biases_hide: bool,
     ) -> None:
-        self._rotary, self._table, self._tp_group = rotary, table, tp_group
-        self._causal, self._biases_hide = causal, biases_hide
+        self._rotary = rotary
+        self._table = table
+        self._tp_group = tp_group
+        self._causal = causal
+        self._biases_hide = biases_hide
 
     def of(self, state: Tensor, mask: Any, length: int, row: AttentionRows | None = None) -> StackInputs:
         """The stack's input and what its layers take with it.
@@ -105,7 +108,8 @@ class StackPositions:
             biases = scatter_to_tensor_model_parallel_region(biases, self._tp_group).permute(0, 3, 1, 2)
             biases = biases.contiguous()  # Transformer Engine's fused attention reads it by its address and shape
             if self._biases_hide:
-                biases, mask = self._with_mask(biases.to(state.dtype), mask), None
+                biases = self._with_mask(biases.to(state.dtype), mask)
+                mask = None
             state, arguments["attention_bias"] = shared_over_layers(state, biases)
         return StackInputs(state=state, mask=mask, arguments=arguments)
 

@@ -71,7 +71,8 @@ def gpt_provider(model: ModelConfig, layout: PipelineLayout | None = None) -> Mo
     """
 
     def build(config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any) -> GPTModel:
-        layers, stage = gpt_layers(model, config), groups.pp.rank()
+        layers = gpt_layers(model, config)
+        stage = groups.pp.rank()
         if layout is not None:
             modules = stage_modules(layout)[stage + (chunk or 0) * layout.stages].encoder
             layers = layers_of(modules, layers)
@@ -156,7 +157,8 @@ def gpt_layers(model: ModelConfig, config: TransformerConfig) -> list[ModuleSpec
     """All layers of a GPT: dense ones, and those of experts that `--moe-layer-freq` says."""
     if not config.num_moe_experts:
         return [_layer(model)] * config.num_layers
-    dense, sparse = _layer(model), with_planned_experts(_layer(model, config))
+    dense = _layer(model)
+    sparse = with_planned_experts(_layer(model, config))
     with_experts = (model.experts and model.experts.layers) or range(config.num_layers)
     return [sparse if number in with_experts else dense for number in range(config.num_layers)]
 

@@ -152,7 +152,8 @@ def _blocks(row: PackedRow, *, causal: bool) -> tuple[np.ndarray[Any, Any], np.n
     within = shared & whole[:, None] & whole
     if causal:
         later = np.arange(len(first)) - np.arange(len(first))[:, None]
-        shared, within = shared & (later <= 0), within & (later < 0)
+        shared = shared & (later <= 0)
+        within = within & (later < 0)
     kinds = np.stack([shared & ~within, within, (shared & ~within).T, within.T])[:, None, None]
     indices = np.argsort(~kinds, axis=-1, kind="stable")
     return kinds.sum(axis=-1, dtype=np.int32), indices.astype(np.int32)

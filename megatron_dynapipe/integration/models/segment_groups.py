@@ -42,22 +42,9 @@ class SegmentGroup:
     apart: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SegmentGroups:
-    """All groups of a row.
-
-    Attributes:
-        groups: of all segments that have queries.
-        back: int64[t], where each of the row's queries is among the groups' queries, one group after another.
-    """
-
-    groups: Sequence[SegmentGroup]
-    back: Tensor
-
-
 def group_segments(
     queries: Sequence[int], keys: Sequence[int], device: torch.device, apart: Set[int] = frozenset()
-) -> SegmentGroups:
+) -> tuple[Sequence[SegmentGroup], Tensor]:
     """Group the segments of a row.
 
     Args:
@@ -65,6 +52,10 @@ def group_segments(
         keys: in the row of keys.
         device: where the tensors go.
         apart: segments that have a group each.
+
+    Returns:
+        Groups of all segments that have queries; and int64[t], where each of the row's queries is among the groups'
+        queries, one group after another.
     """
     together = [0 if segment in apart else length for segment, length in enumerate(queries)]
     like = [*like_segments(together, keys), *([segment] for segment in sorted(apart))]
@@ -95,7 +86,7 @@ def group_segments(
         )
         for segments, (most_queries, most_keys), (query, key, real) in zip(like, longest, parts, strict=True)
     ]
-    return SegmentGroups(groups=groups, back=_on(device, back))
+    return groups, _on(device, back)
 
 
 def like_segments(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
@@ -112,10 +103,12 @@ def like_segments(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]
         padded = padding + more + wider[0] * wider[1] - size[0] * size[1]
         if longest[1] and padded <= CALL_SCORES:
             groups[-1].append(segment)
-            longest, padding = wider, padded
+            longest = wider
+            padding = padded
         else:
             groups.append([segment])
-            longest, padding = list(size), 0
+            longest = list(size)
+            padding = 0
     return groups
 
 

@@ -50,7 +50,8 @@ def padded_attention(
         decoder_lengths: int[b], of every target.
         row_format: of the layers.
     """
-    inputs, targets = shape.input_length, shape.target_length
+    inputs = shape.input_length
+    targets = shape.target_length
     if row_format is RowFormat.TRANSFORMER_ENGINE:
         return {
             "encoder_row": encoder_rows(input_lengths, inputs),

@@ -70,7 +70,9 @@ class T5Stage(LanguageModule):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.model_type = ModelType.encoder_or_decoder
-        self.model, self.layout, self.stage = model, layout, stage
+        self.model = model
+        self.layout = layout
+        self.stage = stage
         self.stage_modules = stage_modules(layout)[stage]
         self.vp_stage = stage // layout.stages if layout.chunks > 1 else None
         self.pre_process = self.stage_modules.embeds
@@ -192,7 +194,8 @@ class T5Stage(LanguageModule):
             )
         if self.model.attention is CoreAttention.MEGATRON:
             return forbidden
-        padding, dtype = forbidden[:, :, :1], self.config.params_dtype
+        padding = forbidden[:, :, :1]
+        dtype = self.config.params_dtype
         return None if causal else torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -math.inf)
 
     def sharded_state_dict(
@@ -205,7 +208,9 @@ class T5Stage(LanguageModule):
         return entries
 
     def _build_positions(self) -> None:
-        positions, config, rotary = self.model.positions, self.config, None
+        positions = self.model.positions
+        config = self.config
+        rotary = None
         if positions.kind == ROTARY:
             rotary = RotaryEmbedding(
                 kv_channels=config.kv_channels,
@@ -216,7 +221,8 @@ class T5Stage(LanguageModule):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
-        own, relative = self.stage_modules, positions.kind == RELATIVE
+        own = self.stage_modules
+        relative = positions.kind == RELATIVE
         encoder = positions.table(config, bidirectional=True) if relative and attends(own.encoder) else None
         decoder = positions.table(config, bidirectional=False) if relative and attends(own.decoder) else None
         if encoder is not None:
@@ -228,12 +234,15 @@ class T5Stage(LanguageModule):
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
-        modules, depth = self.stage_modules.encoder, self.stage_modules.encoder_depth
+        modules = self.stage_modules.encoder
+        depth = self.stage_modules.encoder_depth
         if decoder:
-            modules, depth = self.stage_modules.decoder, self.stage_modules.decoder_depth
+            modules = self.stage_modules.decoder
+            depth = self.stage_modules.decoder_depth
         if not modules:
             return None
-        model, hide = self.model, decoder and self.model.biases_hide
+        model = self.model
+        hide = decoder and self.model.biases_hide
         layer, norm = t5_layer(
             self.config, model.attention, decoder=decoder, engine=model.transformer_engine, biases_hide=hide
         )
@@ -270,7 +279,8 @@ class T5Stage(LanguageModule):
 
 def sharings(model: ModelConfig, layout: PipelineLayout) -> tuple[SharedWeight, ...]:
     """Every weight of the whole model that several virtual stages may hold."""
-    kind, stages = model.positions.kind, list(enumerate(stage_modules(layout)))
+    kind = model.positions.kind
+    stages = list(enumerate(stage_modules(layout)))
     embedding = tuple(stage for stage, modules in stages if modules.embeds)
     words = tuple(stage for stage, modules in stages if modules.embeds or modules.ends_decoder)
     weights = [SharedWeight(name=_WORDS, stages=words if model.tied else embedding, name_in=_name_of_words)]

@@ -176,7 +176,8 @@ def measure(
         fewest = 1
     if together > 1:
         _warm_up(forward, platform, passes=SHARED_WARM if shared else None)
-    began, ran_s = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    ran_s = time.thread_time()
     end = began + (HURRIED_S if hurried else LONG_ENOUGH_S)
     times: list[tuple[int, int]] = []
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):

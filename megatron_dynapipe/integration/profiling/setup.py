@@ -5,7 +5,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,19 +95,19 @@ def prepared(
         ConfigError: a flag is wrong, the ranks cannot be divided so, or they would share a GPU over NCCL.
         DataError: there is no dataset to take the vocabulary from.
     """
-    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), tensor_parallel * pipeline_parallel
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = tensor_parallel * pipeline_parallel
     if world % ranks:
         raise ConfigError(f"expected a number of ranks that {ranks} divides, got {world}")
     sizes = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
-    layout = [word for name, size in sizes.items() if size for word in (f"--{name}-model-parallel-size", str(size))]
-    layout += ["--num-virtual-stages-per-pipeline-rank", str(chunks)] * (chunks > 1)
-    if layers_per_stage is not None:
-        layout += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
+    layout = _layout_flags(sizes, layers_per_stage, chunks)
     args = _parse(flags, family, layout, world // ranks, vocabulary)
-    device, originals = _start(args, world), Originals()
+    device = _start(args, world)
+    originals = Originals()
     try:
         groups: dict[str, Any] = {name: getattr(args, name) for name in _GROUP_SIZES}
-        model, t5_layout = from_megatron.model_config(args, family), None
+        model = from_megatron.model_config(args, family)
+        t5_layout = None
         if family is ModelFamily.T5:
             t5_layout = layer_split.t5_layout(args)
             groups["get_embedding_ranks"] = groups["get_position_embedding_ranks"] = embedding_ranks
@@ -129,9 +129,23 @@ def prepared(
         dist.destroy_process_group()
 
 
+def _layout_flags(sizes: Mapping[str, int | None], layers_per_stage: Sequence[float] | None, chunks: int) -> list[str]:
+    """The flags of a layout: the size of every kind of parallelism that has one, stages and their layers."""
+    flags = []
+    for name, size in sizes.items():
+        if size:
+            flags += [f"--{name}-model-parallel-size", str(size)]
+    if chunks > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
+    if layers_per_stage is not None:
+        flags += ["--dynapipe-layers-per-stage", ",".join(map(str, layers_per_stage))]
+    return flags
+
+
 def _start(args: argparse.Namespace, world: int) -> torch.device:
     """Make the process group of all ranks; this rank's device, made current."""
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if cpu.is_enabled():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as torchrun starts ranks
     else:
@@ -157,7 +171,8 @@ def _parse(
         checks.settle_kernels(args, on_cpu=cpu.is_enabled())
         batch = max(args.global_batch_size or 1, replicas)
         args.global_batch_size = batch - batch % replicas
-        args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
+        args.tokenizer_type = "NullTokenizer"
+        args.tokenizer_model = None
         args.vocab_size = vocabulary or args.padded_vocab_size or _vocabulary(args)
         layer_split.settle(args, family)
 

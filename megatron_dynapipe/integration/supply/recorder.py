@@ -50,7 +50,7 @@ class Recorder:
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
-        of_limits: says how near an iteration came to what no plan can beat; called at the end, on rank 0.
+        with_limits: adds to a record where the iteration's time went; called at the end, on rank 0.
 
     Attributes:
         at_peak_ns: what the record of the iteration that was added last is to say.
@@ -69,7 +69,7 @@ class Recorder:
         write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
-        of_limits: Callable[[IterationRecord], str] = lambda _: "",
+        with_limits: Callable[[IterationRecord], IterationRecord] = lambda record: record,
     ) -> None:
         self._folder = folder
         self._rank = rank
@@ -80,7 +80,7 @@ class Recorder:
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
-        self._of_limits = of_limits
+        self._with_limits = with_limits
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -212,7 +212,8 @@ class Recorder:
 
     def _between(self, events: Sequence[Event]) -> Between | None:
         """The moments after the list of an iteration that is written now."""
-        reduced, stepped = self._reduced, self._stepped
+        reduced = self._reduced
+        stepped = self._stepped
         self._reduced = self._stepped = None
         if not events:
             return None
@@ -237,8 +238,8 @@ class Recorder:
             allocator_retries=0 if memory is None else memory.retries,
         )
         if last and self._rank == 0 and record.predicted_ns and record.measured_ns:
-            with self._never_failing("tell how near the last iteration came to its limits"):
-                record = msgspec.structs.replace(record, of_limits=self._of_limits(record))
+            with self._never_failing("tell where the time of the last iteration went"):
+                record = self._with_limits(record)
         return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:

@@ -17,7 +17,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "a dataset's copy on this node, whose files are compared": "dynapipe_data",
     "this node's copy of costs, which are compared": "dynapipe_cost_model",
     "this node's copy of a file of links and memory, by which plans' settings are compared": "dynapipe_cluster",
-    "this node's copy of a tokenizer, of which a planned run takes the size of the vocabulary": (
+    "this node's copy of a tokenizer; a planned run takes only the size of its vocabulary": (
         "tokenizer_model vocab_file merge_file metadata_path"
     ),
     "a folder in which a node writes what no other reads": (

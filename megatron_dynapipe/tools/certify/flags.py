@@ -108,7 +108,8 @@ def early(words: Sequence[str]) -> Any:
 def default_ranks(words: Sequence[str], *, places: int) -> tuple[int, int]:
     """The ranks that the flags' layout takes at least, with two replicas where there are places; and its replicas."""
     args = early(words)
-    tensor, experts = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    tensor = args.tensor_model_parallel_size
+    experts = args.expert_model_parallel_size
     together: int = math.lcm(tensor, (args.expert_tensor_parallel_size or tensor) * experts)
     replicas: int = together // tensor
     ranks: int = together * args.pipeline_model_parallel_size
@@ -149,7 +150,8 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
         ConfigError: it does not fit however narrow it is.
     """
     args = early(words)
-    stages, pattern = args.pipeline_model_parallel_size, without_stages(args.hybrid_layer_pattern)
+    stages = args.pipeline_model_parallel_size
+    pattern = without_stages(args.hybrid_layer_pattern)
     before: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     before["num_layers"] = len(pattern) or before["num_layers"]
     before["kv_channels"] = before["kv_channels"] or before["hidden_size"] // before["num_attention_heads"]
@@ -196,7 +198,8 @@ def _flag(name: str) -> str:
 
 def parameters(sizes: dict[str, int], words: Sequence[str], vocabulary: int) -> int:
     """About how many a model has."""
-    hidden, matrices = sizes["hidden_size"], 3 if "--swiglu" in words else 2
+    hidden = sizes["hidden_size"]
+    matrices = 3 if "--swiglu" in words else 2
     width = sizes["moe_ffn_hidden_size"] or sizes["ffn_hidden_size"]
     experts = width * sizes["num_experts"] + sizes["moe_shared_expert_intermediate_size"]
     attention = 4 * hidden * sizes["num_attention_heads"] * sizes["kv_channels"]

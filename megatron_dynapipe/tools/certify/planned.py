@@ -56,7 +56,8 @@ class ProbedSession(Session):
         )
 
     def _record_first(self, probe: "_Probe") -> None:
-        record, plan = self.record, probe.item.entry.micro_batches
+        record = self.record
+        plan = probe.item.entry.micro_batches
         record.places = probe.places
         gradients, _ = probe.run(plan)
         record.repeated = _most(gradients, probe.run(plan)[0])
@@ -85,7 +86,10 @@ class _Probe:
     """Runs of one iteration through this rank's models, none of which leaves anything behind."""
 
     def __init__(self, session: ProbedSession, models: list[Any], step: Any, item: PlannedIteration) -> None:
-        self.session, self.models, self.item, self._step = session, models, item, step
+        self.session = session
+        self.models = models
+        self.item = item
+        self._step = step
         self.places: dict[int, str] = {}
         for index, micro_batch in enumerate(item.entry.micro_batches):
             cut = {at for at, _ in cut_entries(micro_batch)}
@@ -158,7 +162,8 @@ class _Probe:
 
         Positions without one have a number that is above all samples'.
         """
-        planned, family = self.item.entry.micro_batches[index], self.item.entry.family
+        planned = self.item.entry.micro_batches[index]
+        family = self.item.entry.family
         size, *positions = planned.shape
         extra = 0 if planned.layout is BatchLayout.PACKED else -1  # a packed row has room for one more
         targets = [target_positions(family, tokens) + extra for tokens in planned.target_lengths]
@@ -168,7 +173,8 @@ class _Probe:
 
     def compare(self, before: States, after: States, parity: int, record: RankRecord) -> None:
         """Note the sample that moved furthest at the end of each virtual stage, of those that were left as they are."""
-        entry, ranks = self.item.entry, parallel_state.get_tensor_model_parallel_world_size()
+        entry = self.item.entry
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
         last = entry.pipeline_stages * entry.chunks - 1
         for (index, chunk), states in before.items():
             stage = entry.stage_plan.stage + chunk * entry.pipeline_stages

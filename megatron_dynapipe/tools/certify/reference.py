@@ -45,7 +45,8 @@ def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Te
     """
     (inner,) = unwrap_model([model])
     inner.set_input_tensor([None])
-    length, device = tokens.size(1), tokens.device
+    length = tokens.size(1)
+    device = tokens.device
     if inputs is None:
         mask = causal_mask(length, device) if takes_mask([model]) else None
         losses: Tensor = model(tokens, torch.arange(length, device=device)[None], mask, labels=labels)
@@ -69,7 +70,8 @@ class ReferenceSession(Session):
     @override
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Numbers of iterations; samples are read where they are used."""
-        run, split = self._run, self._run.inputs.splits[0]
+        run = self._run
+        split = self._run.inputs.splits[0]
         self.record.notes = [*long_samples(split_sampler(run.data, split), run.data, split)]
         if self._run.checkpoints.pretrained is None:
             (self.folder / "weights").mkdir()
@@ -81,10 +83,13 @@ class ReferenceSession(Session):
     @override
     def forward_backward(self, *, model: Any, data_iterator: Any, **_: Any) -> list[dict[str, Tensor]]:
         """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
-        models, parts = model if isinstance(model, list) else [model], self.record.parts
+        models = model if isinstance(model, list) else [model]
+        parts = self.record.parts
         models[0].train(not self._run.model.dropout)
         batch = self._samples_of(next(data_iterator))
-        self.samples, is_first, half = len(batch), not parts, self._run.model.dtype is not torch.float32
+        self.samples = len(batch)
+        is_first = not parts
+        half = self._run.model.dtype is not torch.float32
         if is_first and half:  # noise: what the order of samples makes
             self._run_all(models, batch[::-1])
             parts[REVERSED] = gradients_of(models)
@@ -96,9 +101,12 @@ class ReferenceSession(Session):
         return [report]
 
     def _samples_of(self, iteration: int) -> list[Sample]:
-        run, split = self._run, self._run.inputs.splits[0]
-        meta, reader = read_meta(run.data), open_split(run.data, split.name, run.family)
-        loss_on, sampler = run.loss_on or LossOn(meta.loss), split_sampler(run.data, split)
+        run = self._run
+        split = self._run.inputs.splits[0]
+        meta = read_meta(run.data)
+        reader = open_split(run.data, split.name, run.family)
+        loss_on = run.loss_on or LossOn(meta.loss)
+        sampler = split_sampler(run.data, split)
         batch = sampler.batch(iteration)
         samples: list[Sample] = []
         for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):

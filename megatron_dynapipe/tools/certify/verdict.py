@@ -96,9 +96,12 @@ def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
     """The largest relative difference of two runs' numbers of iterations."""
     errors = [_difference(a, e) for a, e in zip(actual, expected, strict=True)]
-    at = errors.index(max(errors))
-    not_a_number = f": not a number (planned {actual[at]}, reference {expected[at]})" if math.isinf(errors[at]) else ""
-    return Check(name=name, error=errors[at], where=f"iteration {at + 1}{not_a_number}")
+    worst = max(errors)
+    at = errors.index(worst)
+    where = f"iteration {at + 1}"
+    if math.isinf(worst):
+        where += f": not a number (planned {actual[at]}, reference {expected[at]})"
+    return Check(name=name, error=worst, where=where)
 
 
 def _difference(actual: float, expected: float) -> float:
@@ -116,16 +119,21 @@ def _moved(name: str, ranks: Sequence[tuple[float, str]], allowed: float) -> Che
 def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:
     """The losses of single samples in the first iteration."""
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for sample, (loss, tokens) in (row for record in ranks for row in record.samples.items()):
-        sums[sample] = [sums[sample][0] + loss, sums[sample][1] + tokens]
-    places = {sample: place for record in ranks for sample, place in record.places.items()}
-    worst, where = -1.0, ""
+    places: dict[int, str] = {}
+    for record in ranks:
+        places.update(record.places)
+        for sample, (loss, tokens) in record.samples.items():
+            sums[sample][0] += loss
+            sums[sample][1] += tokens
+    worst = -1.0
+    where = ""
     for sample, (expected, tokens) in alone.samples.items():
         loss, counted = sums[sample]
         error = _difference(loss, expected) if counted == tokens else math.inf
         if error > worst:
             miscounted = f": {counted:.0f} of {tokens:.0f} tokens count" if counted != tokens else ""
-            worst, where = error, f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
+            worst = error
+            where = f"sample {sample}, {places.get(sample, 'not planned')}{miscounted}"
     return Check(name="losses by sample", error=worst, where=where)
 
 
@@ -134,12 +142,19 @@ def _isolation(ranks: Sequence[RankRecord]) -> list[Check]:
     moved = {stage: max(r.moved[stage] for r in ranks if stage in r.moved) for r in ranks for stage in r.moved}
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for stage, (error, sample) in sorted(moved.items()):
-        name = "last stage" if stage == max(moved) else "middle stages" if stage else "first stage"
-        groups[name].append((error, sample if error <= STILL else f"stage {stage}: {sample}, moves as others change"))
-    return [
-        Check(name=f"isolation, {name}", error=max(of)[0], allowed=STILL, where=max(of)[1])
-        for name, of in groups.items()
-    ]
+        if stage == max(moved):
+            name = "last stage"
+        elif stage:
+            name = "middle stages"
+        else:
+            name = "first stage"
+        where = sample if error <= STILL else f"stage {stage}: {sample} moves as others change"
+        groups[name].append((error, where))
+    checks = []
+    for name, group in groups.items():
+        worst, where = max(group)
+        checks.append(Check(name=f"isolation, {name}", error=worst, allowed=STILL, where=where))
+    return checks
 
 
 def _gradients(planned: Path, reference: Path) -> tuple[Check, dict[str, float]]:
@@ -165,7 +180,9 @@ def _steps(planned: Path, reference: Path) -> list[Check]:
     sure = {name: (of == 0) | (of.abs() >= SURE * of.square().mean().sqrt()) for name, of in gradients.items()}
     (alone,) = read_records(reference)
     checks = []
-    for kind in (kind for kind in alone.parts if kind not in (GRADIENTS, SAMPLES)):
+    for kind in alone.parts:
+        if kind in (GRADIENTS, SAMPLES):
+            continue
         sets = ([part for part in parts if part[0] in sure] for parts in read_parts(planned, kind))
         expected = {name: of for name, of in whole(read_parts(reference, kind)).items() if name in sure}
         try:
@@ -174,7 +191,8 @@ def _steps(planned: Path, reference: Path) -> list[Check]:
             checks.append(Check(name=kind, error=float("inf"), allowed=STEPS, where=error.message))
             continue
         if kind == UPDATES:
-            actual, expected = ({name: tensor[sure[name]] for name, tensor in of.items()} for of in (actual, expected))
+            actual = {name: tensor[sure[name]] for name, tensor in actual.items()}
+            expected = {name: tensor[sure[name]] for name, tensor in expected.items()}
         checks.append(_step(kind, actual, expected))
     return checks
 
@@ -206,7 +224,8 @@ def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> st
     if relative_error(columns @ weights, gradient) > 1e-3:
         return ""
     off = {number: weight for number, weight in zip(numbers, weights.tolist(), strict=True) if abs(weight - 1) > 0.05}
-    low, high = min(off.values(), default=1.0), max(off.values(), default=1.0)
+    low = min(off.values(), default=1.0)
+    high = max(off.values(), default=1.0)
     places = {sample: place for record in ranks for sample, place in record.places.items()}
     replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
     alike = [

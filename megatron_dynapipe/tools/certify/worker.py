@@ -27,7 +27,8 @@ def train(role: str, family: str, folder: Path) -> None:
     session, arguments = make(session_type=ReferenceSession if role == "reference" else ProbedSession)
     session.record = record = RankRecord()
     session.folder = folder
-    log, train_all = training.training_log, training.train
+    log = training.training_log
+    train_all = training.train
 
     @functools.wraps(log)
     def recorded(*values: Any, **named: Any) -> Any:
@@ -47,7 +48,8 @@ def train(role: str, family: str, folder: Path) -> None:
         record.parts |= steps_of(models, optimizer, before)
         return result
 
-    training.training_log, training.train = recorded, with_steps
+    training.training_log = recorded
+    training.train = with_steps
     with process_groups(), session, replacements.installed(session):
         pretrain(**arguments)
     record.device = session._device.type

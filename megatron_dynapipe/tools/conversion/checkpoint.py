@@ -139,7 +139,7 @@ def _last(folder: Path) -> Path:
             hint="name the folder that was given to --save, not one of its checkpoints",
         )
     if not path.is_dir():
-        raise ConfigError(f"expected the checkpoint {path}, of which {TRACKER} speaks, found none")
+        raise ConfigError(f"expected the checkpoint {path}, which {TRACKER} names, found none")
     return path
 
 

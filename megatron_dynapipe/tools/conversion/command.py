@@ -67,10 +67,12 @@ def from_hugging_face(
         CheckpointError: its files cannot be written.
     """
     config = read_config(source)
-    own, rows = config.vocab_size, vocabulary_rows or config.vocab_size
+    own = config.vocab_size
+    rows = vocabulary_rows or config.vocab_size
     if rows < own:
         raise ConfigError(f"expected --vocabulary-rows of at least the model's {own}, got {rows}")
-    described, family = flags(config, rows), family_of(config.to_dict())
+    described = flags(config, rows)
+    family = family_of(config.to_dict())
     theirs = their_model(config, source)
     tensors = {name: tensor.detach() for name, tensor in published(theirs).items()}
     dtype = next(iter(tensors.values())).dtype
@@ -116,11 +118,13 @@ def to_hugging_face(
             hint=f"pass --like FOLDER: a HuggingFace folder or {CONFIG} of such a model",
         )
     like = like or folder
-    config, record = read_config(like), _record(folder)
+    config = read_config(like)
+    record = _record(folder)
     vocabulary = vocabulary_rows or config.vocab_size
     if vocabulary_rows is None and record is not None:
         _check_added(record, vocabulary, like)
-    described, changes = flags(config, vocabulary), dict[str, Any]()
+    described = flags(config, vocabulary)
+    changes = dict[str, Any]()
     if vocabulary != config.vocab_size:
         changes["vocab_size"] = vocabulary
     if UNTIED not in described and checkpoint.has(folder, HEAD):
@@ -163,7 +167,7 @@ def _check_added(record: ResumeRecord, vocabulary: int, like: Path) -> None:
     if tokens > vocabulary:
         raise ConfigError(
             f"expected as many rows as the run's data has tokens, {tokens}, got {vocabulary} by {like}",
-            hint=f"--vocabulary-rows {tokens} keeps those of the tokens that were added, {vocabulary} leaves them out",
+            hint=f"--vocabulary-rows {tokens} keeps the rows of added tokens, {vocabulary} leaves them out",
         )
 
 
@@ -183,7 +187,8 @@ def fill(model: nn.Module, table: list[TensorEntry], tensors: Mapping[str, Tenso
         for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
-            parameter, value = parameters.pop(entry.ours), entry.join([tensors[name] for name in entry.theirs])
+            parameter = parameters.pop(entry.ours)
+            value = entry.join([tensors[name] for name in entry.theirs])
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
             if tuple(value.shape) != expected:
                 raise ConfigError(f"{entry.theirs[0]}: expected the shape {expected}, got {tuple(value.shape)}")

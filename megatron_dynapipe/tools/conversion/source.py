@@ -58,7 +58,7 @@ def _check_index(index: Path) -> None:
         raise ConfigError(f"cannot read {index}: {error}", hint="download it again") from error
     if elsewhere := sorted(name for name in files if Path(name).name != name):
         raise ConfigError(
-            f"expected {index} to name files beside it, got {named(elsewhere)}", hint="download the model anew"
+            f"expected {index} to name files in its own folder, got {named(elsewhere)}", hint="download the model anew"
         )
 
 
@@ -98,7 +98,8 @@ def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None
 
 def is_tied(model: Any) -> bool:
     """Whether a model's head is its embedding, or equal to it; `transformers` ties none that differs."""
-    head, words = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    words = model.get_input_embeddings().weight
     return head is words or torch.equal(head, words)
 
 

@@ -80,7 +80,9 @@ def _columns(
     fields: list[Any] = [(field, str if field == "task" else kind) for field in rename]
     fields += [(field, Any, None) for field in optional]
     decode = msgspec.json.Decoder(msgspec.defstruct("Row", fields, rename=rename | dict(optional))).decode
-    astuple, names, name = msgspec.structs.astuple, ", ".join(rename.values()), spec.name
+    astuple = msgspec.structs.astuple
+    names = ", ".join(rename.values())
+    name = spec.name
 
     def read(line: bytes) -> tuple[Any, ...]:
         try:

@@ -81,7 +81,8 @@ class Conversation:
 def conversation_of(messages: Any, tools: Any = None) -> Conversation:
     """A row's conversation; raises RowError where it is none."""
     read = [_message(at, message) for at, message in enumerate(_objects(messages, "messages"))]
-    answers, others = [], 0
+    answers = []
+    others = 0
     for at, message in enumerate(read):
         is_learned = _switch(at, message)
         if message["role"] != ROLE_OF_MODEL:

@@ -104,7 +104,8 @@ def file_blocks(path: Path) -> Iterator[Block]:
     form = form_of(path)
     try:
         if form == ".parquet":
-            size, rows = path.stat().st_size, pq.read_metadata(path).num_rows
+            size = path.stat().st_size
+            rows = pq.read_metadata(path).num_rows
             yield from _table_blocks(str(path), _parquet(path), bytes_per_row=size / max(rows, 1))
         elif form == ".arrow":
             yield from _table_blocks(str(path), _arrow(path))
@@ -176,13 +177,15 @@ def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Ite
 
 def _line_blocks(path: Path, chunk: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     """Whole lines of a file, about `BLOCK_BYTES` at a time, from the first such piece of it on."""
-    first, rest = 1, b""
+    first = 1
+    rest = b""
     while chunk:
         whole, newline, end = chunk.rpartition(b"\n")
         if newline:
             lines = rest + whole
             yield Block(file=str(path), unit="line", first=first, lines=lines, done=raw.tell())
-            first, rest = first + lines.count(b"\n") + 1, end
+            first = first + lines.count(b"\n") + 1
+            rest = end
         else:
             rest += chunk
         if len(rest) > MOST_LINE_BYTES:
@@ -217,7 +220,9 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
             size += sum(map(len, row.values()))
             if size > BLOCK_BYTES:
                 yield rows_as_block(rows, str(path), first, raw.tell())
-                rows, first, size = [], number + 1, 0
+                rows = []
+                first = number + 1
+                size = 0
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, after row {first + len(rows) - 1}: expected UTF-8: {error}") from error
     if rows:

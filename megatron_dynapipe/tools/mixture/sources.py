@@ -75,7 +75,8 @@ def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
 def _file(path: Path) -> SourcePart:
     def fingerprint() -> str:
         """Name, size and contents; of a very large file blocks of it and its time of change."""
-        digest, stat = file_digest(path), path.stat()
+        digest = file_digest(path)
+        stat = path.stat()
         return f"{path.name} {digest}" + (f"\0{stat.st_mtime_ns}" if stat.st_size > WHOLE_BYTES else "")
 
     return SourcePart(partial(file_blocks, path), fingerprint, path.stat().st_size, path)

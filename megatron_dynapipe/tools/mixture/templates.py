@@ -35,7 +35,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         """Begin a row."""
-        self._steps, self._ends = 0, time.monotonic() + MOST_SECONDS
+        self._steps = 0
+        self._ends = time.monotonic() + MOST_SECONDS
 
     def _step(self) -> None:
         self._steps += 1

@@ -53,7 +53,8 @@ def assign_splits(
         smallest = np.argpartition(digests, taken)[:taken] if taken < count else np.arange(count)
         # Ties go to the sample that came first.
         bound = digests[smallest].max()
-        below, equal = np.flatnonzero(digests < bound), np.flatnonzero(digests == bound)
+        below = np.flatnonzero(digests < bound)
+        equal = np.flatnonzero(digests == bound)
         order = np.concatenate([below[np.argsort(digests[below], kind="stable")], equal])[:taken]
         for split, start, end in ranges:
             splits[order[start:end]] = SPLITS.index(split)
@@ -69,7 +70,8 @@ def decide(staging: Staging, tasks: Sequence[TaskSpec], settings: PrepareSetting
     Raises:
         DataError: no sample is left for training.
     """
-    digests, statuses = staging.column("digests"), np.array(staging.column("statuses"))
+    digests = staging.column("digests")
+    statuses = np.array(staging.column("statuses"))
     splits = np.full(staging.samples, LEFT_OUT, np.uint8)
 
     def leave_out(rows: Array, reason: Skipped) -> None:
@@ -188,7 +190,9 @@ def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dic
 
 def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: Array, vocabulary: int) -> Array:
     """Write the files of the split of this place in `SPLITS`; its longest input and target."""
-    prefix, dtype, chosen = folder / SPLITS[at], token_dtype(vocabulary), splits == at
+    prefix = folder / SPLITS[at]
+    dtype = token_dtype(vocabulary)
+    chosen = splits == at
     lengths, ends = (staging.column(name).reshape(-1, 2) for name in ("lengths", "ends"))
     longest = np.zeros(2, np.int32)
     with data_path(prefix).open("wb") as data, (staging.folder / "tokens").open("rb") as source:

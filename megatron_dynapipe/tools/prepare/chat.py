@@ -90,7 +90,8 @@ class ChatTemplate:
 
         self.remarks: Counter[str] = Counter()
         self._render_all = render_jinja_template
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self._special: dict[str, Any] = tokenizer.special_tokens_map
         self._learns_empty_thoughts = learns_empty_thoughts
         self._sources: dict[bool, str] = {}
@@ -127,7 +128,8 @@ class ChatTemplate:
 
     def written(self, conversation: Conversation, date: datetime.date | None) -> Written:
         """One sample of a conversation; raises as `write`."""
-        messages, tools = conversation.messages, conversation.tools
+        messages = conversation.messages
+        tools = conversation.tools
         text, marks = self._render(messages, tools, date, marked=True)
         wholes = []
         for at in conversation.answers:
@@ -184,7 +186,8 @@ class ChatTemplate:
                 today = date or DATE
                 self.remarks[f"conversations with {today} as today's date, for which the chat template asks"] += marked
                 formats = {form: today.strftime(form) for _, form in _DATE_FORMATS.findall(source)}
-                source, special = _FIXED_DATE + source, self._special | {"dynapipe_dates": formats}
+                source = _FIXED_DATE + source
+                special = self._special | {"dynapipe_dates": formats}
             else:
                 special = self._special
             (text,), marks = self._render_all(
@@ -236,7 +239,7 @@ def _chosen(marks: list[tuple[int, int]], conversation: Conversation) -> list[tu
         return marks
     if len(marks) != len(turns):
         raise TemplateError(
-            f"expected a `generation` mark for each of {len(turns)} answers, some of which are not to be learned, "
+            f"expected a `generation` mark for each of {len(turns)} answers, and some answers are not to be learned, "
             f"the template has {len(marks)}"
         )
     return [mark for mark, at in zip(marks, turns, strict=True) if at in conversation.answers]

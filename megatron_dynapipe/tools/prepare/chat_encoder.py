@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_dynapipe.sampling.long_samples import LongSamples
@@ -20,18 +19,8 @@ UNENDED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TaughtChat:
-    """A conversation's sample.
-
-    Attributes:
-        text: of the conversation, as its template writes it.
-        is_shorter: whether it has lost earlier turns.
-    """
-
-    text: str
-    sample: Taught
-    is_shorter: bool = False
+TaughtChat = tuple[str, Taught, bool]
+"""A conversation as its template writes it, its sample, and whether that has lost earlier turns."""
 
 
 class ChatEncoder:
@@ -45,7 +34,10 @@ class ChatEncoder:
         template: str | None,
         settings: PrepareSettings,
     ) -> None:
-        self._encoder, self._ends, self._spec, self._settings = encoder, ends, spec, settings
+        self._encoder = encoder
+        self._ends = ends
+        self._spec = spec
+        self._settings = settings
         self._template = ChatTemplate(encoder.tokenizer, template, learns_empty_thoughts=spec.empty_thoughts)
         self._speech = Speech(encoder.special, encoder.is_blank)
 
@@ -75,7 +67,8 @@ class ChatEncoder:
     def taken_remarks(self) -> Counter[str]:
         """What the user should know of the conversations since the last call, counted."""
         remarks = self._template.remarks + Counter({UNENDED: self._speech.unended})
-        self._template.remarks, self._speech.unended = Counter(), 0
+        self._template.remarks = Counter()
+        self._speech.unended = 0
         return remarks
 
     def _taught(self, written: Written, encoded: Encoded) -> TaughtChat:
@@ -83,12 +76,13 @@ class ChatEncoder:
         if self._settings.long_samples is LongSamples.TRUNCATE and not self._fits(whole):
             shorter = self._shorter(written.conversation)
             if shorter is not None:
-                return TaughtChat(written.text, shorter, is_shorter=True)
-        return TaughtChat(written.text, whole)
+                return written.text, shorter, True
+        return written.text, whole, False
 
     def _shorter(self, conversation: Conversation) -> Taught | None:
         """The sample without as few of the earliest turns as make it fit; None where nothing does."""
-        last, remarks = conversation.answers[-1], self._template.remarks.copy()
+        last = conversation.answers[-1]
+        remarks = self._template.remarks.copy()
         for first in range(conversation.system_messages + 1, last + 1):
             if conversation.messages[first]["role"] != "user":
                 continue

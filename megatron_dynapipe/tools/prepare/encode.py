@@ -113,8 +113,10 @@ class Encoder:
         eos_id: int,
         sentinels: tuple[int, ...],
     ) -> None:
-        self._mixture, self._settings = mixture, settings
-        self._vocabulary_size, self._sentinels = vocabulary_size, sentinels
+        self._mixture = mixture
+        self._settings = settings
+        self._vocabulary_size = vocabulary_size
+        self._sentinels = sentinels
         self._encode = TextEncoder(folder, settings.pad_token)
         before, after = self._encode.around
         self._ends = Ends(before=before, after=after, eos=eos_id)
@@ -149,7 +151,8 @@ class Encoder:
         return self._finished(samples, remarks, errors)
 
     def _pairs(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
-        samples, ends = _Samples(), self._ends
+        samples = _Samples()
+        ends = self._ends
         numbered = list(rows)
         encoded = iter(self._encode([text for _, (_, *texts) in numbered for text in texts]))
         for number, (name, input_text, target_text) in numbered:
@@ -158,7 +161,9 @@ class Encoder:
         return samples
 
     def _texts(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
-        samples, numbered, ends = _Samples(), list(rows), self._ends
+        samples = _Samples()
+        numbered = list(rows)
+        ends = self._ends
         is_next = spec.objective is Objective.NEXT_TOKEN
         for (number, (name, text)), ids in zip(numbered, self._encode([row[1][1] for row in numbered]), strict=True):
             tokens = ends.document(ids, ends=spec.ends) if is_next else ids
@@ -175,7 +180,8 @@ class Encoder:
         return samples
 
     def _conversations(self, rows: Iterator[tuple[int, Any]], task: int, errors: "_Refused") -> _Samples:
-        samples, spec = _Samples(), self._mixture.tasks[task]
+        samples = _Samples()
+        spec = self._mixture.tasks[task]
         if task not in self._chats:
             self._chats[task] = ChatEncoder(self._encode, self._ends, spec, self._mixture.chat_template, self._settings)
         for number, name, taught in self._chats[task](rows, errors.add):
@@ -183,8 +189,8 @@ class Encoder:
                 status = status_of(Skipped.NO_ASSISTANT_TURN)
                 samples.add(number, name, _digest(name), Taught(Part(()), Part(())), status)
             else:
-                digest = _digest(name, taught.text)
-                samples.add(number, name, digest, taught.sample, TRUNCATED if taught.is_shorter else KEPT)
+                text, sample, is_shorter = taught
+                samples.add(number, name, _digest(name, text), sample, TRUNCATED if is_shorter else KEPT)
         return samples
 
     def _finished(self, samples: _Samples, remarks: Counter[str], errors: "_Refused") -> EncodedBlock:
@@ -267,7 +273,9 @@ class _Refused:
     """
 
     def __init__(self, block: Block, spec: TaskSpec, policy: BadRows) -> None:
-        self.block, self.spec, self._policy = block, spec, policy
+        self.block = block
+        self.spec = spec
+        self._policy = policy
         self.counts: Counter[tuple[Skipped, str]] = Counter()
         self.errors: dict[Skipped, list[str]] = {}
 
@@ -323,7 +331,8 @@ def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) ->
             hint="take a T5's tokenizer, train one on the mixture, or give the task a smaller length",
         )
     random = np.random.Generator(np.random.PCG64(seed))
-    noisy, kept = _divided(random, removed, spans), _divided(random, len(tokens) - removed, spans)
+    noisy = _divided(random, removed, spans)
+    kept = _divided(random, len(tokens) - removed, spans)
     inputs: list[int] = []
     targets: list[int] = []
     at = 0

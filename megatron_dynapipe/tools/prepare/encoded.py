@@ -32,7 +32,8 @@ class FastEncoded:
     """Tokens with their characters, as fast tokenizers say them."""
 
     def __init__(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> None:
-        self.ids, self._offsets = ids, offsets
+        self.ids = ids
+        self._offsets = offsets
 
     def first(self, character: int) -> int:
         """As `Encoded`."""
@@ -48,7 +49,8 @@ class SlowEncoded:
 
     def __init__(self, text: str, encode: Callable[[str], Sequence[int]]) -> None:
         self.ids = encode(text)
-        self._text, self._encode = text, encode
+        self._text = text
+        self._encode = encode
 
     def first(self, character: int) -> int:
         """As `Encoded`; raises RowError where a beginning has other tokens than the whole."""
@@ -78,7 +80,8 @@ class TextEncoder:
     """
 
     def __init__(self, folder: Path, pad_token: str | None = None) -> None:
-        self._folder, self._pad_token = folder, pad_token
+        self._folder = folder
+        self._pad_token = pad_token
         self._fast: tokenizers.Tokenizer | None = None
         path = folder / "tokenizer.json"
         if path.is_file():

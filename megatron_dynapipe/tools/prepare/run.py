@@ -174,7 +174,8 @@ def _made(
 ) -> tuple[DatasetMeta, tuple[str, ...]]:
     """Make the dataset in a staging folder; its manifest, and what the user should know."""
     clear(folder)
-    tokenizer, fresh = folder / staging_files.TOKENIZER, folder / staging_files.FINISHED
+    tokenizer = folder / staging_files.TOKENIZER
+    fresh = folder / staging_files.FINISHED
     try:
         if show_progress and settings.tokenizer is None:
             print("training a tokenizer on the text", file=sys.stderr)

@@ -106,7 +106,8 @@ class Speech:
     """
 
     def __init__(self, special: frozenset[int], is_blank: Callable[[tuple[int, ...]], bool]) -> None:
-        self._special, self._is_blank = special, is_blank
+        self._special = special
+        self._is_blank = is_blank
         self.unended = 0
 
     def taught(self, written: Written, encoded: Encoded, ends: Ends, *, always_ends: bool) -> Taught:

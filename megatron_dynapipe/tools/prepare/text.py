@@ -88,7 +88,8 @@ def _texts(mixture: Mixture, sources: Sequence[Source], bad_rows: BadRows) -> It
     """The texts that a tokenizer is trained on; raises DataError for rows that cannot be read, unless skipped."""
     allowed = TRAINING_BYTES // len(sources)
     for spec, source in zip(mixture.tasks, sources, strict=True):
-        read, seen = row_reader(spec), 0
+        read = row_reader(spec)
+        seen = 0
         for block in (block for part in source for block in part.blocks()):
             for _, (_, *values) in read_rows(block, read, functools.partial(_refuse, block, spec, bad_rows)):
                 yield from _texts_of(values[0]) if spec.messages is not None else values

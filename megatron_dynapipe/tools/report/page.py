@@ -33,6 +33,7 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
         "title": title,
         "version": __version__,
         "facts": _facts(summary),
+        "lastIteration": {"text": summary.of_limits, "shares": list(summary.time_shares.items())},
         "about": _about(run.starts),
         "charts": run_charts(run),
         "timelines": timeline_panels(run.timelines),
@@ -78,7 +79,6 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("error of predictions", _share(summary.prediction_error)),
         ("waiting for plans", f"{summary.plan_wait_share:.2%}"),
         ("micro-batches per iteration", f"{summary.micro_batches.median:g}"),
-        *([("the last iteration", summary.of_limits)] if summary.of_limits else []),
     ]
 
 

@@ -86,26 +86,27 @@ def read_run(folder: Path) -> Run:
         DataError: there are no records of iterations, or a line is not a record.
     """
     starts = [_read_start(path) for path in (*earlier_starts(folder), folder)]
-    begun = [start.run.first_iteration if start.run else 0 for start in starts]
+    begun = [run.first_iteration if run else 0 for run, _ in starts]
     ends = [min(begun[at + 1 :], default=None) for at in range(len(starts))]
     iterations: list[IterationRecord] = []
     trained: list[StageRecord] = []
     evaluated: list[EvaluationRecord] = []
     timelines: list[RecordedTimeline] = []
-    for start, end in zip(starts, ends, strict=True):
-        kept = [record for record in start.records if _is_before(record, end)]
+    for (run, records), end in zip(starts, ends, strict=True):
+        kept = [record for record in records if _is_before(record, end)]
         iterations += joined([record for record in kept if isinstance(record, IterationRecord)])
         trained += [record for record in kept if isinstance(record, StageRecord)]
         evaluated += [record for record in kept if isinstance(record, EvaluationRecord)]
-        timelines += _timelines([record for record in kept if isinstance(record, TimelineRecord)], start.run)
+        timelines += _timelines([record for record in kept if isinstance(record, TimelineRecord)], run)
     if not iterations:
         raise DataError(f"expected records of at least one iteration, found none in {folder}")
     stages: dict[int, list[StageRecord]] = defaultdict(list)
-    for record in starts[-1].records:
+    _, last_records = starts[-1]
+    for record in last_records:
         if isinstance(record, StageRecord):
             stages[record.stage].append(record)
     return Run(
-        starts=tuple(start.run for start in starts if start.run is not None),
+        starts=tuple(run for run, _ in starts if run is not None),
         iterations=tuple(iterations),
         losses=_losses(trained),
         stages=dict(sorted(stages.items())),
@@ -115,14 +116,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    run: RunRecord | None
-    records: list[Record]
-
-
-def _read_start(folder: Path) -> _Start:
-    """One start's records; ranks that a run of fewer ranks does not have are an earlier run's."""
+def _read_start(folder: Path) -> tuple[RunRecord | None, list[Record]]:
+    """One start's facts and all its records; ranks that a run of fewer ranks does not have are an earlier run's."""
     files = sorted((int(m[1]), path) for path in folder.glob("rank-*.jsonl") if (m := RANK_FILE.fullmatch(path.name)))
     if not files:
         raise DataError(
@@ -137,7 +132,7 @@ def _read_start(folder: Path) -> _Start:
         read = read_records(path)
         run = next((record for record in read if isinstance(record, RunRecord)), run)
         records += read
-    return _Start(run, records)
+    return run, records
 
 
 def _is_before(record: Record, end: int | None) -> bool:

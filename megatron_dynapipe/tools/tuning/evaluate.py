@@ -239,7 +239,8 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True):
 
     def exposed_ns(self, edges: EdgePasses) -> int:
         """What the passes of a plan do not hide."""
-        reduction, gathering = self.reduction_ns, self.gathering_ns
+        reduction = self.reduction_ns
+        gathering = self.gathering_ns
         if self.overlaps_reduction:
             reduction = exposed_reduction_ns(edges, reduction, self.buckets)
         if self.overlaps_gathering:

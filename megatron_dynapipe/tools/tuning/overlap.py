@@ -52,7 +52,8 @@ def edge_passes(plan: IterationPlan) -> EdgePasses:
     for replica in plan.replicas:
         for stage in replica.stages:
             for event in stage.predicted:
-                step, span = event.instruction, (event.start_ns, event.end_ns)
+                step = event.instruction
+                span = (event.start_ns, event.end_ns)
                 if isinstance(step, Forward):
                     known = first[stage.stage].get(step.chunk)
                     first[stage.stage][step.chunk] = span if known is None else min(known, span)
@@ -82,7 +83,8 @@ def exposed_reduction_ns(edges: EdgePasses, reduction_ns: int, counts: Sequence[
     """
     ends = [edges.end_ns]
     for spans, parts in zip(edges.last, counts, strict=True):
-        done, each = 0.0, reduction_ns / parts / max(len(spans), 1)
+        done = 0.0
+        each = reduction_ns / parts / max(len(spans), 1)
         for start, end in spans:
             for part in range(1, parts + 1):
                 done = max(done, start + (end - start) * part / parts) + each
@@ -94,7 +96,8 @@ def exposed_gathering_ns(edges: EdgePasses, gathering_ns: int, counts: Sequence[
     """By how much the first forwards are held up by parameters, on the stage where they are most."""
     late = [0]
     for spans, parts in zip(edges.first, counts, strict=True):
-        done, each = 0.0, gathering_ns / parts / max(len(spans), 1)
+        done = 0.0
+        each = gathering_ns / parts / max(len(spans), 1)
         for start, end in spans:
             for part in range(parts):
                 done += each

@@ -206,7 +206,9 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
         if data % experts:
             raise ConfigError(f"{data} replicas cannot share experts by {experts}")
         if ATTENTION not in cost_model.tables(tensor_parallel=tensor, recompute=base.recompute[0]).kinds:
-            raise ConfigError("costs of one division into stages say nothing of others: give those of layers")
+            raise ConfigError(
+                "costs of one division into stages do not tell the costs of another: give the costs of layers"
+            )
         halves = split is Split.AUTO and base.model.layers_divide
         settings = msgspec.structs.replace(
             base,

@@ -144,7 +144,7 @@ def training_command(script: str, flags: Sequence[str], *, devices: int, iterati
         ConfigError: fewer iterations, or flags that would write checkpoints.
     """
     if iterations < 2:
-        raise ConfigError(f"expected at least 2 iterations, of which the first does not count, got {iterations}")
+        raise ConfigError(f"expected at least 2 iterations (the first does not count), got {iterations}")
     if "--save" in flags:
         raise ConfigError("expected validation runs without --save, got it", hint="a few iterations are no checkpoint")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]

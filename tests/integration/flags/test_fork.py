@@ -1,6 +1,5 @@
 """The published fork's flags and variables: each stops a run in one line that says what to give instead."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from megatron_dynapipe import config
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags import fork
 
-GUIDE = Path(__file__).parents[3] / "docs" / "migrating.md"
 FLAGS = {words: instead for words, instead in fork.NOT_TAKEN.items() if words.startswith("--")}
 VARIABLES = fork.NOT_TAKEN.keys() - FLAGS.keys()
 
@@ -49,8 +47,3 @@ def test_a_key_of_a_run_file_is_refused_as_the_flag_is(tmp_path: Path) -> None:
     path.write_text("sort-dataset: true\n")
     with pytest.raises(ConfigError, match=r"--sort-dataset is not taken: the order of samples follows"):
         fork.check(config.expand(["--dynapipe-config", str(path)]), {})
-
-
-def test_the_migration_guide_has_the_table() -> None:
-    rows = dict(re.findall(r"^\| `((?:--|DYNAPIPE)[^`]+)` \| (.*) \|$", GUIDE.read_text(), flags=re.MULTILINE))
-    assert rows == {**fork.NOT_TAKEN, "DYNAPIPE_DEBUG_…": "unset it"}

@@ -28,10 +28,10 @@ lengths = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 300)), min_size=
 @given(lengths)
 def test_every_query_comes_back_to_its_place_and_padding_is_bounded(pairs):
     queries, keys = zip(*pairs, strict=True)
-    made = group_segments(queries, keys, torch.device("cpu"))
-    places = torch.cat([group.query_places for group in made.groups]) if made.groups else torch.zeros(0).long()
-    assert places[made.back].tolist() == list(range(sum(queries)))
-    for group, segments in zip(made.groups, like_segments(queries, keys), strict=True):
+    groups, back = group_segments(queries, keys, torch.device("cpu"))
+    places = torch.cat([group.query_places for group in groups]) if groups else torch.zeros(0).long()
+    assert places[back].tolist() == list(range(sum(queries)))
+    for group, segments in zip(groups, like_segments(queries, keys), strict=True):
         real = sum(queries[s] * keys[s] for s in segments)
         assert group.count * group.queries * group.keys - real <= CALL_SCORES
         if group.keys:

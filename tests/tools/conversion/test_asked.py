@@ -23,7 +23,7 @@ def test_a_vocabulary_grows_by_means_and_comes_back_with_or_without_new_rows(tmp
 def test_rows_of_added_tokens_are_not_left_out_unasked(tmp_path: Path) -> None:
     told = run(asked.added_tokens, tmp_path)
     assert "expected as many rows as the run's data has tokens, 310, got 300 by" in told["unasked"]
-    hint = "hint: --vocabulary-rows 310 keeps those of the tokens that were added, 300 leaves them out"
+    hint = "hint: --vocabulary-rows 310 keeps the rows of added tokens, 300 leaves them out"
     assert hint in told["unasked"]
     assert (told["kept"], told["left out"]) == (310, 300)
     assert told["fewer"] == "expected --vocabulary-rows of at least the model's 300, got 299"

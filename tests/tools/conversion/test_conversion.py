@@ -20,7 +20,7 @@ REFUSED = {
     "header": "cannot read the weights in",
     "index": "cannot read",
     "index of nothing": "cannot read",
-    "index of other folders": "model.safetensors.index.json to name files beside it, got ../../b.safetensors",
+    "index of other folders": "model.safetensors.index.json to name files in its own folder, got ../../b.safetensors",
     "unexpected": "unexpected: score",
     "shape": "of another shape: model.layers.1.mlp.up_proj.weight (3, 64), expected (96, 64)",
     "theta": "expected a whole number of rope_theta, as Megatron's flag has, got 10000.5",

@@ -1,4 +1,4 @@
-"""Training from converted weights, as docs/pretrained.md says: the first loss is transformers' own; and back."""
+"""Training from converted weights, as docs/fine-tuning.md says: the first loss is transformers' own; and back."""
 
 import math
 import shlex

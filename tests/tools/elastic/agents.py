@@ -21,7 +21,7 @@ SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 class Nodes:
     """A job whose nodes are started one by one; all of them are ended with the block.
 
-    Nodes can come later if it `joins`, which torchrun's shared store does not allow (docs/elasticity.md).
+    Nodes can come later if it `joins`, which torchrun's shared store does not allow (docs/reliability.md).
     """
 
     def __init__(self, folder: Path, port: int, *, most: int, script: Sequence[str], joins: bool = False) -> None:

@@ -201,7 +201,9 @@ class Divided(Uneven):
 
 def test_costs_and_batches_that_leave_no_layout() -> None:
     (layout,) = tune(base(GPT), Divided(0), [batch(GPT, 4)], Space(devices=1)).layouts
-    assert layout.error == "costs of one division into stages say nothing of others: give those of layers"
+    assert (
+        layout.error == "costs of one division into stages do not tell the costs of another: give the costs of layers"
+    )
     (layout,) = tune(base(GPT), cost_model(GPT), [batch(GPT, 4), of_lengths([9, 5000])], Space(devices=1)).layouts
     assert layout.status is Status.INFEASIBLE and str(layout.error).startswith("batch 1: ")
 

@@ -1,0 +1,59 @@
+"""The documents keep to what CONTRIBUTING says of their size and language, and the script that counts can fail."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.docs.printed import ROOT
+
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "count_docs.py"))
+EXAMPLES = {
+    "of which": "Three runs, of which two are of stages, ended.",
+    "those of": "The losses are those of one process.",
+    "what …, is": "What would train nothing, or something else, is an error.",
+    "beside": "It takes 0.4 ms beside 5.5 ms.",
+    "held against": "Tests hold the answer against planning everything.",
+    "Where …, for If": "Where neither a cluster nor memory is named, they are today's.",
+    "gone through": "The lengths before it are gone through.",
+    "costs are of": "They are today's nodes with the device that costs are of.",
+    "of one's own": "A training loop of one's own is possible.",
+}
+
+
+def test_make_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        SCRIPT["main"]()
+    assert ended.value.code == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPT["TURNS"])
+def test_a_forbidden_turn_is_found(name: str) -> None:
+    (turn,) = SCRIPT["turns_of"](EXAMPLES[name])
+    assert turn.startswith(repr(name))
+
+
+def test_code_quotes_and_targets_of_links_are_no_prose() -> None:
+    text = 'See `beside`, "beside" and [it](beside.md).\n\n```\nbeside\n```\n\n    beside this\n        and that\n'
+    assert not [*SCRIPT["turns_of"](text.replace("beside.md", "other.md"))]
+    assert SCRIPT["words"](text) == 5
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_opens_with_an_example(page: Path) -> None:
+    """Before its first heading, but for pages that are entrances, or tables of words and rooms."""
+    opening = page.read_text().partition("\n## ")[0]
+    entrances = {"index.md", "quick-start.md", "how-do-i.md", "glossary.md", "design.md"}
+    assert bool(SCRIPT["CODE"].search(opening)) or page.name in entrances
+
+
+def test_contributing_has_an_example_of_every_turn() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## How we write\n")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\| \"", section, re.MULTILINE)) == 10
+    found = {name for line in section.splitlines() for name in SCRIPT["TURNS"] if has_turn(line, name)}
+    assert found == SCRIPT["TURNS"].keys()
+
+
+def has_turn(row: str, name: str) -> bool:
+    return bool(SCRIPT["TURNS"][name].search(row.partition(" | ")[0].replace("| ", "").strip('"')))
