@@ -73,7 +73,7 @@ ADVICE: Mapping[str, str] = {
     "recomputation": "A higher memory limit, or more stages, would need less recomputation",
     "order": "Batches of more samples would have fewer waits",
     "prediction": "Costs that are measured while the machine is quiet would predict better",
-    "waits": "More planner processes would have it ready in time (--dynapipe-prefetch-planner-num-workers)",
+    "waits": "More planner processes would have it ready in time (--dynapipe-planners)",
 }
 """What would lose less."""
 
@@ -131,7 +131,10 @@ def described(shares: Mapping[str, float]) -> str:
     largest_first = sorted(losses, key=lambda name: -losses[name])
     text = f"{shares[WORK]:.0%} of the time is work that no plan can avoid"
     if largest_first:
-        text += "; lost are " + ", ".join(f"{losses[name]:.0%} to {CAUSES[name]}" for name in largest_first)
+        largest, *others = largest_first
+        lost = [f"{losses[largest]:.0%} is lost to {CAUSES[largest]}"]
+        lost += [f"{losses[name]:.0%} to {CAUSES[name]}" for name in others]
+        text += f"; {', '.join(lost)}"
     faster = -shares.get("prediction", 0.0)
     if round(faster, 2) > 0:
         text += f"; passes took {faster:.0%} less than predicted"

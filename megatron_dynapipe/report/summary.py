@@ -151,7 +151,7 @@ def format_summary(summary: Summary) -> str:
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
     if summary.of_limits:
-        lines.append(f"the last iteration: {summary.of_limits}")
+        lines.append(f"the last iteration: {summary.of_limits} (docs/report.md explains the causes)")
     if summary.memory is not None:
         lines.append(_memory_line(summary.memory))
     for path in summary.pictures:

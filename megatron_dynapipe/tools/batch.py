@@ -157,7 +157,7 @@ def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
         expected = f"a pair: of its input, {expected}, and of its target, from {_LEAST_TARGET}"
     raise ConfigError(
         f"lengths[{place}]: expected the positions of a sample, {expected}, got {sample!r}",
-        hint=f"leave samples out that have none; the costs are of a {family} model",
+        hint=f"leave out samples without any; the cost model describes a {family} model",
     )
 
 

@@ -151,7 +151,7 @@ def refusal(checkout: Survey) -> PatchError:
         releases = ", ".join(name for series in load_all() for name in series.releases)
         return PatchError(
             f"expected a checkout of one of the releases {releases}, found one that says {checkout.says},"
-            " of which no file is known",
+            " none of whose files are known",
             hint="check out one of these; or --merge; or put the checkout first on PYTHONPATH and use this project's"
             " entry scripts, which patch nothing",
         )

@@ -24,7 +24,7 @@ def test_what_a_plan_loses_adds_up() -> None:
         | {"order": 0.2}
     )
     assert even.causes(100) == (
-        "50% of the time is work that no plan can avoid; lost are 20% to waits between stages, 10% to filling the"
+        "50% of the time is work that no plan can avoid; 20% is lost to waits between stages, 10% to filling the"
         " pipeline and dividing the layers, 8% to more recomputation than memory asks for, 7% to uneven stages, 5% to"
         " short rows. Batches of more samples would have fewer waits"
     )
@@ -42,11 +42,11 @@ def test_what_a_plan_loses_adds_up() -> None:
 def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None:
     said = described({"work": 0.44, "rows": 0.4, "uneven stages": 0.02, "memory": 0.0, "prediction": 0.14})
     assert said == (
-        "44% of the time is work that no plan can avoid; lost are 40% to short rows, 14% to passes that took longer"
+        "44% of the time is work that no plan can avoid; 40% is lost to short rows, 14% to passes that took longer"
         " than predicted, 2% to uneven stages. Batches of more samples would run short rows better"
     )
     assert described({"work": 0.95, "order": 0.1, "prediction": -0.05}).endswith(
-        "lost are 10% to waits between stages; passes took 5% less than predicted."
+        "10% is lost to waits between stages; passes took 5% less than predicted."
         " Batches of more samples would have fewer waits"
     )
     assert described({"work": 1.0, "order": 0.0}) == "100% of the time is work that no plan can avoid"

@@ -1,5 +1,6 @@
 """The documents keep to what CONTRIBUTING says of their size and language, and the script that counts can fail."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -32,6 +33,18 @@ def test_make_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_forbidden_turn_is_found(name: str) -> None:
     (turn,) = SCRIPT["turns_of"](EXAMPLES[name])
     assert turn.startswith(repr(name))
+
+
+def test_messages_have_no_forbidden_turn() -> None:
+    """Strings of the package other than docstrings: errors, hints, lines of the log, helps."""
+    found = []
+    for path in sorted((ROOT / "megatron_dynapipe").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                found += [f"{path.name}:{node.lineno}: {turn}" for turn in SCRIPT["turns_of"](node.value)]
+    assert not found, "\n".join(found)
 
 
 def test_code_quotes_and_targets_of_links_are_no_prose() -> None:

@@ -72,7 +72,7 @@ def test_pairs_may_be_those_of_json() -> None:
         (LENGTHS, {"layers": 10**9}, ConfigError, "expected layers of at most 100000, got 1000000000"),
         (LENGTHS, {"pipeline_parallel": 10**6}, ConfigError, "expected pipeline_parallel of at most 100000"),
         ([5, [812, 3]], {}, ConfigError, r"lengths\[1\]: .* an integer from 1 to 1048576, got \[812, 3\]"),
-        ([(812, 3)], {}, ConfigError, r"got \(812, 3\)\nhint: .* the costs are of a gpt model"),
+        ([(812, 3)], {}, ConfigError, r"got \(812, 3\)\nhint: .* the cost model describes a gpt model"),
         ([(812,)], {}, ConfigError, r"got \(812,\)"),
         (["a"], {}, ConfigError, "got 'a'"),
         ([3.9, 5], {}, ConfigError, "got 3.9"),

@@ -269,8 +269,8 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
         raise ConfigError(
             f"expected the layout of the local checkpoint {folder}, which every rank loads its own part of, got"
             f" {named(differences.values())}",
-            hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint; those of"
-            " --non-persistent-ckpt-type global load in any layout",
+            hint="resume in the layout that saved it, or delete it to go on from an earlier checkpoint;"
+            " --non-persistent-ckpt-type global saves checkpoints that load in any layout",
         )
     shared = saved.dataset.keys() & record.dataset.keys()  # evaluations may have been turned on or off
     data = _differences(*({name: files[name] for name in shared} for files in (saved.dataset, record.dataset)))

@@ -36,8 +36,8 @@ def check_trackers(args: argparse.Namespace) -> None:
         elif (complete := _complete(folder)) and not (getattr(args, "ckpt_step", None) and str(folder) == args.load):
             last = complete[-1].removeprefix("iter_").lstrip("0") or "0"
             raise ConfigError(
-                f"expected {TRACKER} beside the checkpoints {', '.join(complete[-3:])} in {folder}, found none: the run"
-                " would begin anew and write over them",
+                f"expected {TRACKER} next to the checkpoints {', '.join(complete[-3:])} in {folder}, found none: the"
+                " run would begin anew and write over them",
                 hint=f"to go on: echo {last} > {tracker}; to begin anew, move them or give --save another folder",
             )
     if getattr(args, "ckpt_step", None) and args.load is not None:
