@@ -21,14 +21,14 @@ from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import ABSENT, Quantity
 from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
-from megatron_dynapipe.core.model import Split, in_modules
+from megatron_dynapipe.core.model import ModuleSplit, Split
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BoolArray
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.model import CostModel
-from megatron_dynapipe.costing.splits import even_split, of_modules
+from megatron_dynapipe.costing.splits import even_split
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +57,9 @@ MORE_CHUNKS = (2, 4)
 
 LEAST_GAIN = 0.01
 """More chunks send more messages, so they must be faster by this share."""
+
+LAYER = 2
+"""Modules that move together at first: an attention and its MLP, in models of single modules too."""
 
 UNPLANNED = 2**62
 """Predicted time of a split under which a batch cannot be planned."""
@@ -87,41 +90,40 @@ def choose_layer_split(
     Raises:
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
+    model = settings.model
     trials = _Trials(settings, cost_model, batches, to_fit)
-    start = settings.layout.layers_per_stage
-    layer = trials.modules_of_layer
+    start = settings.layout.modules_per_stage
     trials.require(start)
-    evened = trials.by_work(len(start), (layer,))
+    evened = trials.by_work(len(start), (LAYER,))
     for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
         trials.require(split)
     trials.choose_batches([start, *evened])
-    best = trials.improved([start, *evened], (layer,))
-    steps = (layer // 2, layer) if halves and trials.know_modules else (layer,)
+    best = trials.improved([start, *evened], (LAYER,))
+    steps = (1, LAYER) if halves and trials.know_modules else (LAYER,)
     # From the best of whole layers, so that halves are never behind it.
     best = trials.improved([best, *trials.by_work(len(start), steps)], steps)
     for count in chunks if settings.pipeline_parallel > 1 else ():
         try:
-            even = even_split(int(sum(start)), settings.pipeline_parallel * count, halves=1 in steps)
+            even = model.modules_of(even_split(model.layers, settings.pipeline_parallel * count, halves=1 in steps))
         except ConfigError:  # fewer modules than virtual stages
             continue
         more = trials.improved([even, *trials.by_work(len(even), steps)], steps)
         least_gain = LEAST_GAIN * (len(more) > len(best))
         if trials.fits(more) and trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - least_gain):
             best = more
-    return best
+    return model.layers_of(best)
 
 
-def _neighbours(split: Split, steps: Iterable[int]) -> list[Split]:
+def _neighbours(split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
     """Splits with so many modules moved from one stage to another."""
     neighbours = []
-    modules = in_modules(split)
     for step in steps:
         for source, destination in permutations(range(len(split)), 2):
-            if modules[source] > step:
-                counts = list(modules)
+            if split[source] > step:
+                counts = list(split)
                 counts[source] -= step
                 counts[destination] += step
-                neighbours.append(of_modules(counts))
+                neighbours.append(tuple(counts))
     return neighbours
 
 
@@ -135,10 +137,9 @@ class _Trials:
         batches: Sequence[GlobalBatch],
         to_fit: Sequence[GlobalBatch],
     ) -> None:
-        self.results: dict[Split, tuple[int, list[IterationPlan]]] = {}
-        # Two modules of a pattern, in which a split counts modules, are one layer of attention and MLP.
-        self.modules_of_layer = 4 if settings.pattern else 2
+        self.results: dict[ModuleSplit, tuple[int, list[IterationPlan]]] = {}
         self._settings = settings
+        self._model = settings.model
         self._tables = tables_of(settings, cost_model)
         self._costs_digest = cost_model.digest
         self._batches = list(batches)
@@ -146,7 +147,7 @@ class _Trials:
         self._required = np.zeros(len(self._lengths), np.bool_)
         self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
-        self._scheduled: dict[Split, int] = {}
+        self._scheduled: dict[ModuleSplit, int] = {}
 
     @property
     def know_modules(self) -> bool:
@@ -158,15 +159,15 @@ class _Trials:
         """Whether there are samples that must fit."""
         return bool(self._required.any())
 
-    def require(self, split: Split) -> None:
+    def require(self, split: ModuleSplit) -> None:
         """From now on, every sample that fits alone under this split must fit alone under others."""
         self._required = self._fitting(split)
 
-    def fits(self, split: Split) -> bool:
+    def fits(self, split: ModuleSplit) -> bool:
         """Whether all samples that must fit do."""
         return bool(self._fitting(split)[self._required].all())
 
-    def choose_batches(self, splits: Sequence[Split]) -> None:
+    def choose_batches(self, splits: Sequence[ModuleSplit]) -> None:
         """Keep the first few batches that can be planned under one of the splits, without samples that cannot."""
         batches, left_out = self._feasible_batches()
         if left_out:
@@ -186,24 +187,24 @@ class _Trials:
                 return
         raise PlanningError(
             f"none of {len(self._batches)} batches can be planned with layers per stage of "
-            f"{' or '.join(map(str, splits))}",
+            f"{' or '.join(str(self._model.layers_of(split)) for split in splits)}",
             hint="use more pipeline stages or tensor parallelism, or truncate long samples",
         )
 
-    def by_work(self, stages: int, steps: Iterable[int]) -> list[Split]:
+    def by_work(self, stages: int, steps: Iterable[int]) -> list[ModuleSplit]:
         """Splits over so many virtual stages, the busiest with the least work on the known micro-batches."""
         known = [its.values[:, :, [Quantity.FORWARD, Quantity.BACKWARD]] for its in chain.from_iterable(self._known)]
         *work, head = np.sum([values.sum(axis=(0, 2)) for values in known], axis=0).tolist()
         work[-1] += head
-        splits, each = list[Split](), self.modules_of_layer // 2  # of a split's modules
-        for size in {max(step // each, 1) for step in steps}:
+        splits = list[ModuleSplit]()
+        for size in steps:
             items = [sum(work[first : first + size]) for first in range(0, len(work), size)]
             if len(items) >= stages:
                 ends = [min(end * size, len(work)) for end in accumulate(evenest(items, stages))]
-                splits.append(of_modules([(end - first) * each for first, end in pairwise([0, *ends])]))
+                splits.append(tuple(end - first for first, end in pairwise([0, *ends])))
         return splits
 
-    def improved(self, splits: Sequence[Split], steps: Sequence[int]) -> Split:
+    def improved(self, splits: Sequence[ModuleSplit], steps: Sequence[int]) -> ModuleSplit:
         """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned.
 
         The first of those given where what must fit fits none of them.
@@ -231,10 +232,10 @@ class _Trials:
             best = better
         return best
 
-    def _nearest(self, split: Split, steps: Iterable[int]) -> list[Split]:
+    def _nearest(self, split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
         return sorted(_neighbours(split, steps), key=self._bound_ns)[:RESCHEDULED]
 
-    def _descended(self, split: Split, steps: Iterable[int]) -> Split:
+    def _descended(self, split: ModuleSplit, steps: Iterable[int]) -> ModuleSplit:
         """Where moves lead that each make the known micro-batches faster."""
         while True:
             fastest = min(self._nearest(split, steps), key=self._scheduled_ns, default=split)
@@ -242,7 +243,7 @@ class _Trials:
                 return split
             split = fastest
 
-    def predicted_ns(self, split: Split) -> int:
+    def predicted_ns(self, split: ModuleSplit) -> int:
         """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
         if split not in self.results:
             planner = self._planner(split)
@@ -254,14 +255,14 @@ class _Trials:
                 self.results[split] = sum(plan.totals.predicted_ns for plan in planned), planned
         return self.results[split][0]
 
-    def _scheduled_ns(self, split: Split) -> int:
+    def _scheduled_ns(self, split: ModuleSplit) -> int:
         """Time of the known micro-batches under the split, all batches together."""
         if split not in self._scheduled:
             times = [[self._rescheduler.makespan_ns(its, split) for its in replicas] for replicas in self._known]
             self._scheduled[split] = sum(map(max, times))
         return self._scheduled[split]
 
-    def _bound_ns(self, split: Split) -> int:
+    def _bound_ns(self, split: ModuleSplit) -> int:
         return sum(max(self._rescheduler.bound_ns(its, split) for its in replicas) for replicas in self._known)
 
     def _alone(self) -> ModuleCosts:
@@ -273,7 +274,7 @@ class _Trials:
         known = (costs != ABSENT).all(axis=(1, 2))
         return self._rescheduler.of_kinds(costs[known], np.stack([inputs[known], targets[known]]))
 
-    def _fitting(self, split: Split) -> BoolArray:
+    def _fitting(self, split: ModuleSplit) -> BoolArray:
         """Which of the different samples fit alone."""
         planner = self._planner(split)
         if planner is None:
@@ -293,14 +294,14 @@ class _Trials:
             batches.append(batch.at(rows))
         return batches, left_out
 
-    def _planner(self, split: Split) -> Planner | None:
+    def _planner(self, split: ModuleSplit) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
         schedule = self._settings.schedule
         if BatchLayout.PACKED not in self._settings.micro_batch_layouts:
             schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
-            layers_per_stage=split,
+            layers_per_stage=self._model.layers_of(split),
             chunks=len(split) // self._settings.pipeline_parallel,
             schedule=schedule,
         )

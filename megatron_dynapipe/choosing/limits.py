@@ -225,10 +225,9 @@ class _LeastWork:
 
     def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
-        count, step = len(self.modules), 1 if self.has_halves else 2
+        count = len(self.modules)
+        step = 1 if self.has_halves else self.layout.model.modules_per_layer
         ends = [*range(0, count - 1, step), count]  # the head stays with the last module
-        if self.layout.pattern:
-            ends = [*range(count - 1), count]
         before, back = (
             np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
         )

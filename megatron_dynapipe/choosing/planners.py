@@ -92,9 +92,9 @@ def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTab
         )
     tables = tuple(_tables_under(settings, cost_model, mode) for mode in settings.recompute)
     if settings.layout.cuts_layers and not all(under_mode.division for under_mode in tables):
+        asked = f"layer split of {settings.layers_per_stage}" if settings.model.layers_divide else "pattern of them"
         raise CostModelError(
-            "expected costs of attention and MLP apart, for a"
-            f" {'pattern of them' if settings.pattern else f'layer split of {settings.layers_per_stage}'};"
+            f"expected costs of attention and MLP apart, for a {asked};"
             f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
             hint="give whole layers to a GPT, or measure the model with `megatron-dynapipe profile`",
         )
@@ -104,10 +104,10 @@ def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTab
 def _tables_under(settings: PlannerSettings, cost_model: CostModel, recompute: Recompute) -> CostTables:
     """Modules' costs under the layout, tokens' way to experts on other ranks included."""
     tables = cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=recompute)
-    if ATTENTION in tables.kinds and settings.pattern:
+    if ATTENTION in tables.kinds and not settings.model.layers_divide:
         tables = each_alone(tables)
-    has_experts, kinds = bool(settings.expert_layers), set(tables.kinds)
-    if not set(settings.layout.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
+    has_experts, kinds = settings.model.mixes_experts, set(tables.kinds)
+    if not set(settings.model.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
         model = f"experts in layers {list(settings.expert_layers)}" if has_experts else "layers of one kind"
         raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
     parallel = ExpertParallel(settings.expert_parallel, settings.tensor_parallel, settings.expert_imbalance)

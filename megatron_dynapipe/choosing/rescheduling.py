@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dynapipe.choosing.planners import links_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import ABSENT, CostTables, Quantity
-from megatron_dynapipe.core.model import PipelineLayout, Split
+from megatron_dynapipe.core.model import ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.native import core
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
 from megatron_dynapipe.core.planner import Planner
@@ -90,7 +90,7 @@ class Rescheduler:
         by_module[:, -2:, times] = np.rint(last).astype(np.int64)
         return ModuleCosts(values=by_module, positions=positions)
 
-    def bound_ns(self, micro_batches: ModuleCosts, split: Split) -> int:
+    def bound_ns(self, micro_batches: ModuleCosts, split: ModuleSplit) -> int:
         """Work of the busiest stage, and the longest warm-up and drain around it, memory left aside."""
         layout, values = self._layout(split), micro_batches.values
         times = np.cumsum(values[:, :, Quantity.FORWARD] + values[:, :, Quantity.BACKWARD], axis=1)
@@ -99,11 +99,11 @@ class Rescheduler:
         around = (by_stage.sum(axis=1) - by_stage.max(axis=1)).max(initial=0)
         return int(by_stage.sum(axis=0).max(initial=0) + around)
 
-    def _layout(self, split: Split) -> PipelineLayout:
+    def _layout(self, split: ModuleSplit) -> PipelineLayout:
         chunks = len(split) // self.settings.pipeline_parallel
-        return replace(self.settings.layout, layers_per_stage=split, chunks=chunks)
+        return replace(self.settings.layout, modules_per_stage=split, chunks=chunks)
 
-    def makespan_ns(self, micro_batches: ModuleCosts, split: Split) -> int:
+    def makespan_ns(self, micro_batches: ModuleCosts, split: ModuleSplit) -> int:
         """Predicted time under a split, longer by the share of memory that lacks; 2^61 where too much does."""
         s = self.settings
         layout = self._layout(split)

@@ -1,12 +1,11 @@
-"""How a model's layers lie over a pipeline: the one owner of "layers per stage".
+"""A model as stacks of modules, and how they lie over a pipeline.
 
-    T5, 3 + 4 layers on 4 stages      encoder 0 1 │ encoder 2 decoder 0 │ decoder 1 2 │ decoder 3 head
-    layers_per_stage                       2               2                  2             1
+    T5, 3 + 4 layers     encoder  attention MLP attention MLP attention MLP      decoder  attention MLP … MLP      head
+    cut over 4 stages    4 modules │ 4, the last two of the decoder │ 4 │ 2 and the head
 
-A layer is two modules, and a split a list of cuts between modules. A number may end in .5: that stage ends with the
-attention of its last layer, whose MLP the next one begins with.
-
-    GPT, 3 layers, 1.5 each      attention 0  MLP 0  attention 1 │ MLP 1  attention 2  MLP 2  head      cut at 3 of 7
+A split is a number of modules for each virtual stage, in model order. People count layers, of two modules in most
+models and of one in a HybridModel: `Model.modules_of` and `Model.layers_of` are where one becomes the other. A number
+of layers may end in .5: that stage ends with the attention of its last layer, whose MLP the next one begins with.
 
 Virtual stage v is chunk v // stages of pipeline stage v % stages.
 """
@@ -32,93 +31,167 @@ from megatron_dynapipe.core.instructions import TensorShape
 from megatron_dynapipe.core.units import ModelFamily, Shape
 
 Split = tuple[int | float, ...]
-"""Layers per virtual stage, in model order: multiples of 0.5, whole ones as integers."""
+"""Layers per virtual stage, in model order, as people write them; whole numbers are integers."""
+
+ModuleSplit = tuple[int, ...]
+"""Modules per virtual stage, in model order, without the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Stacks of modules.
+
+    Attributes:
+        encoder: kinds of the modules of the first stack, the only one of a decoder-only model.
+        decoder: of the second, whose modules read what the first puts out; empty where there is none.
+        modules_per_layer: modules that people count, and Megatron recomputes, as one layer.
+    """
+
+    encoder: tuple[Kind, ...]
+    decoder: tuple[Kind, ...] = ()
+    modules_per_layer: int = 2
+
+    @classmethod
+    def of_layers(
+        cls,
+        family: ModelFamily,
+        encoder_layers: int,
+        decoder_layers: int = 0,
+        *,
+        expert_layers: Sequence[int] = (),
+        pattern: tuple[Kind, ...] = (),
+    ) -> "Model":
+        """The model that flags and files describe.
+
+        Args:
+            family: "gpt" layers all count as encoder layers.
+            encoder_layers: of the first stack.
+            decoder_layers: of the second.
+            expert_layers: of a GPT, those with experts where others have none.
+            pattern: kinds of the modules of a model whose layers are one module each; empty for others.
+
+        Raises:
+            ConfigError: the layers are not of the family's kinds.
+        """
+        if encoder_layers < 1 or (decoder_layers < 1) == (family is ModelFamily.T5):
+            raise ConfigError(
+                f"expected a {family} model with layers of its kinds, got {encoder_layers} encoder and"
+                f" {decoder_layers} decoder layers"
+            )
+        if pattern:
+            return cls(encoder=pattern, modules_per_layer=1)
+        encoder = [ATTENTION, MLP] * encoder_layers
+        for layer in expert_layers:
+            encoder[2 * layer + 1] = EXPERT_MLP
+        return cls(encoder=tuple(encoder), decoder=(DECODER_ATTENTION, DECODER_MLP) * decoder_layers)
+
+    @property
+    def modules(self) -> tuple[Kind, ...]:
+        """The modules of all stacks in order; the head is the last."""
+        return (*self.encoder, *self.decoder, HEAD)
+
+    @property
+    def layers(self) -> int:
+        """Layers of all stacks."""
+        return (len(self.encoder) + len(self.decoder)) // self.modules_per_layer
+
+    @property
+    def layers_divide(self) -> bool:
+        """Whether a layer has several modules, between which a stage may end."""
+        return self.modules_per_layer > 1
+
+    @property
+    def mixes_experts(self) -> bool:
+        """Whether some MLPs have experts and others do not: then those that do are of a kind of their own."""
+        return EXPERT_MLP in self.encoder
+
+    def modules_of(self, split: Sequence[float]) -> ModuleSplit:
+        """Modules per virtual stage from layers.
+
+        Raises:
+            ConfigError: a number of layers is not one of modules.
+        """
+        counts = [self.modules_per_layer * layers for layers in split]
+        if any(count % 1 for count in counts):
+            raise ConfigError(
+                f"expected a layer split of {self.layers} layers in multiples of {1 / self.modules_per_layer:g},"
+                f" got {list(split)}"
+            )
+        return tuple(map(int, counts))
+
+    def layers_of(self, split: Sequence[int]) -> Split:
+        """Layers per virtual stage from modules; whole numbers are integers."""
+        size = self.modules_per_layer
+        return tuple(count / size if count % size else count // size for count in split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayout:
-    """Layers per virtual stage in model order (T5: encoder layers, then decoder layers).
+    """A model cut over a pipeline.
 
     Attributes:
-        family: "gpt" layers all count as encoder layers.
-        encoder_layers, decoder_layers: of the whole model.
-        layers_per_stage: one number per virtual stage, a multiple of 0.5: above 0 for a T5, while a GPT's embedding
-            or head may have a stage to itself. A stage may hold both kinds of layer.
+        model: what is cut.
+        modules_per_stage: modules of each virtual stage, the head left out. A stage may hold both stacks' modules. With
+            one stack, the embedding or the head may have a stage to itself.
         chunks: virtual stages per pipeline stage.
-        expert_layers: of a GPT, those with experts where others have none.
-        pattern: kinds of the modules of a model that is not made of layers of two: these are then its layers, of which
-            each is one module. Empty for others.
 
     Raises:
-        ConfigError: layers not of the family's kinds, or a split that does not add up to them.
+        ConfigError: a split that does not add up to the model, or has no modules where there must be some.
     """
 
-    family: ModelFamily
-    encoder_layers: int
-    decoder_layers: int = 0
-    layers_per_stage: Split
+    model: Model
+    modules_per_stage: ModuleSplit
     chunks: int = 1
-    expert_layers: tuple[int, ...] = ()
-    pattern: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.encoder_layers < 1 or (self.decoder_layers < 1) == (self.family is ModelFamily.T5):
+        counts = self.modules_per_stage
+        least = 1 if self.model.decoder else 0
+        if not counts or min(counts) < least or sum(counts) != len(self.modules) - 1:
+            split = self.model.layers_of(counts)
             raise ConfigError(
-                f"expected a {self.family} model with layers of its kinds, got {self.encoder_layers} encoder and"
-                f" {self.decoder_layers} decoder layers"
+                f"expected a layer split of {self.model.layers} layers with at least"
+                f" {least / self.model.modules_per_layer:g} on every stage, got {list(split)} of {sum(split)}"
             )
-        layers, split = self.encoder_layers + self.decoder_layers, self.layers_per_stage
-        least = 0.5 if self.family is ModelFamily.T5 else 0
-        if not split or min(split) < least or sum(split) != layers or any(number % 0.5 for number in split):
-            raise ConfigError(
-                f"expected a layer split of {layers} layers in multiples of 0.5 with at least {least} on every stage,"
-                f" got {list(split)} of {sum(split)}"
-            )
-        if self.chunks < 1 or len(split) % self.chunks:
-            raise ConfigError(f"{len(split)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
+        if self.chunks < 1 or len(counts) % self.chunks:
+            raise ConfigError(f"{len(counts)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
 
     @classmethod
-    def equal(
-        cls, family: ModelFamily, encoder_layers: int, decoder_layers: int, virtual: int, chunks: int = 1
-    ) -> "PipelineLayout":
+    def of_layers(cls, model: Model, layers_per_stage: Split, chunks: int = 1) -> "PipelineLayout":
+        """The model cut as people write it.
+
+        Raises:
+            ConfigError: numbers that are no split of the model's layers.
+        """
+        return cls(model=model, modules_per_stage=model.modules_of(layers_per_stage), chunks=chunks)
+
+    @classmethod
+    def equal(cls, model: Model, virtual: int, chunks: int = 1) -> "PipelineLayout":
         """The same number of layers on each of `virtual` stages.
 
         Raises:
             ConfigError: the number of layers is not a multiple of the number of virtual stages.
         """
-        layers = encoder_layers + decoder_layers
-        if layers % virtual:
+        if model.layers % virtual:
             raise ConfigError(
-                f"{layers} layers cannot be split equally over {virtual} stages",
+                f"{model.layers} layers cannot be split equally over {virtual} stages",
                 hint="use a layer split of auto, or a number of stages that divides the layers",
             )
-        return cls(
-            family=family,
-            encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers,
-            layers_per_stage=(layers // virtual,) * virtual,
-            chunks=chunks,
-        )
+        return cls.of_layers(model, (model.layers // virtual,) * virtual, chunks)
 
     @property
     def modules(self) -> tuple[Kind, ...]:
         """The model's modules in order; the head is the last."""
-        if self.pattern:
-            return (*self.pattern, HEAD)
-        layers = [(ATTENTION, MLP)] * self.encoder_layers + [(DECODER_ATTENTION, DECODER_MLP)] * self.decoder_layers
-        for layer in self.expert_layers:
-            layers[layer] = ATTENTION, EXPERT_MLP
-        return (*(kind for layer in layers for kind in layer), HEAD)
+        return self.model.modules
+
+    @property
+    def layers_per_stage(self) -> Split:
+        """The split as people write it."""
+        return self.model.layers_of(self.modules_per_stage)
 
     @property
     def cuts(self) -> IntArray:
         """Modules before each boundary between virtual stages: int64[virtual stages - 1]."""
-        return np.cumsum(self.module_counts[:-1], dtype=np.int64)
-
-    @property
-    def module_counts(self) -> Split:
-        """Modules of each virtual stage, the head left out."""
-        return self.layers_per_stage if self.pattern else tuple(in_modules(self.layers_per_stage))
+        return np.cumsum(self.modules_per_stage[:-1], dtype=np.int64)
 
     def over_labels(self, expert_kind: Kind | None, *, experts: bool) -> tuple[int, ...]:
         """The modules, in order, that run positions with labels alone where not all have one.
@@ -144,7 +217,7 @@ class PipelineLayout:
     @property
     def virtual_stages(self) -> int:
         """Virtual stages of the whole pipeline."""
-        return len(self.layers_per_stage)
+        return len(self.modules_per_stage)
 
     @property
     def stages(self) -> int:
@@ -154,16 +227,14 @@ class PipelineLayout:
     @property
     def cuts_layers(self) -> bool:
         """Whether costs of a layer's attention and of its MLP are asked for apart."""
-        return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.pattern) or any(n % 1 for n in self.layers_per_stage)
-
-    @property
-    def _encoder_modules(self) -> int:
-        return self.encoder_layers if self.pattern else 2 * self.encoder_layers
+        if self.model.layers_divide:
+            return any(count % self.model.modules_per_layer for count in self.modules_per_stage)
+        return not {ATTENTION, MLP, EXPERT_MLP}.isdisjoint(self.modules)
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
         """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
-        return tuple(cut > self._encoder_modules for cut in self.cuts.tolist())
+        return tuple(cut > len(self.model.encoder) for cut in self.cuts.tolist())
 
     @property
     def decoder_state_backward(self) -> tuple[bool, ...]:
@@ -172,12 +243,7 @@ class PipelineLayout:
         By the published rule, a stage that begins in the decoder returns both, also where only the encoder's output
         was handed to it.
         """
-        return tuple(cut >= self._encoder_modules for cut in self.cuts.tolist())
-
-
-def in_modules(split: Sequence[float]) -> list[int]:
-    """Modules per virtual stage from layers."""
-    return [round(2 * count) for count in split]
+        return tuple(cut >= len(self.model.encoder) for cut in self.cuts.tolist())
 
 
 class BoundaryTensor(enum.StrEnum):
@@ -202,38 +268,37 @@ def boundary_tensors(layout: PipelineLayout) -> BoundaryTensors:
     return tuple(both if decoder else both[:1] for decoder in layout.decoder_state_forward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundarySettings:
-    """All that a boundary's shapes depend on besides the micro-batch."""
+def boundary_shapes(
+    tensors: BoundaryTensors, micro_batches: Sequence[Shape], *, hidden_size: int, sequence_parallel: int = 1
+) -> BoundaryShapes:
+    """The shapes at every boundary for every micro-batch.
 
-    tensors: BoundaryTensors
-    hidden_size: int
-    sequence_parallel: int = 1
-    """Ranks over which the first dimension is sharded: the tensor-parallel size under sequence parallelism, else 1."""
+    Args:
+        tensors: at every boundary.
+        micro_batches: their shapes.
+        hidden_size: width of the states that cross.
+        sequence_parallel: ranks over which the first dimension is sharded: the tensor-parallel size under sequence
+            parallelism, else 1.
 
-    def __post_init__(self) -> None:
-        if self.hidden_size < 1 or self.sequence_parallel < 1:
-            raise PlanningError(
-                f"expected a hidden size and a sequence-parallel size of at least 1, got {self.hidden_size} and "
-                f"{self.sequence_parallel}"
-            )
+    Raises:
+        PlanningError: a size below 1, or a length that is not divisible by the sequence-parallel size.
+    """
+    if hidden_size < 1 or sequence_parallel < 1:
+        raise PlanningError(
+            f"expected a hidden size and a sequence-parallel size of at least 1, got {hidden_size} and"
+            f" {sequence_parallel}"
+        )
 
-    def shapes(self, micro_batches: Sequence[Shape]) -> BoundaryShapes:
-        """The shapes at every boundary for every micro-batch.
-
-        Raises:
-            PlanningError: a length is not divisible by the sequence-parallel size.
-        """
-        return tuple(self._of(shape) for shape in micro_batches)
-
-    def _of(self, shape: Shape) -> tuple[tuple[TensorShape, ...], ...]:
+    def of(shape: Shape) -> tuple[tuple[TensorShape, ...], ...]:
         rank_shape: dict[BoundaryTensor, TensorShape] = {}
         for tensor, length in zip(BoundaryTensor, (shape.input_length, shape.target_length), strict=True):
-            if length % self.sequence_parallel:
+            if length % sequence_parallel:
                 raise PlanningError(
                     f"expected the lengths of shape {shape} to be divisible by the sequence-parallel size "
-                    f"{self.sequence_parallel}",
+                    f"{sequence_parallel}",
                     hint="use a tensor-parallel size that divides 8, or turn sequence parallelism off",
                 )
-            rank_shape[tensor] = (length // self.sequence_parallel, shape.size, self.hidden_size)
-        return tuple(tuple(rank_shape[tensor] for tensor in tensors) for tensors in self.tensors)
+            rank_shape[tensor] = (length // sequence_parallel, shape.size, hidden_size)
+        return tuple(tuple(rank_shape[tensor] for tensor in crossing) for crossing in tensors)
+
+    return tuple(of(shape) for shape in micro_batches)

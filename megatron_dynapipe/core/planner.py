@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
-from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.plan import MicroBatch, ReplicaPlan, StagePlan
 
 
@@ -244,17 +244,18 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
         samples: what micro-batches hold, whole samples and pieces.
         scheduled: micro-batches and the order of their passes.
     """
-    boundaries = BoundarySettings(
-        tensors=boundary_tensors(settings.layout),
-        hidden_size=settings.hidden_size,
-        sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
-    )
+    layout = settings.layout
     plans = []
     for rows, schedule in zip(scheduled.replicas, scheduled.schedules, strict=True):
         topology = PipelineTopology(
-            stages=settings.layout.stages,
-            chunks=settings.layout.chunks,
-            shapes=boundaries.shapes([scheduled.shapes[row] for row in rows]),
+            stages=layout.stages,
+            chunks=layout.chunks,
+            shapes=boundary_shapes(
+                boundary_tensors(layout),
+                [scheduled.shapes[row] for row in rows],
+                hidden_size=settings.hidden_size,
+                sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
+            ),
             forward_only=scheduled.costs.forward_only,
             receive_ahead=scheduled.costs.transfers.receive_ahead,
         )
@@ -268,7 +269,7 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
             predicted_ns=schedule.makespan_ns,
         )
         plans.append(plan)
-    stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(settings.layout.stages))
+    stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(layout.stages))
     idle = ReplicaPlan(micro_batches=(), stages=stages, predicted_ns=0)
     return (*plans, *[idle] * (settings.data_parallel - len(plans)))
 

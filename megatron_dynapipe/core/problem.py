@@ -181,7 +181,7 @@ class BatchProblem:
                 labelled=labelled,
                 cuts=layout.cuts,
                 every_quantity=self.every_quantity,
-                even_two=layout.decoder_layers > 0 or len(layout.expert_layers) > 0,
+                even_two=len(layout.model.decoder) > 0 or layout.model.mixes_experts,
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
                 memory_limit=self.memory_limit_bytes,

@@ -1,14 +1,13 @@
 """The settings of plans: all that they depend on besides the batch and the cost model."""
 
 import math
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import msgspec
 
 from megatron_dynapipe.core.costs import Kind
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import PipelineLayout, Split
+from megatron_dynapipe.core.model import Model, PipelineLayout, Split
 from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import Partitioner
@@ -136,9 +135,9 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def _whole_samples_because(self) -> str | None:
         """Why samples cannot be cut under these settings, or None."""
-        if self.family is ModelFamily.T5:
+        if self.model.decoder:
             return "every position of a T5's encoder attends to all of them"
-        if self.expert_layers:
+        if self.model.mixes_experts:
             return "costs of pieces are known where all layers have experts, or none"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
             return "pieces run in packed rows, which the settings do not allow"
@@ -168,21 +167,22 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.effective_split_backward != "off" and self.replicas_in_step < self.data_parallel
 
     @property
-    def layout(self) -> PipelineLayout:
-        """Layers per virtual stage."""
-        virtual = self.pipeline_parallel * self.chunks
-        if self.layers_per_stage is None:
-            equal = PipelineLayout.equal(self.family, self.encoder_layers, self.decoder_layers, virtual, self.chunks)
-            return replace(equal, expert_layers=self.expert_layers, pattern=self.pattern)
-        return PipelineLayout(
-            family=self.family,
-            encoder_layers=self.encoder_layers,
-            decoder_layers=self.decoder_layers,
-            layers_per_stage=self.layers_per_stage,
-            chunks=self.chunks,
+    def model(self) -> Model:
+        """The model's stacks of modules."""
+        return Model.of_layers(
+            self.family,
+            self.encoder_layers,
+            self.decoder_layers,
             expert_layers=self.expert_layers,
             pattern=self.pattern,
         )
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """The model cut over the pipeline."""
+        if self.layers_per_stage is None:
+            return PipelineLayout.equal(self.model, self.pipeline_parallel * self.chunks, self.chunks)
+        return PipelineLayout.of_layers(self.model, self.layers_per_stage, self.chunks)
 
     @property
     def sent_per_position(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dynapipe.core.costs import ABSENT, ATTENTION, EXPERT_MLP, MLP, CostTables, IntArray, Kind, Quantity
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import PipelineLayout, Split, in_modules
+from megatron_dynapipe.core.model import PipelineLayout, Split
 
 FLAG = "--hybrid-layer-pattern"
 ATTENDS, DENSE, EXPERTS, STAGE_END = "*-E|"
@@ -143,7 +143,7 @@ def pattern_of(layout: PipelineLayout, *, experts: bool = False) -> str:
     """The pattern of a decoder-only model over a pipeline; `experts`: every MLP has them."""
     symbols = {ATTENTION: ATTENDS, MLP: EXPERTS if experts else DENSE, EXPERT_MLP: EXPERTS}
     modules = "".join(symbols[kind] for kind in layout.modules[:-1])
-    return with_stages(modules, layout.module_counts)
+    return with_stages(modules, layout.modules_per_stage)
 
 
 def megatron_layout(split: Split) -> str:
@@ -152,5 +152,5 @@ def megatron_layout(split: Split) -> str:
     A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts
     on from those before it, and the attention that it ends with comes after its own.
     """
-    ends = [halves // 2 for halves in accumulate(in_modules(split), initial=0)]
+    ends = [int(layers) for layers in accumulate(split, initial=0)]
     return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"

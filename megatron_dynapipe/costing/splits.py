@@ -1,15 +1,9 @@
 """Layer splits as people write them: layers per virtual stage, in halves."""
 
 import re
-from collections.abc import Sequence
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import Split, in_modules
-
-
-def of_modules(counts: Sequence[int]) -> Split:
-    """Layers per virtual stage from modules; whole numbers are integers."""
-    return tuple(count / 2 if count % 2 else count // 2 for count in counts)
+from megatron_dynapipe.core.model import Split
 
 
 def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
@@ -27,7 +21,7 @@ def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
         least, more = divmod(layers, stages)
         return tuple(least + (stage < more) for stage in range(stages))
     if halves and stages <= 2 * layers:
-        return of_modules([1 + (stage < 2 * layers - stages) for stage in range(stages)])
+        return tuple(1 if stage < 2 * layers - stages else 0.5 for stage in range(stages))
     hint = (
         "use fewer stages" if halves or stages > 2 * layers else "use fewer stages, or an auto split into half layers"
     )
@@ -47,4 +41,5 @@ def parse_split(text: str, *, expected: str) -> Split:
     numbers = [number.strip() for number in text.split(",")]
     if not all(re.fullmatch(r"\d+(\.[05]0*)?", number) for number in numbers):
         raise ConfigError(f"expected {expected}, got {text!r}")
-    return of_modules(in_modules([float(number) for number in numbers]))
+    layers = [float(number) for number in numbers]
+    return tuple(int(number) if number.is_integer() else number for number in layers)

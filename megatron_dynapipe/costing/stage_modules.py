@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from megatron_dynapipe.core.model import PipelineLayout, in_modules
+from megatron_dynapipe.core.model import PipelineLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class StageModules:
 
     Attributes:
         encoder, decoder: the stage's modules, by their index in the encoder and in the decoder; either may be empty.
-            Modules 2 n and 2 n + 1 are the attention and the MLP of layer n.
+            Where a layer has two, 2 n and 2 n + 1 are the attention and the MLP of layer n.
         encoder_depth, decoder_depth: modules of the whole model.
     """
 
@@ -49,15 +49,14 @@ class StageModules:
 
 def stage_modules(layout: PipelineLayout) -> tuple[StageModules, ...]:
     """The modules of each virtual stage."""
-    border = 2 * layout.encoder_layers
-    depth = 2 * layout.decoder_layers
-    cuts = accumulate(in_modules(layout.layers_per_stage), initial=0)
+    border = len(layout.model.encoder)
+    cuts = accumulate(layout.modules_per_stage, initial=0)
     return tuple(
         StageModules(
             encoder=range(min(first, border), min(last, border)),
             decoder=range(max(first - border, 0), max(last - border, 0)),
             encoder_depth=border,
-            decoder_depth=depth,
+            decoder_depth=len(layout.model.decoder),
         )
         for first, last in pairwise(cuts)
     )

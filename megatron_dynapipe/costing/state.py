@@ -102,7 +102,7 @@ def parameter_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
         return _bytes(layout, state.modules, [_outside_layers(stage, state, state.ends) for stage in stages])
     besides = [0] * len(stages)
     besides[0] = state.embedding_bytes
-    if layout.decoder_layers:
+    if layout.model.decoder:
         besides[[stage.starts_decoder for stage in stages].index(True)] += state.embedding_bytes
     return _bytes(layout, state.modules, besides)
 

@@ -9,7 +9,6 @@ from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.costs import MLP
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CostModel, Split, even_split
 from megatron_dynapipe.costing.pattern import megatron_layout, pattern_of
 from megatron_dynapipe.sampling import GlobalBatch
@@ -35,7 +34,7 @@ def megatron_flags(
         ConfigError: a T5, which Megatron does not divide over a pipeline.
         PlanningError: none of the batches can be planned with whole layers.
     """
-    if settings.family is ModelFamily.T5:
+    if settings.model.decoder:
         raise ConfigError(
             "Megatron divides no T5 over a pipeline: there is nothing to export", hint="leave out --export"
         )
@@ -43,12 +42,12 @@ def megatron_flags(
     state = tables_of(settings, cost_model)[0].state
     flags = {"--pipeline-model-parallel-size": str(settings.pipeline_parallel)}
     pattern = {PATTERN: pattern_of(layout, experts=state.expert_kind == MLP)}
-    if settings.pattern:
+    if not settings.model.layers_divide:
         return flags | pattern, ""
     whole: Split = layout.layers_per_stage
     note = ""
     if layout.cuts_layers:
-        layers = settings.encoder_layers
+        layers = settings.model.layers
         stages = settings.pipeline_parallel
         chunks = settings.chunks if len(whole) <= layers else 1
         even = even_split(layers, stages * chunks)

@@ -224,14 +224,14 @@ def test_known_micro_batches_cost_what_they_do_in_a_plan(family, split, layouts)
     expected, _ = made.problem(made.samples(lengths)).costs_of(rows, [layouts[0]] * len(rows), modes)
     rescheduler = Rescheduler(made.settings, made.tables, 1.0)
     (known,) = rescheduler.module_costs(made.plan(lengths, 0), made)
-    takes = rescheduler.makespan_ns(known, split)
+    takes = rescheduler.makespan_ns(known, made.layout.modules_per_stage)
     tried = [policy for policy in policies(expected) if policy.rule is not Rule.STRICT]
     runs = [simulate(expected, order).makespan_ns for policy in tried if (order := list_schedule(expected, policy))]
     passes = 2 * len(rows) * len(split)
     assert takes == pytest.approx(min(runs), abs=passes * len(made.layout.modules)), "by the core's own costs"
     assert replica.predicted_ns * 0.98 <= takes <= replica.predicted_ns * 1.2
     short = Rescheduler(msgspec.structs.replace(made.settings, memory_limit_bytes=3 * 10**7), made.tables, 1.0)
-    assert short.makespan_ns(known, split) > takes
+    assert short.makespan_ns(known, made.layout.modules_per_stage) > takes
 
 
 def test_more_virtual_stages_are_chosen_where_they_are_faster() -> None:

@@ -13,7 +13,7 @@ from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described,
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import even_split, of_modules
+from megatron_dynapipe.costing import even_split
 from tests.core.planner_cases import batch_of, planner
 
 
@@ -78,7 +78,7 @@ def test_no_plan_is_faster_than_its_limits(
         moved = int(halves and layers[-1] > 1)
         changes |= {
             "chunks": chunks,
-            "layers_per_stage": of_modules([layers[0] + moved, *layers[1:-1], layers[-1] - moved]),
+            "layers_per_stage": tuple(n / 2 for n in (layers[0] + moved, *layers[1:-1], layers[-1] - moved)),
         }
     lengths = batch_of(*[(first, second * t5) for first, second in pairs])
     if counting is not None and not t5:

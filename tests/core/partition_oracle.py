@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.core.costs import ATTENTION, DECODER_MLP, MLP
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import ABSENT, CostTables, Kind, Network, PipelineLayout, Quantity, of_modules
+from megatron_dynapipe.costing import ABSENT, CostTables, Kind, Model, Network, PipelineLayout, Quantity
 from megatron_dynapipe.costing.links import links_between
 from tests.helpers.stage_costs import STATE, stage_costs
 
@@ -42,24 +42,15 @@ def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
     counts[-1] += sum(counts) % 2
     if family is ModelFamily.T5 and sum(counts) < 4:
         counts[-1] += 2
-    split = of_modules(counts)
     layers = sum(counts) // 2
     encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
     experts = pattern = ()
     if family is ModelFamily.GPT and draw(st.booleans()):  # modules in any order, each of them a layer
         pattern = tuple(draw(st.sampled_from([ATTENTION, MLP, "another"])) for _ in range(sum(counts)))
-        layers, encoder, split = len(pattern), len(pattern), tuple(counts)
     elif family is ModelFamily.GPT and layers > 1 and draw(st.booleans()):
         experts = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1, max_size=layers - 1))))
-    return PipelineLayout(
-        family=family,
-        encoder_layers=encoder,
-        decoder_layers=layers - encoder,
-        layers_per_stage=split,
-        chunks=chunks,
-        expert_layers=experts,
-        pattern=pattern,
-    )
+    model = Model.of_layers(family, encoder, layers - encoder, expert_layers=experts, pattern=pattern)
+    return PipelineLayout(model=model, modules_per_stage=tuple(counts), chunks=chunks)
 
 
 @st.composite

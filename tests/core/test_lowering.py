@@ -22,10 +22,10 @@ from megatron_dynapipe.core.lowering import (
     add_sends,
     lower,
 )
-from megatron_dynapipe.core.model import BoundarySettings, BoundaryTensor, boundary_tensors
+from megatron_dynapipe.core.model import BoundaryTensor, boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.orders import SCHEDULES
 from megatron_dynapipe.core.units import ModelFamily, Shape
-from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing import Model, PipelineLayout
 from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import random_problem
 
@@ -194,20 +194,19 @@ E, D = BoundaryTensor.ENCODER, BoundaryTensor.DECODER
 
 
 def test_gpt_passes_one_tensor():
-    layout = PipelineLayout(family=ModelFamily.GPT, encoder_layers=8, layers_per_stage=(2, 3, 3))
+    layout = PipelineLayout.of_layers(Model.of_layers(ModelFamily.GPT, 8), (2, 3, 3))
     assert boundary_tensors(layout) == ((E,), (E,))
 
 
 def test_shapes():
-    settings = BoundarySettings(tensors=((E,), (E, D)), hidden_size=128)
-    assert settings.shapes([Shape(3, 64, 16)]) == ((((64, 3, 128),), ((64, 3, 128), (16, 3, 128))),)
-    divided = BoundarySettings(tensors=((E,), (E, D)), hidden_size=128, sequence_parallel=4)
-    assert divided.shapes([Shape(3, 64, 16)]) == ((((16, 3, 128),), ((16, 3, 128), (4, 3, 128))),)
+    tensors, shapes = ((E,), (E, D)), [Shape(3, 64, 16)]
+    assert boundary_shapes(tensors, shapes, hidden_size=128) == ((((64, 3, 128),), ((64, 3, 128), (16, 3, 128))),)
+    divided = boundary_shapes(tensors, shapes, hidden_size=128, sequence_parallel=4)
+    assert divided == ((((16, 3, 128),), ((16, 3, 128), (4, 3, 128))),)
 
 
 def test_refusals():
     with pytest.raises(PlanningError, match="expected a hidden size and a sequence-parallel size of at least 1"):
-        BoundarySettings(tensors=(), hidden_size=0)
-    settings = BoundarySettings(tensors=((E,),), hidden_size=128, sequence_parallel=3)
+        boundary_shapes((), [], hidden_size=0)
     with pytest.raises(PlanningError, match="expected the lengths of shape 3x64 to be divisible by the sequence-par"):
-        settings.shapes([Shape(3, 64)])
+        boundary_shapes(((E,),), [Shape(3, 64)], hidden_size=128, sequence_parallel=3)

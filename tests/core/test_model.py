@@ -6,13 +6,14 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from megatron_dynapipe.core.costs import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
+from megatron_dynapipe.core.costs import ATTENTION, DECODER_ATTENTION, DECODER_MLP, EXPERT_MLP, HEAD, MLP
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import (
     LARGEST_COST,
     CostTables,
     Kind,
+    Model,
     ModelState,
     PipelineLayout,
     Quantity,
@@ -48,13 +49,8 @@ def flat(changes: Mapping[tuple[Kind, Quantity], int] = MappingProxyType({})) ->
 
 
 def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
-    return PipelineLayout(
-        family=ModelFamily.T5,
-        encoder_layers=encoder,
-        decoder_layers=round(sum(split)) - encoder,
-        layers_per_stage=split,
-        chunks=chunks,
-    )
+    model = Model.of_layers(ModelFamily.T5, encoder, round(sum(split)) - encoder)
+    return PipelineLayout.of_layers(model, split, chunks)
 
 
 @pytest.mark.parametrize(
@@ -113,21 +109,53 @@ def test_model_state() -> None:
     assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
 
 
+FOUR = Model.of_layers(ModelFamily.GPT, 4)
+HYBRID = Model.of_layers(ModelFamily.GPT, 3, pattern=(ATTENTION, MLP, EXPERT_MLP))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "split", "chunks", "message"),
     [
-        ({"layers_per_stage": (2, 3)}, r"layer split of 4 layers .* got \[2, 3\] of 5"),
-        ({"layers_per_stage": (5, -1)}, "at least 0 on every stage"),
-        ({"family": ModelFamily.T5, "decoder_layers": 2, "layers_per_stage": (6, 0)}, "at least 0.5 on every stage"),
-        ({"layers_per_stage": (1.25, 2.75)}, "in multiples of 0.5"),
-        ({"layers_per_stage": (2, 1, 1), "chunks": 2}, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
-        ({"decoder_layers": 1, "layers_per_stage": (5,)}, "layers of its kinds"),
+        (FOUR, (2, 3), 1, r"layer split of 4 layers .* got \[2, 3\] of 5"),
+        (FOUR, (5, -1), 1, "at least 0 on every stage"),
+        (Model.of_layers(ModelFamily.T5, 4, 2), (6, 0), 1, "at least 0.5 on every stage"),
+        (FOUR, (1.25, 2.75), 1, "in multiples of 0.5"),
+        (FOUR, (2, 1, 1), 2, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
+        (HYBRID, (1.5, 1.5), 1, r"layer split of 3 layers in multiples of 1, got \[1.5, 1.5\]"),
     ],
 )
-def test_refuses_impossible_layouts(arguments: dict[str, object], message: str) -> None:
-    given = {"family": ModelFamily.GPT, "encoder_layers": 4, "layers_per_stage": (4,)} | arguments
+def test_refuses_impossible_layouts(model: Model, split: tuple[float, ...], chunks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PipelineLayout(**given)  # type: ignore[arg-type]
+        PipelineLayout.of_layers(model, split, chunks)
+
+
+@pytest.mark.parametrize(("family", "layers"), [(ModelFamily.GPT, (4, 1)), (ModelFamily.T5, (4, 0))])
+def test_a_model_has_the_layers_of_its_family(family: ModelFamily, layers: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="layers of its kinds"):
+        Model.of_layers(family, *layers)
+
+
+def test_layers_with_experts_are_modules_of_a_kind_of_their_own() -> None:
+    model = Model.of_layers(ModelFamily.GPT, 3, expert_layers=(1,))
+    assert model.modules == (ATTENTION, MLP, ATTENTION, EXPERT_MLP, ATTENTION, MLP, HEAD)
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "modules", "cuts_layers"),
+    [
+        (FOUR, (2, 2), (4, 4), False),
+        (FOUR, (2.5, 1.5), (5, 3), True),
+        (HYBRID, (2, 1), (2, 1), True),
+        (Model(encoder=("block", "block"), modules_per_layer=1), (1, 1), (1, 1), False),
+        (Model.of_layers(ModelFamily.T5, 1, 2), (1.5, 1.5), (3, 3), True),
+    ],
+)
+def test_layers_are_modules_and_back(
+    model: Model, split: tuple[float, ...], modules: tuple[int, ...], cuts_layers: bool
+) -> None:
+    layout = PipelineLayout.of_layers(model, split)
+    assert (layout.modules_per_stage, layout.layers_per_stage) == (modules, split)
+    assert layout.cuts_layers is cuts_layers
 
 
 @pytest.mark.parametrize(
@@ -159,6 +187,6 @@ def test_a_stage_above_the_limit_makes_the_micro_batch_infeasible(row: Quantity)
 
 
 def test_an_equal_split_must_divide() -> None:
-    assert PipelineLayout.equal(ModelFamily.GPT, 6, 0, 3).layers_per_stage == (2, 2, 2)
+    assert PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 6), 3).layers_per_stage == (2, 2, 2)
     with pytest.raises(ConfigError, match="5 layers cannot be split equally over 2"):
-        PipelineLayout.equal(ModelFamily.GPT, 5, 0, 2)
+        PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 5), 2)

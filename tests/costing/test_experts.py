@@ -13,6 +13,7 @@ from megatron_dynapipe.costing import (
     AnalyticCostModel,
     CostTables,
     Experts,
+    Model,
     ModelShape,
     Network,
     PipelineLayout,
@@ -82,7 +83,7 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
     more[experts, [Quantity.FORWARD, Quantity.BACKWARD]] = 0
     assert not more.any()
     assert shared.state.expert_bytes * ranks == alone.state.expert_bytes
-    layout = PipelineLayout(family=GPT, encoder_layers=4, layers_per_stage=(4,), expert_layers=(1, 3))
+    layout = PipelineLayout.equal(Model.of_layers(GPT, 4, expert_layers=(1, 3)), 1)
     states = [
         model_state_bytes(layout, state, data_parallel=8, distributed_optimizer=True)[0]
         for state in (alone.state, shared.state)

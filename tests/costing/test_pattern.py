@@ -9,7 +9,15 @@ from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, MLP
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, PipelineLayout, Quantity, TableCostModel
+from megatron_dynapipe.costing import (
+    CPU_RATES,
+    AnalyticCostModel,
+    Model,
+    ModelShape,
+    PipelineLayout,
+    Quantity,
+    TableCostModel,
+)
 from megatron_dynapipe.costing.pattern import (
     check_stages,
     expert_modules,
@@ -87,7 +95,7 @@ def test_stages_are_held_against_the_pipeline_and_the_other_flag(case, message):
     ],
 )
 def test_the_pattern_of_a_gpt(split, expert_layers, experts, pattern):
-    layout = PipelineLayout(family=GPT, encoder_layers=3, layers_per_stage=split, expert_layers=expert_layers)
+    layout = PipelineLayout.of_layers(Model.of_layers(GPT, 3, expert_layers=expert_layers), split)
     assert pattern_of(layout, experts=experts) == pattern
 
 

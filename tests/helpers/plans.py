@@ -7,13 +7,13 @@ import numpy as np
 
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Pass
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
-from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.orders import SCHEDULES
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan, Totals
 from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
-from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing import Model, PipelineLayout
 from megatron_dynapipe.store.entry import StageEntry
 from tests.helpers.lists import micro_batch, packed_shape
 
@@ -80,7 +80,7 @@ def layout_of(family: ModelFamily, virtual_stages: int, *, encoder_layers: int |
     """A layer to a virtual stage (two to a single one); half of a T5's are in the encoder, unless said otherwise."""
     layers = max(virtual_stages, 2)
     decoder = layers - (encoder_layers or layers // 2) if family is ModelFamily.T5 else 0
-    return PipelineLayout.equal(family, layers - decoder, decoder, virtual_stages)
+    return PipelineLayout.equal(Model.of_layers(family, layers - decoder, decoder), virtual_stages)
 
 
 def make_plan(
@@ -100,7 +100,7 @@ def make_plan(
 
     The layouts are given to the micro-batches in turn. With `halves` some backward passes are divided.
     """
-    boundaries = BoundarySettings(tensors=boundary_tensors(layout_of(family, stages * chunks)), hidden_size=4)
+    tensors = boundary_tensors(layout_of(family, stages * chunks))
     replicas = []
     sample = 0
     for replica, count in enumerate(micro_batches):
@@ -113,7 +113,7 @@ def make_plan(
         topology = PipelineTopology(
             stages=stages,
             chunks=chunks,
-            shapes=boundaries.shapes([batch.shape for batch in batches]),
+            shapes=boundary_shapes(tensors, [batch.shape for batch in batches], hidden_size=4),
             forward_only=forward_only,
             receive_ahead=receive_ahead,
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing import Model, PipelineLayout
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -50,12 +50,7 @@ def t5_layout(
     encoder: int, decoder: int, stages: int, split: Sequence[float] | None = None, *, chunks: int = 1
 ) -> PipelineLayout:
     """The layers of a T5 over `stages` ranks with `chunks` virtual stages each; the same number on each if None."""
+    model = Model.of_layers(ModelFamily.T5, encoder, decoder)
     if split is None:
-        return PipelineLayout.equal(ModelFamily.T5, encoder, decoder, stages * chunks, chunks)
-    return PipelineLayout(
-        family=ModelFamily.T5,
-        encoder_layers=encoder,
-        decoder_layers=decoder,
-        layers_per_stage=tuple(split),
-        chunks=chunks,
-    )
+        return PipelineLayout.equal(model, stages * chunks, chunks)
+    return PipelineLayout.of_layers(model, tuple(split), chunks)

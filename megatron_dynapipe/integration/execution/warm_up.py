@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 from torch._dynamo import config as dynamo
 
 from megatron_dynapipe.core.instructions import Backward, Buffer, Forward, Load, TensorShape
-from megatron_dynapipe.core.model import BoundarySettings, boundary_tensors
+from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
@@ -123,11 +123,13 @@ _RECOMPILATIONS = 64
 
 
 def _boundaries(settings: PlannerSettings, shape: Shape) -> Sequence[Sequence[TensorShape]]:
-    return BoundarySettings(
-        tensors=boundary_tensors(settings.layout),
+    (shapes,) = boundary_shapes(
+        boundary_tensors(settings.layout),
+        [shape],
         hidden_size=settings.hidden_size,
         sequence_parallel=settings.tensor_parallel if settings.sequence_parallel else 1,
-    ).shapes([shape])[0]
+    )
+    return shapes
 
 
 def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, sends: bool) -> None:

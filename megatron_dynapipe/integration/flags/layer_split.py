@@ -10,7 +10,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron_dynapipe.choosing.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import PipelineLayout, Split, even_split
+from megatron_dynapipe.costing import Model, PipelineLayout, Split, even_split
 from megatron_dynapipe.costing.pattern import (
     check_stages,
     kinds_of_pattern,
@@ -59,15 +59,13 @@ def _t5_layers(args: argparse.Namespace) -> tuple[int, int]:
 
 def t5_layout(args: argparse.Namespace) -> PipelineLayout:
     """A T5's layers over the pipeline of Megatron's checked arguments; raises ConfigError where they do not fit it."""
-    encoder, decoder = _t5_layers(args)
+    model = Model.of_layers(ModelFamily.T5, *_t5_layers(args))
     split = layers_per_stage(args, ModelFamily.T5)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * chunks
     if split is None:
-        return PipelineLayout.equal(ModelFamily.T5, encoder, decoder, stages, chunks)
-    return PipelineLayout(
-        family=ModelFamily.T5, encoder_layers=encoder, decoder_layers=decoder, layers_per_stage=split, chunks=chunks
-    )
+        return PipelineLayout.equal(model, stages, chunks)
+    return PipelineLayout.of_layers(model, split, chunks)
 
 
 def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
@@ -87,7 +85,7 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     once = msgspec.structs.replace(once, tokens_per_iteration=None, epochs=None, last_batch=LastBatch.CONTINUE)
     epoch = split_sampler(run.data, SplitSettings(name="train", sampler=once)).batch(0)
     planner = run.planner
-    even = even_split(planner.encoder_layers + planner.decoder_layers, planner.layout.virtual_stages, halves=halves)
+    even = even_split(planner.model.layers, planner.layout.virtual_stages, halves=halves)
     settings = msgspec.structs.replace(planner, layers_per_stage=even)
     more = MORE_CHUNKS if run.plans_chunks else ()
     return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
@@ -119,7 +117,7 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         split = even_split(args.num_layers, stages, halves=_divides_layers(args))
     elif args.hybrid_layer_pattern is not None and other is None:
         stages *= args.num_virtual_stages_per_pipeline_rank or 1
-        split = PipelineLayout.equal(family, args.num_layers, 0, stages).layers_per_stage
+        split = PipelineLayout.equal(Model.of_layers(family, args.num_layers), stages).layers_per_stage
     if split is None:
         return
     if family is ModelFamily.GPT:

@@ -101,7 +101,7 @@ def hybrid_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider
         return HybridModel(
             config=config,
             hybrid_stack_spec=hybrid_stack(_layer(model), sparse, _final_norm(model)),
-            hybrid_layer_pattern=with_stages(model.pattern, layout.layers_per_stage),
+            hybrid_layer_pattern=with_stages(model.pattern, layout.modules_per_stage),
             **shared,
         )
 

@@ -235,10 +235,10 @@ class T5Stage(LanguageModule):
 
     def _stack(self, *, decoder: bool) -> T5Stack | None:
         modules = self.stage_modules.encoder
-        depth = self.layout.encoder_layers
+        depth = self.stage_modules.encoder_depth
         if decoder:
             modules = self.stage_modules.decoder
-            depth = self.layout.decoder_layers
+            depth = self.stage_modules.decoder_depth
         if not modules:
             return None
         model = self.model
@@ -251,7 +251,7 @@ class T5Stage(LanguageModule):
             layer=layer,
             layer_norm=norm,
             modules=modules,
-            depth=depth,
+            depth=depth // self.layout.model.modules_per_layer,
             pg_collection=self.pg_collection,
         )
 

@@ -26,7 +26,7 @@ def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch
     Raises:
         CostModelError: the cost model has no table that the settings ask for.
     """
-    layers = settings.encoder_layers + settings.decoder_layers
+    layers = settings.model.layers
     work = least_work(settings, cost_model, replace(batch, labels=None))  # others run all positions
     for chunks in CHUNKS[:1] if settings.pipeline_parallel == 1 else CHUNKS:
         stages = settings.pipeline_parallel * chunks

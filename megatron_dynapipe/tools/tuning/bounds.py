@@ -134,5 +134,5 @@ def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[in
     *modules, head = (total[kind] for kind in settings.layout.modules)
     counted = float(np.mean([work.counted for work in works]))
     modules[-1] *= counted
-    layers = np.array(modules).reshape(-1, 1 if settings.layout.pattern else 2).sum(axis=1)
+    layers = np.array(modules).reshape(-1, settings.layout.model.modules_per_layer).sum(axis=1)
     return [round(work) for work in (*layers.tolist(), head * counted)]

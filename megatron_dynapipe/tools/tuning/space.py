@@ -209,13 +209,12 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             raise ConfigError(
                 "costs of one division into stages do not tell the costs of another: give the costs of layers"
             )
-        layers = base.encoder_layers + base.decoder_layers
-        stages = layout.pipeline_parallel * layout.chunks
+        halves = split is Split.AUTO and base.model.layers_divide
         settings = msgspec.structs.replace(
             base,
             **layout.sizes,
             replicas_in_step=experts,
-            layers_per_stage=even_split(layers, stages, halves=split is Split.AUTO and not base.pattern),
+            layers_per_stage=even_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves),
             distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )

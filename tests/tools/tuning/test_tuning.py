@@ -19,6 +19,7 @@ from megatron_dynapipe.costing import (
     ABSENT,
     CPU_RATES,
     CostTables,
+    Model,
     ModelState,
     Network,
     PipelineLayout,
@@ -278,7 +279,7 @@ def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
     found = even_work_split(wanted, [work])
 
     def busiest(split: tuple[int, ...]) -> float:
-        layout = PipelineLayout(family=T5, encoder_layers=4, decoder_layers=4, layers_per_stage=split)
+        layout = PipelineLayout.of_layers(Model.of_layers(T5, 4, 4), split)
         return float((work.total @ layout.counts(work.kinds).T).max())
 
     splits = [(a, b, 8 - a - b) for a in range(1, 7) for b in range(1, 8 - a)]
