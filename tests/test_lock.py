@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -11,17 +12,18 @@ from packaging.utils import canonicalize_name
 from tests.helpers.commands import ROOT, run_python
 
 LOCK = ROOT / "requirements.lock"
+OF_BRIDGE = ROOT / "requirements-bridge.lock"
 
 
-def locked(heading: str = "") -> dict[str, str]:
+def locked(heading: str = "", lock: Path = LOCK) -> dict[str, str]:
     """Versions by name: all, or those under one heading."""
-    text = LOCK.read_text()
+    text = lock.read_text()
     if heading:
         text = text.partition(f"# --- {heading}: ")[2].partition("# ---")[0].partition("\n")[2]
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    pins = [re.fullmatch(r"([a-z0-9-]+)(\[[a-z]+\])?==([0-9][\w.]*)", line) for line in lines]
+    pins = [re.fullmatch(r"([A-Za-z0-9_-]+)(\[[a-z]+\])?==([0-9][\w.]*)", line) for line in lines]
     assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if not pin]
-    versions = {pin[1]: pin[3] for pin in pins if pin}
+    versions = {canonicalize_name(pin[1]): pin[3] for pin in pins if pin}
     assert len(versions) == len(lines)
     return versions
 
@@ -30,7 +32,7 @@ def test_lock_satisfies_every_direct_requirement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     direct += [requirement for extra in project["project"]["optional-dependencies"].values() for requirement in extra]
-    versions = locked()
+    versions = locked() | locked(lock=OF_BRIDGE)
     wrong = [
         text
         for text in direct
