@@ -19,15 +19,15 @@ struct Budget {
 
     int64_t evaluations(int64_t on_chunks) const { return std::min(rows / on_chunks, most); }
 };
-constexpr Budget kBudget{175'000, 6800};
-constexpr Budget kBudgetOfTwo{143'000, 5600};  // where stages must be even in two kinds of layers, and half more
+constexpr Budget kBudget{245'000, 9500};
+constexpr Budget kBudgetOfTwo{200'000, 7900};  // where stages must be even in two kinds of layers, and half more
 // Where a replica has few rows, no change of one sample leads from good ones to better: more starts compete for longer.
-constexpr Budget kBudgetOfFew{133'000, 13'300};
+constexpr Budget kBudgetOfFew{400'000, 40'000};
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kFewStages = 4;
 constexpr int64_t kMoreOfFewStages = 2;    // times as many evaluations, with one chunk: each schedules fewer passes
 constexpr int64_t kLargeBudget = 500'000;  // that it schedules at most, so that large batches take no longer
-constexpr int64_t kLeast = 1800;
+constexpr int64_t kLeast = 2500;
 constexpr Share kMoreOfTwo{3, 2};
 
 inline int64_t default_evaluations(const Problem& problem, int64_t rows) {

@@ -50,6 +50,7 @@ bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>&
     if (problem_.is_cut()) {  // links move whole, besides what single micro-batches and samples do
         const Move move = draw(kLinkMoves, replicas.size());
         if (move != Move::kSingle) return apply(move, replicas, touched);
+        return apply(draw(kCutMoves, replicas.size()), replicas, touched);
     }
     return apply(problem_.may_pack ? draw(kPackedMoves, replicas.size()) : draw(kPaddedMoves, replicas.size()),
                  replicas, touched);

@@ -47,8 +47,8 @@ private:
         kSingle
     };
 
-    // A change, and how many of all draws take it. The last one of a table needs several replicas. Weights of packed
-    // rows follow what an evaluation of each change gains (benchmarks/planning/README.md).
+    // A change, and how many of all draws take it. The last one of a table needs several replicas. If samples are cut,
+    // merging two rows gains most (benchmarks/planning/README.md).
     struct Weighted {
         Move move;
         int64_t weight;
@@ -60,14 +60,22 @@ private:
                                                            {Move::kRecompute, 1},
                                                            {Move::kChangePolicy, 1},
                                                            {Move::kReassign, 2}}};
-    static constexpr std::array<Weighted, 8> kPackedMoves{{{Move::kReorder, 2},
+    static constexpr std::array<Weighted, 8> kPackedMoves{{{Move::kReorder, 4},
                                                            {Move::kMoveSample, 6},
                                                            {Move::kExchangeSamples, 5},
                                                            {Move::kSplit, 1},
-                                                           {Move::kMerge, 6},
+                                                           {Move::kMerge, 1},
                                                            {Move::kRecompute, 4},
-                                                           {Move::kChangeLayoutOrPolicy, 1},
-                                                           {Move::kReassign, 1}}};
+                                                           {Move::kChangeLayoutOrPolicy, 2},
+                                                           {Move::kReassign, 4}}};
+    static constexpr std::array<Weighted, 8> kCutMoves{{{Move::kReorder, 2},
+                                                        {Move::kMoveSample, 6},
+                                                        {Move::kExchangeSamples, 5},
+                                                        {Move::kSplit, 1},
+                                                        {Move::kMerge, 6},
+                                                        {Move::kRecompute, 4},
+                                                        {Move::kChangeLayoutOrPolicy, 1},
+                                                        {Move::kReassign, 1}}};
     static constexpr std::array<Weighted, 3> kLinkMoves{
         {{Move::kReorderLink, 2}, {Move::kSingle, 9}, {Move::kReassignLink, 1}}};
 

@@ -18,7 +18,7 @@ constexpr int64_t kFilledRows = 8;     // per stage: starts of at most so many r
 constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
-// A climb of packed rows ends after a part of its evaluations, and at least so many, that gained less than such a part.
+// A climb of cut samples ends after a part of its evaluations, and at least so many, that gained less than such a part.
 constexpr int64_t kWindows = 4, kLeastWindow = 200, kLeastOfWindow = 10'000;
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
@@ -33,8 +33,8 @@ void Search::compete(std::vector<Solution>& solutions) {
         size_t solutions;
         Share evaluations;
     };
-    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 8}}, {2, {1, 8}}},
-                           kFewRounds[] = {{16, {3, 10}}, {8, {2, 10}}, {4, {1, 10}}, {2, {1, 10}}};
+    static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}},
+                           kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
     const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
@@ -130,7 +130,7 @@ void Search::copy_touched(const Solution& from, Solution& to) const {
 
 // Threshold accepting: a worse solution is taken while it is within a margin of the best that shrinks to nothing. An
 // evaluation schedules the changed replicas from the first micro-batch that differs: O(micro-batches · stages) each.
-// Packed rows are left once nothing is gained.
+// Cut samples, whose evaluations are long, are left once nothing is gained.
 void Search::improve(Solution& best, int64_t evaluations) {
     const int64_t until = left_ - evaluations, first = left_;
     Solution current = best;
@@ -138,7 +138,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t current_objective = current.objective();
     int64_t best_objective = current_objective;
     const int64_t margin = best_objective / kAccepted;
-    const int64_t window = problem_.may_pack ? std::max(evaluations / kWindows, kLeastWindow) : evaluations;
+    const int64_t window = problem_.is_cut() ? std::max(evaluations / kWindows, kLeastWindow) : evaluations;
     int64_t next_look = left_ - window, objective_then = best_objective;
     evaluator_.keep(current);
     for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
