@@ -47,7 +47,7 @@ _SHARED = ("compile_helpers", "get_write_results_queue", "async_loop")
 
 
 def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tuple[Replacement, ...]:
-    """What is replaced while a run trains: its schedule function, and what closes it, are given."""
+    """The replacements while a run trains, of a schedule function and of what closes it."""
 
     def planning(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)

@@ -73,7 +73,7 @@ def digest(dataset: Any, tokenizer: Any) -> str:
 
 
 def write(folder: Path, datasets: tuple[Any, Any, Any], tokenizer: Any) -> None:
-    """Write a recipe's datasets of training, validation and test, some of which may be None, to a new folder.
+    """Write a recipe's datasets of training, validation and test to a new folder; any of them may be None.
 
     Args:
         folder: where; its manifest is written last, so that a folder that has one is whole.

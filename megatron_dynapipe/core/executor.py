@@ -1,7 +1,7 @@
 """The executor: walks one stage's instruction list, giving each instruction to its handler (paper section 3).
 
-The executor itself drops buffers. Transfers are those of the object it is given (`runtime.transfers`). What it means to
-load, run forward and run backward is the caller's: a handler for `Load` and each kind of pass, registered once or
+The executor itself drops buffers. The object that it is given runs the transfers (`runtime.transfers`). The caller says
+what it means to load, run forward and run backward: by a handler for `Load` and each kind of pass, registered once or
 given with each list (`core.passes`).
 
     transfers = PooledTransfers(transport, platform.device, stages=4, dtype=torch.bfloat16)
@@ -34,7 +34,7 @@ Mark = Callable[[], int]
 
 
 class DevicePlatform(Protocol):
-    """The facts of a device that the executor needs (`runtime.platform` has those of a CPU and of CUDA)."""
+    """The facts of a device that the executor needs (`runtime.platform` implements it for a CPU and for CUDA)."""
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +182,7 @@ class Transfers(Protocol):
         ...
 
     def begin(self, plan: StagePlan, dtypes: Dtypes | None) -> None:
-        """A list begins, whose tensors are of these dtypes; None for those of all lists."""
+        """A list begins whose tensors have these dtypes; None for the dtypes of all lists."""
         ...
 
     def check_finished(self) -> None:

@@ -51,8 +51,8 @@ class Specialization:
 class Part(nn.Module):
     """The share of a model that one rank holds: its virtual stages, and where it stands.
 
-    Parameters, buffers and their names are those of the whole model. `split_model` makes one; `Stage` wraps a module
-    of the user's.
+    Parameters, buffers and their names are the same as in the whole model. `split_model` makes a part; `Stage` wraps a
+    module of the user's.
     """
 
     ranks: Ranks
@@ -84,7 +84,7 @@ class Part(nn.Module):
 
     @property
     def state(self) -> str:
-        """All that a step depends on besides the batch; the same on all ranks of a pipeline."""
+        """Everything except the batch that a step depends on; the same on all ranks of a pipeline."""
         return ""
 
     @property

@@ -1,4 +1,4 @@
-"""From the gradients that passes have summed on each rank to those of the whole batch, the same on every replica.
+"""From the gradients that passes have summed on each rank to the whole batch's gradients, the same on every replica.
 
 sum over replicas ──► sum over copies of shared weights ──► divide by the count ──► norm, overflow, clipping
 """

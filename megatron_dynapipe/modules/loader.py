@@ -95,9 +95,9 @@ class ModulePlanner:
         stage_of: the virtual stage of each segment, `part.stage_of`.
         stages, replicas: ranks of a pipeline, and its replicas.
         memory_limit_bytes: of one device.
-        network: links between devices; by default those that the costs were measured with.
+        network: links between devices; by default the links that the costs were measured with.
         schedule: how passes are ordered.
-        transfers: when transfers are started; None takes the rules of GPUs where there is one, else those of gloo.
+        transfers: when transfers are started; None takes the rules of GPUs if there is one, else of gloo.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class ModulePlanner:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that plans depend on besides lengths."""
+        """Digest of everything except lengths that plans depend on."""
         return self.planner.digest
 
     def plan(self, lengths: Sequence[int], iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of a global batch over all replicas; raises PlanningError and InfeasibleError.
 
-        `lengths` are those of its samples, in positions; a micro-batch's sample ids are places in it.
+        `lengths` has a number of positions for each sample; a micro-batch's sample ids are places in it.
         """
         return self.planner.plan(GlobalBatch.of_positions(lengths, iteration), iteration, forward_only=forward_only)
 

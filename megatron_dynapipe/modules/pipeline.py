@@ -55,7 +55,7 @@ class StepResult(tuple[torch.Tensor, bool]):
         loss: sum over everything / count over everything: a float32 scalar without a graph, on the host.
         overflow: gradients were not finite (fp16), so that no rank changed its weights.
         outputs: with `return_outputs`, on the last stage, what the model returned for each micro-batch.
-        labels: those of each micro-batch, likewise.
+        labels: the labels of each micro-batch, likewise.
     """
 
     outputs: Sequence[Any]

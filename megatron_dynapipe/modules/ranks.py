@@ -1,4 +1,4 @@
-"""Where a rank stands: which stage of which replica of the pipeline, and the groups that it is in.
+"""The place of a rank: its stage and its replica of the pipeline, and the groups that it is in.
 
 rank = stage × replicas + replica          replicas of a stage are neighbours, as Megatron places them
 

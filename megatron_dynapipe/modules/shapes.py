@@ -3,8 +3,7 @@
     stage 0                         stage 1                         stage 2
     runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
-Where all stages have met a step's shapes before, nothing is said of them. Where any has not, it says so in the step's
-agreement, and all stages learn them together, one stage after another: each tells all ranks what it sends, or why it
+If all stages have met a step's shapes before, they exchange none. A stage that has not says so in the step's agreement, and all stages learn them together, one stage after another: each tells all ranks what it sends, or why it
 cannot run.
 """
 
@@ -27,7 +26,7 @@ _MOST_SHAPES = 4096
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """A value that crosses a boundary: tensors inside tuples, lists and dicts, and constants beside them.
+    """A value that crosses a boundary: tensors and constants inside tuples, lists and dicts.
 
     Attributes:
         spec: the tree as `torch.utils._pytree` writes it.

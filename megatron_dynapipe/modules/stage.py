@@ -23,7 +23,7 @@ _MARK = "_dynapipe_shared_on"
 
 
 class SharedModule:
-    """Says that a module's weights are held by several stages, each of which builds the module alike.
+    """Says that several stages hold a module's weights; every one of them builds the module alike.
 
     self.embedding = SharedModule([0, 3]).register(nn.Embedding(…))      # on stages 0 and 3
     """

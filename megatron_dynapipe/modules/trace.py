@@ -61,7 +61,7 @@ class ReadAttributes:
         self._last = self._values(skeleton)
 
     def state(self) -> str:
-        """All values, to be compared; the skeleton takes those of the model."""
+        """All values, to be compared; the skeleton takes the model's."""
         if (model := self._model()) is not None and (now := self._values(model)) != self._last:
             self._last = now
             for name, attribute in self._reads:
@@ -128,8 +128,8 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gu
 class CutPoint(nn.Module):
     """An identity that marks one place at which a pipeline stage may end.
 
-    Each instance marks one place and is called once in a forward: `x = self.cut(x)`. What else is needed later, beside
-    what passes through it, crosses the boundary by itself.
+    Each instance marks one place and is called once in a forward: `x = self.cut(x)`. Whatever
+    else later stages need crosses the boundary by itself.
     """
 
     def forward(self, *values: Any) -> Any:

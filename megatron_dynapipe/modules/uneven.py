@@ -216,7 +216,7 @@ class SlicedTransport:
     def expect(self, instructions: Sequence[Instruction], rows: Sequence[int]) -> None:
         """Take note of the list that runs next: its transfers start in its order, and a message does not say its rows.
 
-        `rows` are those of every micro-batch, over all replicas of a stage.
+        `rows` has the number of every micro-batch's rows, over all replicas of a stage.
         """
         transfers = (i for i in instructions if isinstance(i, SendStart | RecvStart))
         self._rows = deque(rows[transfer.micro_batch] for transfer in transfers)
