@@ -3,8 +3,8 @@
     stage 0                         stage 1                         stage 2
     runs without memory ──shapes──► runs without memory ──shapes──► runs without memory
 
-If all stages have met a step's shapes before, they exchange none. A stage that has not says so in the step's agreement, and all stages learn them together, one stage after another: each tells all ranks what it sends, or why it
-cannot run.
+If all stages have met a step's shapes before, they exchange none. A stage that has not says so in the step's agreement;
+then all stages learn them together, one stage after another: each tells all ranks what it sends, or why it cannot run.
 """
 
 import contextlib
