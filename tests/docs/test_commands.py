@@ -56,7 +56,13 @@ RUN = {
     ),
     r"torchrun --nproc-per-node \d examples/": Runs(),
     rf"{PROGRAM} certify -- --": Runs(),
-    rf"{PROGRAM} profile": Runs(swaps=(("--output t5.json", "--output t5.json --budget-minutes 0.2"),)),
+    rf"{PROGRAM} profile": Runs(
+        swaps=(
+            ("--output t5.json", "--output t5.json --budget-minutes 0.2"),
+            ("--model {} --output costs.json", "--model gpt --output gpt.json --budget-minutes 0.2"),
+            ("-- FLAGS", "-- --dynapipe-config configs/demo_gpt.yaml"),
+        )
+    ),
     r"torchrun .* profile": Runs(
         swaps=(("…", "--model gpt --output tp.json --budget-minutes 0.2 -- --dynapipe-config configs/demo_gpt.yaml"),)
     ),
