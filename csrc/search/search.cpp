@@ -19,7 +19,9 @@ constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so ofte
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
 // A climb of cut samples ends after a part of its evaluations, and at least so many, that gained less than such a part.
-constexpr int64_t kWindows = 4, kLeastWindow = 200, kLeastOfWindow = 10'000;
+constexpr int64_t kWindows = 4;
+constexpr int64_t kLeastWindow = 200;
+constexpr int64_t kLeastOfWindow = 10'000;
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline, where jitter decides.
@@ -139,7 +141,8 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t best_objective = current_objective;
     const int64_t margin = best_objective / kAccepted;
     const int64_t window = problem_.is_cut() ? std::max(evaluations / kWindows, kLeastWindow) : evaluations;
-    int64_t next_look = left_ - window, objective_then = best_objective;
+    int64_t next_look = left_ - window;
+    int64_t objective_then = best_objective;
     evaluator_.keep(current);
     for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
         if (left_ <= next_look) {

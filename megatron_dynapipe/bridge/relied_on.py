@@ -31,7 +31,7 @@ NAMES: tuple[Name, ...] = (
     (SCHEDULES, "get_forward_backward_func", ()),
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine", ()),
 )
-"""Functions and classes that are called, and what goes by way of them."""
+"""Functions and classes that are called, each with the parameters that are relied on."""
 
 CALLS: tuple[Call, ...] = (
     (f"{_TRAINING}.pretrain", "_pretrain", "_maybe_destroy_process_group"),

@@ -21,7 +21,8 @@ def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] |
     Raises:
         InfeasibleError: no division fits.
     """
-    ends, count = [0, *accumulate(work)], len(work)
+    ends = [0, *accumulate(work)]
+    count = len(work)
     # least[n]: (busiest part, sum of squares) of the first n items in the parts so far; the squares even out others.
     least: dict[int, _Reached] = {0: ((0, 0), ())}
     for part in range(1, parts + 1):

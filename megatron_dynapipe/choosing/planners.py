@@ -106,7 +106,8 @@ def _tables_under(settings: PlannerSettings, cost_model: CostModel, recompute: R
     tables = cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=recompute)
     if ATTENTION in tables.kinds and not settings.model.layers_divide:
         tables = each_alone(tables)
-    has_experts, kinds = settings.model.mixes_experts, set(tables.kinds)
+    has_experts = settings.model.mixes_experts
+    kinds = set(tables.kinds)
     if not set(settings.model.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
         model = f"experts in layers {list(settings.expert_layers)}" if has_experts else "layers of one kind"
         raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")

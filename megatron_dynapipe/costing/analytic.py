@@ -39,7 +39,8 @@ from megatron_dynapipe.costing.work import LayerWork, Workload
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
-_PEAK_CORE, _PEAK_SHARED = 0.42, 0.4
+_PEAK_CORE = 0.42
+_PEAK_SHARED = 0.4
 """How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
 what they divide: as in published profiles of Megatron's layers."""
 
