@@ -1,4 +1,4 @@
-"""Plans of 200 settings held against recorded ones, so that a change of the planner or of costs shows what it changes.
+"""Plans of 200 settings compared with recorded ones, so that a change of the planner or of costs shows what it changes.
 
     python -m benchmarks.planning.recorded DATA [--write] [--only TEXT] [--verbose]
 
