@@ -271,7 +271,8 @@ def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
     if args.export is None or best.predicted_ms is None:
         return {}
     cost_model, _ = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
-    settings = msgspec.structs.replace(tuning.settings[0], layers_per_stage=best.layers_per_stage)
+    assert best.layers_per_stage is not None, "a layout that was planned has its split"
+    settings = tuning.settings[0].with_layers_per_stage(best.layers_per_stage)
     return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
 
 

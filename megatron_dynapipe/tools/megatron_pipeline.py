@@ -227,7 +227,7 @@ class MegatronPipeline:
 
     @property
     def _family(self) -> ModelFamily:
-        return self.planner.settings.family
+        return self.planner.settings.model.family
 
     @property
     def planner(self) -> Planner:

@@ -149,7 +149,7 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
-    family = settings.family
+    family = settings.model.family
     layouts = settings.micro_batch_layouts
     micro_batches = []
     longer = [min(LENGTH, length) for length in longest[1:]]

@@ -131,7 +131,7 @@ def predict(
     """
     if method == DYNAMIC_CP or method in PADDED:
         return _predict_rows(method, batch, longest, settings, cost_model)
-    planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
+    planned = rows_of_longest(batch, longest, settings.model.family) if method == "packing" else batch
     planner = planner_of(method_settings(method, longest, settings), cost_model)
     plan = planner.plan(planned, 0)
     prediction = prediction_of(plan, tokens=batch.tokens)
