@@ -31,7 +31,7 @@ def model_of_layers(
     """
     if pattern:
         return Model(encoder=kinds_of_pattern(pattern), modules_per_layer=1)
-    if encoder_layers < 1 or (decoder_layers < 1) == (family is ModelFamily.T5):
+    if encoder_layers < 1 or (decoder_layers < 1) == family.is_encoder_decoder:
         raise ConfigError(
             f"expected a {family} model with layers of its kinds, got {encoder_layers} encoder and"
             f" {decoder_layers} decoder layers"

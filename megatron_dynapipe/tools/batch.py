@@ -138,23 +138,23 @@ def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
     positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
-    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
+    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((0, -2) if family.is_encoder_decoder else (1, 0))
     return GlobalBatch.of_lengths(*tokens.T)
 
 
 def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
     """A sample's positions of input and target, of which a decoder-only model has none."""
-    gpt = family is ModelFamily.GPT
+    is_pair = family.is_encoder_decoder
     try:
-        first, second = (sample, 0) if gpt else sample
+        first, second = sample if is_pair else (sample, 0)
         positions = operator.index(first), operator.index(second)
     except (TypeError, ValueError):
         positions = 0, 0
     within = all(length <= LARGEST_COORDINATE for length in positions)
-    if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
+    if within and positions[0] >= 1 and (not is_pair or positions[1] >= _LEAST_TARGET):
         return positions
     expected = f"an integer from 1 to {LARGEST_COORDINATE}"
-    if not gpt:
+    if is_pair:
         expected = f"a pair: of its input, {expected}, and of its target, from {_LEAST_TARGET}"
     raise ConfigError(
         f"lengths[{place}]: expected the positions of a sample, {expected}, got {sample!r}",

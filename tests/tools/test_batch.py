@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe import plan_batch
-from megatron_dynapipe.core.errors import ConfigError, PlanningError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
@@ -44,11 +44,14 @@ def test_replicas_in_step_have_equal_counts_and_like_positions() -> None:
 
 
 def test_layers_are_split_as_they_are_counted() -> None:
-    planned = [plan_batch(LENGTHS, costs(), **LAYOUT, **split) for split in ({}, {"layers_per_stage": [6.5, 1.5]})]
-    assert planned[0].predicted_ms < planned[1].predicted_ms
+    equal, uneven = (
+        plan_batch([600] * 4, costs(), **LAYOUT, **split).micro_batches[0][0].stored_bytes
+        for split in ({}, {"layers_per_stage": [1.5, 6.5]})
+    )
+    assert equal[0] > 2 * uneven[0] and equal[1] < uneven[1]
     with pytest.raises(ConfigError, match=r"layer split of 8 layers .*, got \[6, 1\] of 7"):
         plan_batch(LENGTHS, costs(), **LAYOUT, layers_per_stage=(6, 1))
-    with pytest.raises(ConfigError, match="costs of a model with experts in layers"):
+    with pytest.raises(CostModelError, match=r"costs of a model with experts in layers \[1, 3\]"):
         plan_batch(LENGTHS, costs(), **LAYOUT, expert_layers=(1, 3))
 
 

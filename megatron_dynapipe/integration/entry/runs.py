@@ -80,6 +80,9 @@ def gpt_run(
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
 
 
+RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
+
+
 def _pretrain_arguments(
     args: argparse.Namespace, session: Session, provider: ModelProvider, step: ForwardStep
 ) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         max_target_length=longest_target,
         long_samples=long,
         sides=meta.task_sides if side is None else (TruncationSide(side),),
-        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
+        labels=not family.is_encoder_decoder and LossOn(loss_on) is LossOn.TARGETS,
     )
 
 
