@@ -36,6 +36,7 @@ from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.flags.run_costs import with_named_costs
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
@@ -168,15 +169,13 @@ def _settled(
         measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = from_megatron.run_config(args, run.family)
+        run = with_named_costs(run, args)
     clock.ends("costs")
     if run.plans_layer_split:
-        split = _planned_layer_split(run)
-        chunks = len(split) // run.planner.pipeline_parallel
-        if chunks != run.planner.chunks:  # of several Megatron checks and settles more
-            set_chunks(chunks)
-            run = from_megatron.run_config(args, run.family)
-        run = run.with_layers_per_stage(split)
+        chunks = run.planner.chunks
+        run = run.with_layers_per_stage(_planned_layer_split(run))
+        if run.planner.chunks != chunks:  # of several Megatron checks and settles more
+            set_chunks(run.planner.chunks)
     clock.ends("layer split")
     if (folder := resumed(run.checkpoints)) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
