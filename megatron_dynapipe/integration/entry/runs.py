@@ -36,7 +36,6 @@ from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.flags.run_costs import with_named_costs
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
@@ -169,7 +168,7 @@ def _settled(
         measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = with_named_costs(run, args)
+        run = calibration.with_measured_costs(run, args)
     clock.ends("costs")
     if run.plans_layer_split:
         chunks = run.planner.chunks

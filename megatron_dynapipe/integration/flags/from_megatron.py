@@ -27,7 +27,7 @@ from megatron_dynapipe.costing import (
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.flags import layer_split, machine, run_costs
+from megatron_dynapipe.integration.flags import layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import (
     Backward,
     Layouts,
@@ -51,6 +51,15 @@ from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 
+_LAYER_COSTS = (
+    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
+    "dynapipe_activation",
+    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
+    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
+    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
+    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
+)
+"""Arguments that layers' costs depend on."""
 _FIRST_BATCHES = 16
 """Batches by tokens whose mean number of samples stands for all."""
 
@@ -58,7 +67,7 @@ _FIRST_BATCHES = 16
 def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
     """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron: made once in a start.
 
-    What the start finds out follows from it: `run_costs.with_named_costs`, `RunConfig.with_layers_per_stage`.
+    What the start finds out follows from it: `calibration.with_measured_costs`, `RunConfig.with_layers_per_stage`.
 
     Raises:
         ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
@@ -73,7 +82,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
     backward = split_backward(args)
     model = model_config(args, family)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
-    costs = run_costs.costs_of(args, model, shape, device)
+    costs = machine.costs_of(args, model, shape, device)
     network = machine.network(costs.load().links, cluster)
     return RunConfig(
         model=model,
@@ -97,7 +106,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
         calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
-        layer_costs={name: str(getattr(args, name, None)) for name in run_costs.LAYER_COSTS},
+        layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         plans_chunks=_plans_chunks(args),
@@ -189,7 +198,6 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
     pattern = without_stages(args.hybrid_layer_pattern or "")
     layers = layer_split.layers_of_stacks(args, family)
     return ModelConfig(
-        family=family,
         stacks=model_of_layers(family, *layers, expert_layers=experts.layers if experts else (), pattern=pattern),
         hidden=args.hidden_size,
         heads=args.num_attention_heads,

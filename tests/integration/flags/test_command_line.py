@@ -20,7 +20,6 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.format import encode_file
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.integration.flags import command_line
-from megatron_dynapipe.integration.flags.run_costs import with_named_costs
 from tests.costing import models
 from tests.helpers.entry_scripts import train, words
 from tests.helpers.processes import run_ranks
@@ -278,6 +277,7 @@ def settled_and_asked(*, rank: int, world_size: int, data: str, costs: str) -> l
     from megatron.training.global_vars import destroy_global_vars
 
     from megatron_dynapipe import cpu
+    from megatron_dynapipe.integration.entry.calibration import with_measured_costs
 
     cpu.quieten()
     cpu.enable("cpu")
@@ -297,7 +297,7 @@ def settled_and_asked(*, rank: int, world_size: int, data: str, costs: str) -> l
     args.dynapipe_cost_model = Path(costs)
     return [
         differences(run.with_layers_per_stage((1, 1, 1, 1)), chunked),
-        differences(with_named_costs(run, args), measured),
+        differences(with_measured_costs(run, args), measured),
     ]
 
 
