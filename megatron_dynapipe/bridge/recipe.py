@@ -17,11 +17,11 @@ from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Split
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Split, model_of_layers
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
-from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
@@ -148,24 +148,26 @@ def _planner(
     model = of_model(config)
     is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
     split = layers_per_stage(models, control)
-    pattern = pattern_of(config) if is_hybrid else ""
+    stacks = model_of_layers(
+        ModelFamily.GPT,
+        int(sum(split)),
+        expert_layers=shape.experts.layers if shape.experts else (),
+        pattern=pattern_of(config) if is_hybrid else "",
+    )
     return PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=int(sum(split)),
+        model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         tensor_parallel=model.tensor_model_parallel_size,
         pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(models),
-        layers_per_stage=split,
+        modules_per_stage=stacks.modules_of(split),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
         micro_batch_layouts=layouts(models),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),
-        expert_layers=shape.experts.layers if shape.experts else (),
-        pattern=kinds_of_pattern(pattern) if pattern else (),
         **of_machine,
     )
 

@@ -267,7 +267,7 @@ class _Trials:
 
     def _alone(self) -> ModuleCosts:
         """Every sample as a micro-batch of its own, where there are no plans."""
-        batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
+        batches = [Samples.of(batch, self._model.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
         tables = self._tables[0]
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
@@ -279,7 +279,7 @@ class _Trials:
         planner = self._planner(split)
         if planner is None:
             return np.zeros(len(self._lengths), np.bool_)
-        return planner.fits_alone(Samples.of(self._lengths, self._settings.family))
+        return planner.fits_alone(Samples.of(self._lengths, self._model.family))
 
     def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
         """The batches without samples that need not fit, and how many those were."""
@@ -301,7 +301,7 @@ class _Trials:
             schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
-            layers_per_stage=self._model.layers_of(split),
+            modules_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
             schedule=schedule,
         )

@@ -29,7 +29,7 @@ from megatron_dynapipe.cli.planning_arguments import (
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import ModelFamily, round_up
+from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.costing.format import read_file
@@ -271,7 +271,8 @@ def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
     if args.export is None or best.predicted_ms is None:
         return {}
     cost_model, _ = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
-    settings = msgspec.structs.replace(tuning.settings[0], layers_per_stage=best.layers_per_stage)
+    assert best.layers_per_stage is not None, "a layout that was planned has its split"
+    settings = tuning.settings[0].with_layers_per_stage(best.layers_per_stage)
     return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
 
 
@@ -352,9 +353,9 @@ def _tuned_flags(args: argparse.Namespace) -> dict[str, str | int]:
         "dynapipe-split-backward": None if args.split_backward == AUTO else args.split_backward,
     }
     if args.data is not None and args.max_seq_len is not None:
-        is_t5 = args.model is ModelFamily.T5
-        given["seq-length"] = round_up(args.max_seq_len if is_t5 else args.max_seq_len - 1)
-        if is_t5:
+        has_decoder = args.model.is_encoder_decoder
+        given["seq-length"] = round_up(args.max_seq_len if has_decoder else args.max_seq_len - 1)
+        if has_decoder:
             given["decoder-seq-length"] = round_up((args.max_target_len or args.max_seq_len) + 2)
         given["dynapipe-long-samples"] = "truncate"
     return {name: value for name, value in given.items() if value is not None}

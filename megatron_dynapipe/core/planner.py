@@ -81,15 +81,7 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        named = msgspec.to_builtins(settings)
-        if settings.split_backward == "off":
-            del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
-        if settings.expert_parallel == 1 and not settings.expert_layers:  # nor do plans without experts know of them
-            del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
-        for name in ("pattern", "label_experts"):
-            if not named[name]:
-                del named[name]
-        identity = msgspec.json.encode([named, costs_digest])
+        identity = msgspec.json.encode([settings, costs_digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
     def under(self, rules: TransferRules) -> "Planner":
@@ -130,7 +122,7 @@ class Planner:
         with timed(seconds, "lowering"):
             plan = IterationPlan(
                 iteration=iteration,
-                family=self.settings.family,
+                family=self.settings.model.family,
                 forward_only=forward_only,
                 settings_digest=self.digest,
                 pipeline_stages=self.layout.stages,
@@ -189,7 +181,7 @@ class Planner:
         """
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
-        samples = Samples.of(batch, self.settings.family)
+        samples = Samples.of(batch, self.settings.model.family)
         if (longest := max(int(samples.inputs.max()), int(samples.targets.max()))) > LARGEST_COORDINATE:
             raise PlanningError(
                 f"expected samples of at most {LARGEST_COORDINATE} positions (2^20), got {longest}",

@@ -181,7 +181,7 @@ class BatchProblem:
                 labelled=labelled,
                 cuts=layout.cuts,
                 every_quantity=self.every_quantity,
-                even_two=len(layout.model.decoder) > 0 or layout.model.mixes_experts,
+                even_two=bool(layout.model.decoder or layout.model.layers_with_experts),
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
                 memory_limit=self.memory_limit_bytes,

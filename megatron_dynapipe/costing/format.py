@@ -318,11 +318,11 @@ def read_packed(
     return points
 
 
-def axes_of(part: Part, t5: bool) -> tuple[int, ...]:
+def axes_of(part: Part, has_decoder: bool) -> tuple[int, ...]:
     """The axes of a part's costs, by their place among sizes, inputs and targets."""
-    if t5 and part == "decoder":
+    if part == "decoder":
         return 0, 1, 2
-    return (0, 2) if t5 and part == "postprocess" else (0, 1)
+    return (0, 2) if has_decoder and part == "postprocess" else (0, 1)
 
 
 def unit_of(quantity: Quantity) -> int:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.costs import MLP
@@ -50,8 +48,7 @@ def megatron_flags(
         layers = settings.model.layers
         stages = settings.pipeline_parallel
         chunks = settings.chunks if len(whole) <= layers else 1
-        even = even_split(layers, stages * chunks)
-        begun = msgspec.structs.replace(settings, layers_per_stage=even, chunks=chunks)
+        begun = settings.with_layers_per_stage(even_split(layers, stages * chunks))
         whole = choose_layer_split(begun, cost_model, batches, halves=False)
         planned, chosen = (",".join(map(str, split)) for split in (layout.layers_per_stage, whole))
         note = f"{LAYOUT} is the best split of whole layers, {chosen}; the planned one, {planned}, is the pattern's"

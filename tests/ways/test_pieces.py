@@ -33,24 +33,25 @@ from tests.core.planner_cases import cost_model, of_lengths
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
 from tests.helpers.packed_costs import packed_costs
+from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
 LENGTHS = [100, 6553, 40, 300, 220, 3000, 90, 64, 700, 512, 1200, 33, 80, 410, 77, 150] * 2
-SETTINGS = PlannerSettings(
-    family=GPT,
-    encoder_layers=32,
-    hidden_size=4096,
-    pipeline_parallel=4,
-    tensor_parallel=2,
-    memory_limit_bytes=36_000_000_000,
-    micro_batch_layouts=tuple(BatchLayout),
-    slices="auto",
-)
+USUAL = {
+    "family": GPT,
+    "encoder_layers": 32,
+    "hidden_size": 4096,
+    "pipeline_parallel": 4,
+    "tensor_parallel": 2,
+    "memory_limit_bytes": 36_000_000_000,
+    "micro_batch_layouts": tuple(BatchLayout),
+    "slices": "auto",
+}
 
 
 def settings(**changes: object) -> PlannerSettings:
-    return msgspec.structs.replace(SETTINGS, **changes)
+    return settings_in_layers(**(USUAL | changes))
 
 
 def batch(lengths: list[int]) -> GlobalBatch:

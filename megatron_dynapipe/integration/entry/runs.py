@@ -71,13 +71,16 @@ def gpt_run(
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     clock = StartClock()
     args, run, flags = _checked(ModelFamily.GPT, fit, clock)
-    if run.plans_layer_split and run.planner.layers_per_stage is not None:
+    if run.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
-        set_stages(args, run.planner.layers_per_stage)
+        set_stages(args, run.planner.layout.layers_per_stage)
     session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     layout = run.planner.layout
     provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
+
+
+RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
 
 
 def _pretrain_arguments(
@@ -199,9 +202,8 @@ def _data_checked(run: RunConfig) -> str:
 
 def _kept_split(run: RunConfig) -> Split | None:
     """The layers per stage of the checkpoint to go on from, where it loads in no others."""
-    layers = run.model.encoder_layers + run.model.decoder_layers
     stages = run.planner.pipeline_parallel if run.plans_chunks else run.planner.layout.virtual_stages
-    return split_to_keep(run.checkpoints, layers, stages)
+    return split_to_keep(run.checkpoints, run.planner.model.layers, stages)
 
 
 def _preflight(run: RunConfig) -> None:

@@ -94,7 +94,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     asked: Slices = args.dynapipe_slices
     reason = first_reason(
         (
-            (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
+            (family.is_encoder_decoder, "every position of a T5's encoder attends to all of them"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,

@@ -10,7 +10,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron_dynapipe.choosing.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Model, PipelineLayout, Split, even_split
+from megatron_dynapipe.costing import PipelineLayout, Split, even_split, model_of_layers
 from megatron_dynapipe.costing.pattern import (
     check_stages,
     kinds_of_pattern,
@@ -45,7 +45,7 @@ def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | N
     if not isinstance(asked, str):
         return asked
     if asked == AUTO:
-        layers = sum(_t5_layers(args)) if family is ModelFamily.T5 else args.num_layers
+        layers = sum(layers_of_stacks(args, family))
         stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
         return even_split(layers, stages, halves=_divides_layers(args))
     if args.hybrid_layer_pattern is not None:
@@ -53,14 +53,18 @@ def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> Split | N
     return gpt_layers_per_stage(args) if family is ModelFamily.GPT else None
 
 
-def _t5_layers(args: argparse.Namespace) -> tuple[int, int]:
+def layers_of_stacks(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...]:
+    """Layers of each stack of the model."""
+    if family is ModelFamily.GPT:
+        return (args.num_layers,)
     return args.encoder_num_layers, args.decoder_num_layers or args.encoder_num_layers
 
 
 def t5_layout(args: argparse.Namespace) -> PipelineLayout:
     """A T5's layers over the pipeline of Megatron's checked arguments; raises ConfigError where they do not fit it."""
-    model = Model.of_layers(ModelFamily.T5, *_t5_layers(args))
-    split = layers_per_stage(args, ModelFamily.T5)
+    family = ModelFamily.T5
+    model = model_of_layers(family, *layers_of_stacks(args, family))
+    split = layers_per_stage(args, family)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * chunks
     if split is None:
@@ -86,7 +90,7 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> Split:
     epoch = split_sampler(run.data, SplitSettings(name="train", sampler=once)).batch(0)
     planner = run.planner
     even = even_split(planner.model.layers, planner.layout.virtual_stages, halves=halves)
-    settings = msgspec.structs.replace(planner, layers_per_stage=even)
+    settings = planner.with_layers_per_stage(even)
     more = MORE_CHUNKS if run.plans_chunks else ()
     return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
 
@@ -117,7 +121,7 @@ def settle(args: argparse.Namespace, family: ModelFamily) -> None:
         split = even_split(args.num_layers, stages, halves=_divides_layers(args))
     elif args.hybrid_layer_pattern is not None and other is None:
         stages *= args.num_virtual_stages_per_pipeline_rank or 1
-        split = PipelineLayout.equal(Model.of_layers(family, args.num_layers), stages).layers_per_stage
+        split = PipelineLayout.equal(model_of_layers(family, args.num_layers), stages).layers_per_stage
     if split is None:
         return
     if family is ModelFamily.GPT:

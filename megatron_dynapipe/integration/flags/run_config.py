@@ -151,8 +151,7 @@ class RunConfig:
 
     def with_layers_per_stage(self, split: Split) -> "RunConfig":
         """The same run, its layers split so."""
-        chunks = len(split) // self.planner.pipeline_parallel
-        planner = msgspec.structs.replace(self.planner, layers_per_stage=split, chunks=chunks)
+        planner = self.planner.with_layers_per_stage(split)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
 
     @property

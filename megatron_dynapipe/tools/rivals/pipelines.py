@@ -8,8 +8,6 @@ by work    4 5 5 2               the busiest virtual stage has the least work; t
 from collections.abc import Iterator
 from dataclasses import replace
 
-import msgspec
-
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel, even_split
@@ -33,7 +31,7 @@ def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch
         if stages > layers:
             return
         equal = even_split(layers, stages)
-        divided = msgspec.structs.replace(settings, chunks=chunks, layers_per_stage=equal)
+        divided = settings.with_layers_per_stage(equal)
         *others, last = evenest(layer_work(divided, [work]), stages)
         for split in dict.fromkeys((equal, (*others, last - 1))):
-            yield msgspec.structs.replace(divided, layers_per_stage=split)
+            yield settings.with_layers_per_stage(split)

@@ -51,7 +51,7 @@ class LeastWork:
 
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
-    samples = Samples.of(batch, settings.family)
+    samples = Samples.of(batch, settings.model.family)
     lengths = samples.input_positions, samples.target_positions
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
     tables = tables_of(settings, cost_model)

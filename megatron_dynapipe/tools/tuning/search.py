@@ -255,7 +255,7 @@ class _Search:
             except DynaPipeError as error:
                 one.error = error.message
                 return
-            one.settings = msgspec.structs.replace(one.settings, layers_per_stage=split)
+            one.settings = one.settings.with_layers_per_stage(split)
             one.unsplit = False
         workers.start(at, one.settings, len(one.outcomes))
 
@@ -295,7 +295,7 @@ def _evaluations(
             works[shared] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
         if candidate.split is Split.EVEN:
             split = even_work_split(candidate.settings, works[shared])
-            settings = msgspec.structs.replace(candidate.settings, layers_per_stage=split)
+            settings = candidate.settings.with_layers_per_stage(split)
             candidate = msgspec.structs.replace(candidate, settings=settings)
         if candidate.split is not Split.AUTO and candidate.settings in seen:
             continue

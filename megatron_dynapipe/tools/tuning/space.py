@@ -210,11 +210,12 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
                 "costs of one division into stages do not tell the costs of another: give the costs of layers"
             )
         halves = split is Split.AUTO and base.model.layers_divide
+        even = even_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves)
         settings = msgspec.structs.replace(
             base,
             **layout.sizes,
             replicas_in_step=experts,
-            layers_per_stage=even_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves),
+            modules_per_stage=base.model.modules_of(even),
             distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )

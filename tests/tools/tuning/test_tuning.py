@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,12 +18,12 @@ from megatron_dynapipe.costing import (
     ABSENT,
     CPU_RATES,
     CostTables,
-    Model,
     ModelState,
     Network,
     PipelineLayout,
     Quantity,
     TableCostModel,
+    model_of_layers,
 )
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning import Space, tune
@@ -33,6 +32,7 @@ from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tools.tuning.space import Split, Status, Tuning, candidates, divisions
 from tests.core.planner_cases import batch, cost_model, of_lengths
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.helpers.settings import settings_in_layers
 from tests.helpers.stage_costs import GPT_KINDS
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -48,7 +48,7 @@ def base(family: ModelFamily, **changes: Any) -> PlannerSettings:
         "network": Network(devices_per_node=4),
         "schedule": ScheduleSettings(search_evaluations=30),
     }
-    return PlannerSettings(family=family, hidden_size=128, **(given | changes))
+    return settings_in_layers(family, hidden_size=128, **(given | changes))
 
 
 def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **changes: Any) -> list[float]:
@@ -60,7 +60,7 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
             continue
         if candidate.split is Split.EVEN:
             split = even_work_split(wanted, [least_work(wanted, costs, each) for each in batches])
-            wanted = msgspec.structs.replace(wanted, layers_per_stage=split)
+            wanted = wanted.with_layers_per_stage(split)
         try:
             planner = planner_of(wanted, costs)
             ns = sum(planner.plan(each, at).totals.predicted_ns for at, each in enumerate(batches))
@@ -215,8 +215,8 @@ def test_bounds_hold_and_tell_something_with_measured_costs(family: ModelFamily,
     one = of_lengths(recorded["input"], recorded.get("target"))
     layers = {"encoder_layers": 32} if family is GPT else {"encoder_layers": 24, "decoder_layers": 24}
     data, tensor, pipeline = layout
-    wanted = PlannerSettings(
-        family=family,
+    wanted = settings_in_layers(
+        family,
         hidden_size=4096 if family is GPT else 1024,
         data_parallel=data,
         tensor_parallel=tensor,
@@ -279,7 +279,7 @@ def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
     found = even_work_split(wanted, [work])
 
     def busiest(split: tuple[int, ...]) -> float:
-        layout = PipelineLayout.of_layers(Model.of_layers(T5, 4, 4), split)
+        layout = PipelineLayout.of_layers(model_of_layers(T5, 4, 4), split)
         return float((work.total @ layout.counts(work.kinds).T).max())
 
     splits = [(a, b, 8 - a - b) for a in range(1, 7) for b in range(1, 8 - a)]
