@@ -33,12 +33,12 @@ from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.costing.format import read_file
-from megatron_dynapipe.costing.pattern import split_of_pattern
+from megatron_dynapipe.costing.pattern import layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import StepRates
-from megatron_dynapipe.tools.tuning.space import Split
+from megatron_dynapipe.tools.tuning.space import SplitMethod
 from megatron_dynapipe.tools.tuning.validate import (
     LAYOUT_FILE_MARK,
     layout_file,
@@ -207,9 +207,11 @@ def _peak_flops(args: argparse.Namespace) -> float | None:
 
 def _space(args: argparse.Namespace) -> Space:
     try:
-        splits = tuple(Split(name) for name in args.layer_splits.split(","))
+        splits = tuple(SplitMethod(name) for name in args.layer_splits.split(","))
     except ValueError:
-        raise ConfigError(f"expected --layer-splits among {', '.join(Split)}, got {args.layer_splits!r}") from None
+        raise ConfigError(
+            f"expected --layer-splits among {', '.join(SplitMethod)}, got {args.layer_splits!r}"
+        ) from None
     experts = given_numbers(args).get("experts")
     count = 1 if experts is None else experts.count
     return Space(
@@ -224,7 +226,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     """The planner's settings of the model on one device."""
-    if split_of_pattern(args.pattern) is not None:
+    if layer_split_of_pattern(args.pattern) is not None:
         raise ConfigError(f"expected a pattern without stages, got {args.pattern}", hint="leave | out: they are tuned")
     one = argparse.Namespace(
         **vars(args)
@@ -369,8 +371,8 @@ def _row(layout: TunedLayout) -> str:
         note = f"measured: {layout.measured_ms:.1f} ms"
     elif layout.measurement_error is not None:
         note = "not measured, see below"
-    split = layout.layers_per_stage or ()
-    layers = f"{split[0]} each" if len(set(split)) == 1 else ",".join(map(str, split))
+    layer_split = layout.layers_per_stage or ()
+    layers = f"{layer_split[0]} each" if len(set(layer_split)) == 1 else ",".join(map(str, layer_split))
     return _TABLE.format(
         layout.data_parallel,
         layout.tensor_parallel,
