@@ -302,10 +302,10 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
 
 def _layers(args: argparse.Namespace) -> tuple[int, int]:
     both = (args.encoder_layers, args.decoder_layers)
-    if args.model is ModelFamily.GPT:
-        if args.layers is None or both != (None, None):
-            raise ConfigError("a gpt model needs --layers, and no --encoder-layers or --decoder-layers")
-        return args.layers, 0
-    if args.layers is not None or None in both:
-        raise ConfigError("a t5 model needs --encoder-layers and --decoder-layers, and no --layers")
-    return args.encoder_layers, args.decoder_layers
+    if args.model.is_encoder_decoder:
+        if args.layers is not None or None in both:
+            raise ConfigError(f"a {args.model} model needs --encoder-layers and --decoder-layers, and no --layers")
+        return args.encoder_layers, args.decoder_layers
+    if args.layers is None or both != (None, None):
+        raise ConfigError(f"a {args.model} model needs --layers, and no --encoder-layers or --decoder-layers")
+    return args.layers, 0

@@ -5,7 +5,7 @@ from megatron_dynapipe.core.model import LayerSplit, Model, PipelineLayout
 from megatron_dynapipe.core.network import Network, ScatterGather
 from megatron_dynapipe.costing.analytic import A100_RATES, CPU_RATES, AnalyticCostModel, DeviceRates
 from megatron_dynapipe.costing.file import TableCostModel
-from megatron_dynapipe.costing.layers import model_of_layers
+from megatron_dynapipe.costing.layers import family_of_flags, model_of_layers
 from megatron_dynapipe.costing.links import Links
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.shape import Experts, ModelShape

@@ -1,12 +1,17 @@
 """A model's stacks of modules from what flags and files say: a family, numbers of layers, a pattern."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_dynapipe.core.costs import ATTENTION, DECODER_ATTENTION, DECODER_MLP, EXPERT_MLP, MLP
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.model import Model
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
+
+
+def family_of_flags(names: Collection[str]) -> ModelFamily:
+    """The family of a model that Megatron's flags describe, from their names without dashes."""
+    return ModelFamily.GPT if {"encoder-num-layers", "decoder-num-layers"}.isdisjoint(names) else ModelFamily.T5
 
 
 def model_of_layers(

@@ -83,7 +83,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         # Also before it is current: asking for the current one makes a context on GPU 0.
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
-    layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
+    layouts = batch_layouts(args, on_cpu=device.type == "cpu")
     backward = split_backward(args)
     model = model_config(args, family)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
