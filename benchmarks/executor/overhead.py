@@ -40,7 +40,7 @@ from megatron_dynapipe.core.orders import one_f_one_b
 from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.core.problem import PassOrder
 from megatron_dynapipe.core.units import ModelFamily, Shape
-from megatron_dynapipe.costing import PipelineLayout, even_split
+from megatron_dynapipe.costing import PipelineLayout, even_layer_split
 from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.step_functions import gpt_step
@@ -89,7 +89,7 @@ def build(
     )
     of_kind: Any = partial(GPTModel, transformer_layer_spec=layer)
     if hybrid:  # the same modules
-        pattern = with_stages("*-" * options.layers, even_split(2 * options.layers, stages * (chunks or 1)))
+        pattern = with_stages("*-" * options.layers, even_layer_split(2 * options.layers, stages * (chunks or 1)))
         stack = hybrid_stack(layer, None, LocalNorm)
         of_kind = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern)
     model = of_kind(

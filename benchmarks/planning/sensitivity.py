@@ -164,7 +164,7 @@ class Planned:
     def costs_by(self, costs: CostModel) -> ScheduleProblem:
         """What the micro-batches cost by another cost model."""
         problem, plan = planner_of(self._settings, costs).problem(self._samples), self.scheduled
-        return problem.costs_of(plan.members, plan.layouts, plan.modes)[0]
+        return problem.costs_of(plan.members, plan.batch_layouts, plan.modes)[0]
 
     def replayed(self, costs: ScheduleProblem | None = None, *, anew: bool = False) -> int:
         """Time by costs (the believed ones) in the plan's order; `anew`: in one of whole passes that they choose."""

@@ -28,13 +28,13 @@ from megatron_dynapipe.costing import (
     Network,
     ScatterGather,
     TableCostModel,
-    even_split,
+    even_layer_split,
     model_of_layers,
 )
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.links import Link
-from megatron_dynapipe.costing.pattern import check_stages, split_of_pattern
+from megatron_dynapipe.costing.pattern import check_stages, layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
     EQUAL,
@@ -192,20 +192,20 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    split = args.layers_per_stage
+    layer_split = args.layers_per_stage
     experts = experts_of(args)
     expert_layers = experts.layers if experts else ()
     model = model_of_layers(args.model, *_layers(args), expert_layers=expert_layers, pattern=args.pattern)
     chunks = 1
-    if split != AUTO and (stages := split_of_pattern(args.pattern)) is not None:
-        check_stages(args.pattern, stages=args.pipeline_parallel, split=None if split == EQUAL else split)
-        split = stages
+    if layer_split != AUTO and (stages := layer_split_of_pattern(args.pattern)) is not None:
+        check_stages(args.pattern, stages=args.pipeline_parallel, split=None if layer_split == EQUAL else layer_split)
+        layer_split = stages
     if args.virtual_stages != AUTO:
         chunks = args.virtual_stages
-    elif not isinstance(split, str):
-        chunks = max(len(split) // args.pipeline_parallel, 1)
-    if split == AUTO:  # begins even
-        split = even_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
+    elif not isinstance(layer_split, str):
+        chunks = max(len(layer_split) // args.pipeline_parallel, 1)
+    if layer_split == AUTO:  # begins even
+        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -215,7 +215,7 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
         chunks=chunks,
-        modules_per_stage=None if split == EQUAL else model.modules_of(split),
+        modules_per_stage=None if layer_split == EQUAL else model.modules_of(layer_split),
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
         recompute=args.limit_rc_type or tuple(Recompute),
@@ -294,10 +294,10 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         )
         usual = median_high([batch.tokens for batch in to_plan])
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
-        chosen_from = [part for batch in named for part in batch.global_batch(0).divided(max(usual, 1))]
+        chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
-    return settings.with_layers_per_stage(split)
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
+    return settings.with_layers_per_stage(layer_split)
 
 
 def _layers(args: argparse.Namespace) -> tuple[int, int]:

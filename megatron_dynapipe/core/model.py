@@ -21,7 +21,7 @@ from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.instructions import TensorShape
 from megatron_dynapipe.core.units import ModelFamily, Shape
 
-Split = tuple[int | float, ...]
+LayerSplit = tuple[int | float, ...]
 """Layers per virtual stage, in model order, as people write them; whole numbers are integers."""
 
 ModuleSplit = tuple[int, ...]
@@ -81,7 +81,7 @@ class Model:
             )
         return tuple(map(int, counts))
 
-    def layers_of(self, split: Sequence[int]) -> Split:
+    def layers_of(self, split: Sequence[int]) -> LayerSplit:
         """Layers per virtual stage from modules; whole numbers are integers."""
         size = self.modules_per_layer
         return tuple(count / size if count % size else count // size for count in split)
@@ -118,7 +118,7 @@ class PipelineLayout:
             raise ConfigError(f"{len(counts)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
 
     @classmethod
-    def of_layers(cls, model: Model, layers_per_stage: Split, chunks: int = 1) -> "PipelineLayout":
+    def of_layers(cls, model: Model, layers_per_stage: LayerSplit, chunks: int = 1) -> "PipelineLayout":
         """The model cut as people write it.
 
         Raises:
@@ -146,7 +146,7 @@ class PipelineLayout:
         return self.model.modules
 
     @property
-    def layers_per_stage(self) -> Split:
+    def layers_per_stage(self) -> LayerSplit:
         """The split as people write it."""
         return self.model.layers_of(self.modules_per_stage)
 

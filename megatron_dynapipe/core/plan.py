@@ -231,7 +231,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Parameters, gradients and optimizer state per pipeline rank."""
     peak_covers_backward: bool
     """Whether a micro-batch's peak counts while its backward runs, too."""
-    layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
+    batch_layouts: tuple[BatchLayout, ...] = msgspec.field(default=(BatchLayout.PADDED,), name="layouts")
     """Layouts that the run's settings allow its micro-batches."""
     replicas: tuple[ReplicaPlan, ...]
     in_step: int = 1

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import Model, ModuleSplit, PipelineLayout, Split
+from megatron_dynapipe.core.model import LayerSplit, Model, ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import Partitioner
@@ -83,13 +83,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
             raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
-        layouts = self.micro_batch_layouts
-        if not layouts or len(set(layouts)) != len(layouts):
-            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
-        if self.partition is not None and self.partition.layout not in layouts:
+        batch_layouts = self.micro_batch_layouts
+        if not batch_layouts or len(set(batch_layouts)) != len(batch_layouts):
+            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(batch_layouts)}")
+        if self.partition is not None and self.partition.layout not in batch_layouts:
             raise ConfigError(
                 f"expected settings that allow {self.partition.layout} micro-batches, which the partition makes,"
-                f" got {', '.join(layouts)}",
+                f" got {', '.join(batch_layouts)}",
                 hint=f"allow the layout {self.partition.layout}, or leave the partition out",
             )
         if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
@@ -163,7 +163,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return PipelineLayout.equal(self.model, self.pipeline_parallel * self.chunks, self.chunks)
         return PipelineLayout(model=self.model, modules_per_stage=self.modules_per_stage, chunks=self.chunks)
 
-    def with_layers_per_stage(self, split: Split) -> Self:
+    def with_layers_per_stage(self, split: LayerSplit) -> Self:
         """The same run with its layers split so, over as many pipeline ranks."""
         chunks = len(split) // self.pipeline_parallel
         return msgspec.structs.replace(self, modules_per_stage=self.model.modules_of(split), chunks=chunks)

@@ -177,9 +177,9 @@ def check_micro_batches(plan: IterationPlan) -> None:
     for index, replica in enumerate(plan.replicas):
         for row, micro_batch in enumerate(replica.micro_batches):
             where = f"replica {index}, micro-batch {row}"
-            if micro_batch.layout not in plan.layouts:
+            if micro_batch.layout not in plan.batch_layouts:
                 raise PlanError(
-                    f"{where}: expected a layout that the settings allow ({', '.join(plan.layouts)}), got "
+                    f"{where}: expected a layout that the settings allow ({', '.join(plan.batch_layouts)}), got "
                     f"{micro_batch.layout}",
                     hint="plan again with the run's own settings",
                 )

@@ -29,7 +29,7 @@ from megatron_dynapipe.core.costs import (
 )
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.division import Division, LayerKind, Rates, division_by_flops
+from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.costing.shape import ModelShape
@@ -264,7 +264,7 @@ class AnalyticCostModel:
 
     def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         def of(shape: ModelShape) -> dict[LayerKind, Division]:
-            divisions = division_by_flops(
+            divisions = shares_by_flops(
                 shape.hidden,
                 shape.query_channels,
                 shape.mlp_width,

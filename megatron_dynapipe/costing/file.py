@@ -142,7 +142,7 @@ _Place = tuple[Part, Quantity]
 def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
     has_decoder = "decoder" in entry.kinds
     tables = read_points(entry, entry.kinds, where)
-    divisions = entry.division or file.division_by_flops(entry.recompute)
+    divisions = entry.division or file.shares_by_flops(entry.recompute)
     grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, has_decoder)
     sizes, inputs, targets, layers = grid
     divided = entry.recompute is not Recompute.FULL

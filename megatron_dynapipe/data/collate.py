@@ -122,7 +122,7 @@ class Collator:
         required: which tensors the stage reads.
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
-        layouts: what the run's settings allow its micro-batches.
+        batch_layouts: what the run's settings allow its micro-batches.
         loss_on: which tokens of a decoder-only sample count.
         cutter: cuts samples that are planned shorter than they are, and knows what counts besides targets.
         task_ids: int16[samples], to say the task of every position; None where nobody asks.
@@ -134,7 +134,7 @@ class Collator:
     required: RequiredFields
     reader: SampleReader | None
     special: SpecialTokens
-    layouts: Sequence[BatchLayout] = tuple(BatchLayout)
+    batch_layouts: Sequence[BatchLayout] = tuple(BatchLayout)
     loss_on: LossOn = LossOn.EVERYTHING
     cutter: Cutter | None = None
     task_ids: npt.NDArray[np.int16] | None = None
@@ -150,10 +150,10 @@ class Collator:
             PlanError: the layout is not allowed, or the shape smaller than a sample, or not that of the packed samples.
             DataError: the dataset has no such sample, or one that cannot have been planned so.
         """
-        if micro_batch.layout not in self.layouts:
+        if micro_batch.layout not in self.batch_layouts:
             raise PlanError(
-                f"micro-batch {index}: expected a layout that the settings allow ({', '.join(self.layouts)}), got "
-                f"{micro_batch.layout}",
+                f"micro-batch {index}: expected a layout that the settings allow ({', '.join(self.batch_layouts)}), "
+                f"got {micro_batch.layout}",
                 hint="plan again with the run's own settings",
             )
         plan = micro_batch

@@ -99,7 +99,7 @@ def read_index(prefix: Path) -> IndexFile:
 
 
 def _parse_index(prefix: Path, content: bytes | npt.NDArray[np.uint8]) -> IndexFile:
-    """Split the bytes of an index file into its arrays; refuse any that are not exactly one index."""
+    """LayerSplit the bytes of an index file into its arrays; refuse any that are not exactly one index."""
     path = index_path(prefix)
     if len(content) < HEADER.size:
         raise DataError(f"{path}: expected at least {HEADER.size} bytes, got {len(content)}", hint=_MADE_BY)

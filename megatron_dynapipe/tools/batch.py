@@ -16,7 +16,7 @@ from megatron_dynapipe.core.instructions import Pass, format_instruction
 from megatron_dynapipe.core.plan import MicroBatch, StagePlan
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily
-from megatron_dynapipe.costing import CostModel, Split, TableCostModel, model_of_layers
+from megatron_dynapipe.costing import CostModel, LayerSplit, TableCostModel, model_of_layers
 from megatron_dynapipe.sampling import GlobalBatch
 
 _MOST = 100_000
@@ -118,7 +118,7 @@ def _settings(
             msgspec.convert(decoder, int),
             expert_layers=msgspec.convert(settings.get("expert_layers", ()), tuple[int, ...]),
         )
-        split = msgspec.convert(settings.get("layers_per_stage"), Split | None)
+        split = msgspec.convert(settings.get("layers_per_stage"), LayerSplit | None)
         chosen = {
             "hidden_size": model.hidden_size,
             "micro_batch_layouts": tuple(BatchLayout),

@@ -81,7 +81,7 @@ def batch_problems(
         targets=targets,
         input_positions=inputs,
         target_positions=targets,
-        layouts=layouts,
+        batch_layouts=layouts,
         modes=tuple(modes),
         layout=layout,
         model_state_bytes=np.full(layout.stages, 10, np.int64),

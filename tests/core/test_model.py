@@ -17,9 +17,9 @@ from megatron_dynapipe.costing import (
     ModelState,
     PipelineLayout,
     Quantity,
-    even_split,
+    even_layer_split,
     model_of_layers,
-    parse_split,
+    parse_layer_split,
     stage_modules,
 )
 from megatron_dynapipe.costing.state import model_state_bytes
@@ -153,20 +153,20 @@ def test_layers_are_modules_and_back(
     [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,)), (3, 4, (1, 1, 0.5, 0.5)), (2, 4, (0.5, 0.5, 0.5, 0.5))],
 )
 def test_an_even_split(layers: int, stages: int, split: tuple[float, ...]) -> None:
-    assert even_split(layers, stages, halves=True) == split
+    assert even_layer_split(layers, stages, halves=True) == split
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {layers + 1} stages"):
-        even_split(layers, layers + 1)
+        even_layer_split(layers, layers + 1)
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {2 * layers + 1} stages"):
-        even_split(layers, 2 * layers + 1, halves=True)
+        even_layer_split(layers, 2 * layers + 1, halves=True)
 
 
 def test_a_split_is_numbers_of_layers() -> None:
-    assert parse_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
-    halves = parse_split("9.5,8.0, 7.50", expected="")
+    assert parse_layer_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
+    halves = parse_layer_split("9.5,8.0, 7.50", expected="")
     assert halves == (9.5, 8, 7.5) and isinstance(halves[1], int)
     for text in ("", "9,", "9,-1", "9.25", "auto"):
         with pytest.raises(ConfigError, match="expected numbers, got"):
-            parse_split(text, expected="numbers")
+            parse_layer_split(text, expected="numbers")
 
 
 @pytest.mark.parametrize("row", [Quantity.FORWARD, Quantity.STORED, Quantity.PEAK])

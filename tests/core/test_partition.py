@@ -131,7 +131,7 @@ def test_a_large_order_is_partitioned_block_by_block() -> None:
         targets=targets,
         input_positions=inputs,
         target_positions=targets,
-        layouts=(BatchLayout.PADDED,),
+        batch_layouts=(BatchLayout.PADDED,),
         modes=(tables,),
         layout=PipelineLayout.equal(model_of_layers(ModelFamily.GPT, 2), 2),
         model_state_bytes=np.zeros(2, np.int64),

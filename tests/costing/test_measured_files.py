@@ -58,7 +58,7 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
 
 def test_files_without_divisions_are_divided_by_flops() -> None:
     h, c, f = 1024, 128 * 128, 65536  # of the published T5
-    division = TableCostModel.load(A100_COSTS["t5"]).file.division_by_flops(Recompute.NONE)
+    division = TableCostModel.load(A100_COSTS["t5"]).file.shares_by_flops(Recompute.NONE)
     n, m = 700, 1000  # positions of a piece, and those before it
     linears, inside, mlp = parts_of(division["encoder"].forward, [n, 40], [m + n, 40])
     assert linears / mlp == 8 * h * c * 740 / (4 * h * f * 740)

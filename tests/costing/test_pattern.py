@@ -22,8 +22,8 @@ from megatron_dynapipe.costing.pattern import (
     check_stages,
     expert_modules,
     kinds_of_pattern,
+    layer_split_of_pattern,
     pattern_of,
-    split_of_pattern,
     with_stages,
 )
 from tests.cli.conftest import cost_model
@@ -64,7 +64,7 @@ STAGES = {
 @pytest.mark.parametrize(("pattern", "expected"), READ.items())
 def test_a_pattern_is_read_and_written(pattern, expected):
     kinds, _, split = expected
-    assert (kinds_of_pattern(pattern), expert_modules(pattern), split_of_pattern(pattern)) == expected
+    assert (kinds_of_pattern(pattern), expert_modules(pattern), layer_split_of_pattern(pattern)) == expected
     assert with_stages(pattern.replace("|", ""), split or (len(kinds),)) == pattern
 
 

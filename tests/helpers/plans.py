@@ -132,7 +132,7 @@ def make_plan(
         memory_limit_bytes=NO_LIMIT,
         model_state_bytes=(10,) * stages,
         peak_covers_backward=False,
-        layouts=tuple(dict.fromkeys(layouts)),
+        batch_layouts=tuple(dict.fromkeys(layouts)),
         replicas=tuple(replicas),
     )
 

@@ -21,7 +21,7 @@ from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, TableCostModel, even_split
+from megatron_dynapipe.costing import A100_RATES, TableCostModel, even_layer_split
 from megatron_dynapipe.costing.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.sampling import GlobalBatch
@@ -68,7 +68,7 @@ def cut_samples(planned: IterationPlan) -> int:
 
 def test_pieces_of_several_chunks_start_their_transfers_earlier_where_they_would_stall() -> None:
     """Turned chains of several chunks wait for one another where transfers start in order, on three stages or more."""
-    layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_split(32, 6)}
+    layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_layer_split(32, 6)}
     limits = {"transfers": CUDA_RULES, "memory_limit_bytes": 80 * 10**9}
     whole, planned = (plan(slices=slices, **limits, **layout) for slices in ("off", "auto"))
     assert cut_samples(planned) and planned.totals.predicted_ns < whole.totals.predicted_ns

@@ -24,7 +24,7 @@ import msgspec
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.costing import Split, even_split
+from megatron_dynapipe.costing import LayerSplit, even_layer_split
 from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded
@@ -229,7 +229,7 @@ def resumed(checkpoints: "CheckpointConfig") -> Path | None:
     return checkpoint_of(folder, lasting)
 
 
-def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> Split | None:
+def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> LayerSplit | None:
     """The layers per stage in which the checkpoint to go on from has to be loaded; None where any will do.
 
     Raises:
@@ -238,7 +238,7 @@ def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> 
     folder = resumed(checkpoints)
     if not checkpoints.one_layout or folder is None or not folder.is_dir():
         return None
-    even = even_split(layers, stages)
+    even = even_layer_split(layers, stages)
     record = read_record(folder / NAME)
     with suppress(msgspec.DecodeError):  # "null": equal
         text = "" if record is None else record.settings.get("planner.layers_per_stage", "")

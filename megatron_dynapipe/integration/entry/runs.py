@@ -18,7 +18,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Split, parse_split
+from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import calibration, start
@@ -76,7 +76,7 @@ def gpt_run(
         set_stages(args, run.planner.layout.layers_per_stage)
     session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     layout = run.planner.layout
-    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
+    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
 
 
@@ -198,7 +198,7 @@ def _data_checked(run: RunConfig) -> str:
     return "done"
 
 
-def _kept_split(run: RunConfig) -> Split | None:
+def _kept_split(run: RunConfig) -> LayerSplit | None:
     """The layers per stage of the checkpoint to go on from, where it loads in no others."""
     stages = run.planner.pipeline_parallel if run.plans_chunks else run.planner.layout.virtual_stages
     return split_to_keep(run.checkpoints, run.planner.model.layers, stages)
@@ -217,21 +217,21 @@ def _preflight(run: RunConfig) -> None:
         lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 
-def _planned_layer_split(run: RunConfig) -> Split:
+def _planned_layer_split(run: RunConfig) -> LayerSplit:
     """The layers per virtual stage that are predicted to be fastest, or that the run's checkpoint has."""
 
     def choose() -> str:
-        split = _kept_split(run)
+        layer_split = _kept_split(run)
         why = " (the checkpoint loads in no others)"
-        if split is None:
-            split, is_kept = choose_or_recall(run)
+        if layer_split is None:
+            layer_split, is_kept = choose_or_recall(run)
             why = " (chosen at an earlier start of the same run)" if is_kept else ""
-        text = ",".join(map(str, split))
+        text = ",".join(map(str, layer_split))
         say(f"layers per stage: {text}{why}")
         return text
 
-    split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
-    return parse_split(split, expected="numbers of layers")
+    layer_split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
+    return parse_layer_split(layer_split, expected="numbers of layers")
 
 
 def patched_session(args: argparse.Namespace) -> Session:

@@ -150,13 +150,13 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
     family = settings.model.family
-    layouts = settings.micro_batch_layouts
+    batch_layouts = settings.micro_batch_layouts
     micro_batches = []
     longer = [min(LENGTH, length) for length in longest[1:]]
     for lengths in (longer, [round_up(length // 2) for length in longer]):
-        sizes = (1, 2) if BatchLayout.PADDED in layouts else ()
+        sizes = (1, 2) if BatchLayout.PADDED in batch_layouts else ()
         micro_batches += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
-    for positions in ROWS if BatchLayout.PACKED in layouts else ():
+    for positions in ROWS if BatchLayout.PACKED in batch_layouts else ():
         shape = Shape(1, positions, positions if family.is_encoder_decoder else 0)
         samples = -(-positions // min(filter(None, longest[1:])))
         micro_batches.append(_micro_batch(family, shape, required, samples=samples))

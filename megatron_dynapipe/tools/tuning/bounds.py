@@ -121,7 +121,7 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
     return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(first) else 0.0
 
 
-def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
+def even_work_layer_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
     """Layers per virtual stage; at least one on each."""
     *layers, head = layer_work(settings, works)
     layers[-1] += head
