@@ -24,6 +24,7 @@ from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags import checks, command_line, fork, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
+from megatron_dynapipe.integration.flags.vocabulary import pad_vocabulary
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.models.config import ModelConfig
@@ -184,7 +185,7 @@ def _parse(
             args = command_line.megatron_arguments(words, settle)
     finally:
         sys.argv[1:] = before
-    command_line.pad_vocabulary(args, args.vocab_size)
+    pad_vocabulary(args, args.vocab_size)
     return args
 
 
