@@ -89,6 +89,71 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 """
 
 
+CUDNN = """
+import contextlib, io, torch
+from megatron_dynapipe.integration.models import padded_attention
+from megatron_dynapipe.integration.models.padded_attention import Kind, attend_padded, build, takes_cudnn
+
+ran, aten = [], torch.library.Library("aten", "IMPL")
+NAME = "_scaled_dot_product_cudnn_attention"
+sizes = lambda: [tuple(row.shape) for row in ran]
+
+from tests.helpers.rehearsal import kernels
+
+def counted(query, *others, **options):
+    ran.append(query)
+    return kernels._cudnn_attention(query, *others, **options)
+
+def become(kernel):
+    aten.impl(NAME, kernel, "CUDA", allow_override=True)
+    takes_cudnn.cache_clear()
+
+def said(kind):
+    with contextlib.redirect_stdout(text := io.StringIO()):
+        takes = takes_cudnn(kind)
+    return takes, text.getvalue().strip()
+
+become(counted)
+device = torch.device("cuda", torch.cuda.current_device())
+kind = Kind(device, torch.bfloat16, 4, 2, 128, 0.1)
+assert said(kind) == (True, "attention of padded rows, 4 heads of 128 channels: cuDNN's kernel, which is faster on"
+    " compute capability 9.0"), said(kind)
+assert sizes() == [(2, 4, 512, 128)]
+assert said(kind) == (True, ""), "tried once"
+for change in ({"dtype": torch.float16}, {"channels": 64}, {"device": torch.device("cpu")}):
+    assert said(kind._replace(**change)) == (False, "")
+
+ran.clear()
+build(kind, [(2, 520), (1, 40), (2, 570), (2, 520)])
+assert sizes() == [(2, 4, 576, 128)] * 2, "without gradients and with them, once for lengths that are padded alike"
+
+def results(rows, order=None):
+    attended = attend_padded(*rows, scale=0.1, order=order)
+    return attended, *torch.autograd.grad(attended.float().square().sum(), rows)
+
+rows = [torch.randn(520, 3, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+ran.clear()
+for one, other in zip(results(rows), results(rows, [padded_attention.SDPBackend.MATH]), strict=True):
+    torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+assert sizes() == [(3, 4, 576, 128)]
+
+def refuse(*_, **__):
+    raise RuntimeError("no engine for this graph\\nand more")
+
+become(refuse)
+assert said(kind) == (False, "attention of padded rows, 4 heads of 128 channels: FlashAttention, since PyTorch refuses"
+    " cuDNN's kernel: no engine for this graph")
+
+def wrong(query, *others, **options):
+    output, *rest = kernels._cudnn_attention(query, *others, **options)
+    return 1.1 * output, *rest
+
+become(wrong)
+takes, line = said(kind)
+assert not takes and "FlashAttention, since cuDNN's kernel is" in line, line
+"""
+
+
 FORKED_LATE = """
 import os, sys, torch
 
@@ -121,6 +186,10 @@ def run(*words: str, status: int = 0, **machine: Any) -> str:
 
 def test_a_device_is_one_for_all_of_torch():
     run("-c", SCRIPT, devices=2)
+
+
+def test_padded_rows_take_cudnns_kernel_where_it_is_faster_and_right():
+    run("-c", CUDNN, devices=1)
 
 
 def test_a_process_forked_after_cuda_was_asked_gets_no_device():
