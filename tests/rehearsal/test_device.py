@@ -205,9 +205,9 @@ assert not torch.backends.cuda.cudnn_sdp_enabled()
 def entry(*batches):
     return SimpleNamespace(micro_batches=[SimpleNamespace(shape=s, layout=l) for s, l in batches])
 
-family = ModelFamily.T5
+settings = SimpleNamespace(model=SimpleNamespace(family=ModelFamily.T5))
 steps = SimpleNamespace(device=torch.device("cuda", 0))
-runner = IterationRunner(steps, SimpleNamespace(family=family), required=None, make_batch=None, seed=1)
+runner = IterationRunner(steps, settings, required=None, make_batch=None, seed=1)
 ran.clear()
 shapes = Shape(1, 64, 600), Shape(3, 1024, 64), Shape(1, 600, 600)
 runner._build_attention(

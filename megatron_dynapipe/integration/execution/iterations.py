@@ -7,7 +7,7 @@ import torch
 
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.core.units import BatchLayout, Shape
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
@@ -117,7 +117,7 @@ class IterationRunner:
         """Have attention meet the shapes of an entry's padded rows before its list runs; a T5's decoder is causal."""
         if self.steps.device.type != "cuda":
             return
-        length = 2 if self.settings.family is ModelFamily.T5 else 1
+        length = 2 if self.settings.model.family.is_encoder_decoder else 1
         padded = [batch.shape for batch in entry.micro_batches if batch.layout is BatchLayout.PADDED]
         shapes = {(shape.size, shape[length]) for shape in padded}
         for module in chain.from_iterable(model.modules() for model in models):

@@ -111,8 +111,10 @@ def build(kind: Kind, shapes: Iterable[tuple[int, int]]) -> None:
 
 @functools.cache
 def _build(kind: Kind, size: int, length: int) -> None:
-    like = {"device": kind.device, "dtype": kind.dtype, "requires_grad": True}
-    query, key, value = (torch.zeros(shape, **like) for shape in _sizes(kind, size, length))
+    query, key, value = (
+        torch.zeros(shape, device=kind.device, dtype=kind.dtype, requires_grad=True)
+        for shape in _sizes(kind, size, length)
+    )
     with torch.no_grad():  # evaluations, and the first pass under full recomputation
         attend_padded(query, key, value, scale=kind.scale)
     attend_padded(query, key, value, scale=kind.scale).sum().backward()
@@ -121,17 +123,17 @@ def _build(kind: Kind, size: int, length: int) -> None:
 def _apart(kind: Kind) -> float:
     """How far cuDNN's result and gradients are from FlashAttention's, relative to the largest value of each."""
     draw = torch.Generator().manual_seed(7)  # training's generators stay as they are
-    rows = [
+    query, key, value = rows = [
         torch.randn(shape, generator=draw).to(kind.device, kind.dtype).requires_grad_()
         for shape in _sizes(kind, *PROBE)
     ]
     results = []
     for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        attended = attend_padded(*rows, scale=kind.scale, order=[kernel])
+        attended = attend_padded(query, key, value, scale=kind.scale, order=[kernel])
         gradient = torch.linspace(-1, 1, attended.numel(), device=kind.device, dtype=kind.dtype).view_as(attended)
         results.append([attended, *torch.autograd.grad(attended, rows, gradient)])
     pairs = zip(*results, strict=True)
-    return max(((first - second).abs().max() / second.abs().max()).item() for first, second in pairs)
+    return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)
 
 
 def _sizes(kind: Kind, size: int, length: int) -> list[tuple[int, ...]]:
