@@ -95,9 +95,10 @@ def attend_padded(
     length = query.size(0)
     missing = -length % STEP
     rows = [pad(tensor, (0,) * 7 + (missing,)) if missing else tensor.contiguous() for tensor in (query, key, value)]
+    by_head = [row.permute(1, 2, 0, 3) for row in rows]
     with sdpa_kernel(order or ORDER, set_priority=True):
         attended = scaled_dot_product_attention(
-            *(row.permute(1, 2, 0, 3) for row in rows), is_causal=True, scale=scale, enable_gqa=True
+            by_head[0], by_head[1], by_head[2], is_causal=True, scale=scale, enable_gqa=query.size(2) != key.size(2)
         )
     return attended.permute(2, 0, 1, 3)[:length]
 
