@@ -92,12 +92,11 @@ def summarise(
     Args:
         records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
-        computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
-            time of this machine, so that these predictions are scaled.
+        computed_costs: whether the run began with computed costs: plans of them are scaled to this machine's time.
         starts: first iterations of the run's starts, which pay for starting up and count in no error and no rate.
         pictures: files to name.
         memory: of all ranks.
-        stages: of all ranks and iterations.
+        stages: of all ranks.
 
     Raises:
         DataError: there are no records.

@@ -92,7 +92,7 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 CUDNN = """
 import contextlib, io, torch
 from megatron_dynapipe.integration.models import padded_attention
-from megatron_dynapipe.integration.models.padded_attention import Kind, attend_padded, build, takes_cudnn
+from megatron_dynapipe.integration.models.padded_attention import attend_padded, cudnn_attention
 
 ran, aten = [], torch.library.Library("aten", "IMPL")
 NAME = "_scaled_dot_product_cudnn_attention"
@@ -106,25 +106,27 @@ def counted(query, *others, **options):
 
 def become(kernel):
     aten.impl(NAME, kernel, "CUDA", allow_override=True)
-    takes_cudnn.cache_clear()
+    cudnn_attention.cache_clear()
 
-def said(kind):
+def said(**changes):
     with contextlib.redirect_stdout(text := io.StringIO()):
-        takes = takes_cudnn(kind)
-    return takes, text.getvalue().strip()
+        taken = cudnn_attention(**kind | changes)
+    return taken is not None, text.getvalue().strip()
 
 become(counted)
 device = torch.device("cuda", torch.cuda.current_device())
-kind = Kind(device, torch.bfloat16, 4, 2, 128, 0.1)
-assert said(kind) == (True, "attention of padded rows, 4 heads of 128 channels: cuDNN's kernel, which is faster on"
-    " compute capability 9.0"), said(kind)
+kind = {"device": device, "dtype": torch.bfloat16, "heads": (4, 2), "channels": 128, "scale": 0.1}
+assert said() == (True, "attention of padded rows, 4 heads of 128 channels: cuDNN's kernel, which is faster on"
+    " compute capability 9.0")
 assert sizes() == [(2, 4, 512, 128)]
-assert said(kind) == (True, ""), "tried once"
+assert said() == (True, ""), "tried once"
 for change in ({"dtype": torch.float16}, {"channels": 64}, {"device": torch.device("cpu")}):
-    assert said(kind._replace(**change)) == (False, "")
+    assert said(**change) == (False, "")
 
 ran.clear()
-build(kind, [(2, 520), (1, 40), (2, 570), (2, 520)])
+attention = cudnn_attention(**kind)
+attention.build([(2, 520), (1, 40), (2, 570)])
+attention.build([(2, 520)])
 assert sizes() == [(2, 4, 576, 128)] * 2, "without gradients and with them, once for lengths that are padded alike"
 
 def results(rows, order=None):
@@ -141,7 +143,7 @@ def refuse(*_, **__):
     raise RuntimeError("no engine for this graph\\nand more")
 
 become(refuse)
-assert said(kind) == (False, "attention of padded rows, 4 heads of 128 channels: FlashAttention, since PyTorch refuses"
+assert said() == (False, "attention of padded rows, 4 heads of 128 channels: FlashAttention, since PyTorch refuses"
     " cuDNN's kernel: no engine for this graph")
 
 def wrong(query, *others, **options):
@@ -149,7 +151,7 @@ def wrong(query, *others, **options):
     return 1.1 * output, *rest
 
 become(wrong)
-takes, line = said(kind)
+takes, line = said()
 assert not takes and "FlashAttention, since cuDNN's kernel is" in line, line
 """
 

@@ -37,7 +37,7 @@ from megatron_dynapipe.integration.models.packed_attention import (
     kernel_takes,
 )
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
-from megatron_dynapipe.integration.models.padded_attention import LEAST, Kind, attend_padded, build, takes_cudnn
+from megatron_dynapipe.integration.models.padded_attention import LEAST, CudnnAttention, cudnn_attention
 from megatron_dynapipe.integration.models.relative_attention import attend_with_biases, biases_take_kernel
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -90,12 +90,12 @@ class SdpaCoreAttention(MegatronModule):
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kept_keys = KeptKeys()
-        self._kind: Kind | None = None
+        self._cudnn: CudnnAttention | None = None
 
     def build(self, shapes: Iterable[tuple[int, int]]) -> None:
         """Meet padded shapes, of so many rows and positions, before a list has them, if the kernel wants that."""
-        if self._kind is not None:
-            build(self._kind, shapes)
+        if self._cudnn is not None:
+            self._cudnn.build(shapes)
 
     def forward(
         self,
@@ -131,8 +131,12 @@ class SdpaCoreAttention(MegatronModule):
             return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
         mask = attention_mask
         causal = causal and attention_mask is None
-        if causal and attention_bias is None and self._takes_cudnn(query, key):
-            return attend_padded(query, key, value, scale=self.softmax_scale).flatten(2)
+        if causal and attention_bias is None and query.is_cuda and not self.dropout:
+            # Asked of short rows, too: those of the warm-up, where nothing waits for the kernel's first use.
+            heads = query.size(2), key.size(2)
+            self._cudnn = cudnn_attention(query.device, query.dtype, heads, query.size(3), self.softmax_scale)
+            if self._cudnn is not None and query.size(0) >= LEAST:
+                return self._cudnn.attend(query, key, value).flatten(2)
         if attention_bias is not None:
             if causal:
                 mask = _later_keys(query.size(0), key.size(0), query.device)
@@ -160,15 +164,6 @@ class SdpaCoreAttention(MegatronModule):
                 enable_gqa=heads_per_group > 1 and mask is None,
             )
         return attended.transpose(1, 2)
-
-    def _takes_cudnn(self, query: Tensor, key: Tensor) -> bool:
-        """Whether causal attention without a mask runs in cuDNN's kernel; a model with dropout never does."""
-        if not query.is_cuda or self.dropout:
-            return False
-        # Asked of short rows, too: those of the warm-up, where nothing waits for the kernel's first use.
-        kind = Kind(query.device, query.dtype, query.size(2), key.size(2), query.size(3), self.softmax_scale)
-        self._kind = kind if takes_cudnn(kind) else None
-        return self._kind is not None and query.size(0) >= LEAST
 
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, bias: Tensor | None, *, causal: bool

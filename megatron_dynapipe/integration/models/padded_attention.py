@@ -2,8 +2,8 @@
 
 cuDNN makes an execution plan for every shape when it first meets it, on the host, and loads what the plan needs. So
 here lengths are padded to multiples of `STEP`, which causal attention hides from all queries that count; tensors lie
-in one way, whatever they are parts of; and `build` meets the shapes of a list before the list runs: inside it, the
-device may stand at a receive for which loading would wait.
+in one way, whatever they are parts of; and `CudnnAttention.build` meets the shapes of a list before the list runs:
+inside it, the device may stand at a receive for which loading would wait.
 
 Source: PyTorch 2.11's `MHACacheKeyWrapper`, by which plans are kept: sizes, strides, type, mask, and whether gradients
 are wanted.
@@ -11,7 +11,6 @@ are wanted.
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,51 +37,93 @@ ROUNDINGS = 4
 """Of bf16 that the two kernels may lie apart, relative to the largest value."""
 
 
-class Kind(NamedTuple):
-    """What attention layers have in common, apart from a micro-batch's shape.
+class CudnnAttention:
+    """The kernel for layers of one kind, whatever the shapes of their micro-batches; made by `cudnn_attention`.
 
-    Attributes:
+    Args:
         device: where it runs.
         dtype: of queries, keys and values.
-        heads: of queries, on this rank.
-        groups: of keys and values, on this rank.
+        heads: of queries, and of keys and values, on this rank.
         channels: of a head.
         scale: of the scores.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    groups: int
-    channels: int
-    scale: float
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, scale: float
+    ) -> None:
+        self._like = {"device": device, "dtype": dtype}
+        self._heads = heads
+        self._channels = channels
+        self._scale = scale
+        self._built: set[tuple[int, int]] = set()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`attend_padded` of these layers."""
+        return attend_padded(query, key, value, scale=self._scale)
+
+    def build(self, shapes: Iterable[tuple[int, int]]) -> None:
+        """Let cuDNN make its plans for micro-batches of (rows, positions), with gradients and without."""
+        padded = {(size, length + -length % STEP) for size, length in shapes if length >= LEAST}
+        for size, length in sorted(padded - self._built):
+            query, key, value = (
+                torch.zeros(shape).to(**self._like).requires_grad_() for shape in self._sizes(size, length)
+            )
+            with torch.no_grad():  # evaluations, and the first pass under full recomputation
+                self.attend(query, key, value)
+            self.attend(query, key, value).sum().backward()
+        self._built |= padded
+
+    def apart(self) -> float:
+        """How far the kernel's result and gradients are from FlashAttention's, relative to the largest value of each.
+
+        Raises:
+            RuntimeError: PyTorch refuses one of the kernels.
+        """
+        draw = torch.Generator().manual_seed(7)  # training's generators stay as they are
+        query, key, value = rows = [
+            torch.randn(shape, generator=draw).to(**self._like).requires_grad_() for shape in self._sizes(*PROBE)
+        ]
+        results = []
+        for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            attended = attend_padded(query, key, value, scale=self._scale, order=[kernel])
+            gradient = torch.linspace(-1, 1, attended.numel()).to(**self._like).view_as(attended)
+            results.append([attended, *torch.autograd.grad(attended, rows, gradient)])
+        pairs = zip(*results, strict=True)
+        return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)
+
+    def _sizes(self, size: int, length: int) -> list[tuple[int, ...]]:
+        """The shapes of queries, keys and values."""
+        heads, groups = self._heads
+        return [(length, size, count, self._channels) for count in (heads, groups, groups)]
 
 
 @functools.cache
-def takes_cudnn(kind: Kind) -> bool:
-    """Whether padded causal rows of `LEAST` positions and more, without masks and dropout, run in cuDNN's kernel.
+def cudnn_attention(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, scale: float
+) -> CudnnAttention | None:
+    """The kernel for padded causal rows without masks and dropout, from `LEAST` positions on; None if it is not taken.
 
-    The kernel is tried once: if this PyTorch refuses it, or its result or gradients are not FlashAttention's, a line
-    says so, and FlashAttention runs.
+    It is tried once: if this PyTorch refuses it, or its result or gradients are not FlashAttention's, a line says so.
+    Arguments as of `CudnnAttention`.
     """
-    device = kind.device
-    if device.type != "cuda" or kind.dtype is not torch.bfloat16:
-        return False
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        return None
     capability = torch.cuda.get_device_capability(device)
-    if kind.channels not in FASTER_ON.get(capability, ()) or activate_flash_3(device):
-        return False
-    what = f"attention of padded rows, {kind.heads} heads of {kind.channels} channels"
+    if channels not in FASTER_ON.get(capability, ()) or activate_flash_3(device):
+        return None
+    what = f"attention of padded rows, {heads[0]} heads of {channels} channels"
+    attention = CudnnAttention(device, dtype, heads, channels, scale)
     try:
-        apart = _apart(kind)
+        apart = attention.apart()
     except RuntimeError as error:
         say(f"{what}: FlashAttention, since PyTorch refuses cuDNN's kernel: {str(error).splitlines()[0]}")
-        return False
-    allowed = ROUNDINGS * torch.finfo(kind.dtype).eps
+        return None
+    allowed = ROUNDINGS * torch.finfo(dtype).eps
     if not apart <= allowed:
         say(f"{what}: FlashAttention, since cuDNN's kernel is {apart:.1e} from it, allowed {allowed:.1e}")
-        return False
+        return None
     say(f"{what}: cuDNN's kernel, which is faster on compute capability {capability[0]}.{capability[1]}")
-    return True
+    return attention
 
 
 def attend_padded(
@@ -101,42 +142,3 @@ def attend_padded(
             by_head[0], by_head[1], by_head[2], is_causal=True, scale=scale, enable_gqa=query.size(2) != key.size(2)
         )
     return attended.permute(2, 0, 1, 3)[:length]
-
-
-def build(kind: Kind, shapes: Iterable[tuple[int, int]]) -> None:
-    """Let cuDNN make its plans for micro-batches of (rows, positions), those with gradients and those without."""
-    for size, length in shapes:
-        if length >= LEAST:
-            _build(kind, size, length + -length % STEP)
-
-
-@functools.cache
-def _build(kind: Kind, size: int, length: int) -> None:
-    query, key, value = (
-        torch.zeros(shape, device=kind.device, dtype=kind.dtype, requires_grad=True)
-        for shape in _sizes(kind, size, length)
-    )
-    with torch.no_grad():  # evaluations, and the first pass under full recomputation
-        attend_padded(query, key, value, scale=kind.scale)
-    attend_padded(query, key, value, scale=kind.scale).sum().backward()
-
-
-def _apart(kind: Kind) -> float:
-    """How far cuDNN's result and gradients are from FlashAttention's, relative to the largest value of each."""
-    draw = torch.Generator().manual_seed(7)  # training's generators stay as they are
-    query, key, value = rows = [
-        torch.randn(shape, generator=draw).to(kind.device, kind.dtype).requires_grad_()
-        for shape in _sizes(kind, *PROBE)
-    ]
-    results = []
-    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        attended = attend_padded(query, key, value, scale=kind.scale, order=[kernel])
-        gradient = torch.linspace(-1, 1, attended.numel(), device=kind.device, dtype=kind.dtype).view_as(attended)
-        results.append([attended, *torch.autograd.grad(attended, rows, gradient)])
-    pairs = zip(*results, strict=True)
-    return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)
-
-
-def _sizes(kind: Kind, size: int, length: int) -> list[tuple[int, ...]]:
-    """The shapes of queries, keys and values."""
-    return [(length, size, heads, kind.channels) for heads in (kind.heads, kind.groups, kind.groups)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dynapipe.integration.models.padded_attention import Kind, attend_padded, takes_cudnn
+from megatron_dynapipe.integration.models.padded_attention import attend_padded, cudnn_attention
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
@@ -30,5 +30,5 @@ def test_padding_changes_no_result_and_no_gradient(length, groups):
 
 
 def test_a_cpu_has_no_such_kernel(capsys):
-    assert not takes_cudnn(Kind(torch.device("cpu"), torch.bfloat16, 4, 4, 128, 0.1))
+    assert cudnn_attention(torch.device("cpu"), torch.bfloat16, (4, 4), 128, 0.1) is None
     assert capsys.readouterr().out == ""
