@@ -51,7 +51,8 @@ class CudnnAttention:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, scale: float
     ) -> None:
-        self._like = {"device": device, "dtype": dtype}
+        self._device = device
+        self._dtype = dtype
         self._heads = heads
         self._channels = channels
         self._scale = scale
@@ -66,7 +67,7 @@ class CudnnAttention:
         padded = {(size, length + -length % STEP) for size, length in shapes if length >= LEAST}
         for size, length in sorted(padded - self._built):
             query, key, value = (
-                torch.zeros(shape).to(**self._like).requires_grad_() for shape in self._sizes(size, length)
+                torch.zeros(shape).to(self._device, self._dtype).requires_grad_() for shape in self._sizes(size, length)
             )
             with torch.no_grad():  # evaluations, and the first pass under full recomputation
                 self.attend(query, key, value)
@@ -81,12 +82,13 @@ class CudnnAttention:
         """
         draw = torch.Generator().manual_seed(7)  # training's generators stay as they are
         query, key, value = rows = [
-            torch.randn(shape, generator=draw).to(**self._like).requires_grad_() for shape in self._sizes(*PROBE)
+            torch.randn(shape, generator=draw).to(self._device, self._dtype).requires_grad_()
+            for shape in self._sizes(*PROBE)
         ]
         results = []
         for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             attended = attend_padded(query, key, value, scale=self._scale, order=[kernel])
-            gradient = torch.linspace(-1, 1, attended.numel()).to(**self._like).view_as(attended)
+            gradient = torch.linspace(-1, 1, attended.numel()).to(self._device, self._dtype).view_as(attended)
             results.append([attended, *torch.autograd.grad(attended, rows, gradient)])
         pairs = zip(*results, strict=True)
         return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)

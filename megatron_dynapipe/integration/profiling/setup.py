@@ -24,9 +24,9 @@ from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags import checks, command_line, fork, from_megatron, layer_split, machine
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
-from megatron_dynapipe.integration.flags.vocabulary import pad_vocabulary
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.hooks.vocabulary import pad_vocabulary
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.integration.flags import vocabulary
-from megatron_dynapipe.integration.flags.vocabulary import UnreadTokenizer
+from megatron_dynapipe.integration.hooks import vocabulary
+from megatron_dynapipe.integration.hooks.vocabulary import UnreadTokenizer
 
 
 def namespace(data, **others: Any) -> SimpleNamespace:
