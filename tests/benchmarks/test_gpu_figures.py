@@ -190,6 +190,7 @@ def test_a_pipeline_played_stage_by_stage_is_composed_beside_a_run_of_its_proces
         assert [stage["stage"] for stage in row["stages"]] == [0, 1]
         longest = max(stage["with_the_rest_ms"] for stage in row["stages"])
         assert row["composed_ms"] >= longest and row["real"]["median_ms"] > 0
+        assert 0.3 < row["composed_ms"] / row["composed_of_real_passes_ms"] < 3
         assert "forward" in row["errors"] and row["composed_of_passes_alone_ms"] <= row["composed_ms"]
 
 
