@@ -1,7 +1,9 @@
 """Imported once by the server that multi-process tests are forked from (see `processes`)."""
 
+import gc
 import os
 
+gc.disable()  # what is imported stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Whether there is a GPU is asked of its driver's library: a process that has asked CUDA forks none that can use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -34,6 +36,7 @@ from transformers import (  # noqa: E402, F401
 )
 
 import megatron_dynapipe.integration  # noqa: E402
+import megatron_dynapipe.tools.elastic  # noqa: E402  (the entry scripts import it)
 
 for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
     importlib.import_module(found.name)
@@ -50,3 +53,7 @@ for name in filter(None, os.environ.get("PRELOADED_TOO", "").split(",")):
     from tests.helpers.rehearsal import devices
 
     devices.allow_forks()  # some modules of Megatron-Bridge ask the driver when they are imported
+
+# Collections in a rank would write to each object that was imported, and so copy its page.
+gc.freeze()
+gc.enable()
