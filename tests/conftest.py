@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+
+gc.disable()  # until all tests are collected: what is imported stays
 
 # The same examples in every run that loads the same modules, on however slow a machine.
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
@@ -36,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections during tests leave out what was imported, which takes longer than most tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
