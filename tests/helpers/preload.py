@@ -1,5 +1,6 @@
 """Imported once by the server that multi-process tests are forked from (see `processes`)."""
 
+# ruff: noqa: E402  (much here has to come before an import)
 import gc
 import os
 
@@ -14,6 +15,8 @@ import importlib
 import inspect
 import pkgutil
 
+import hypothesis  # noqa: F401  (with pytest, what tests' own functions import on ranks)
+import pytest  # noqa: F401
 import torch
 import torch.distributed
 
@@ -25,9 +28,9 @@ cpu.quieten()
 cpu.enable()
 
 # After the platform: Megatron's modules take what is replaced by value. Some of these are imported late by every run.
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-from transformers import (  # noqa: E402, F401
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.training.arguments import add_megatron_arguments
+from transformers import (  # noqa: F401
     AutoTokenizer,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -35,8 +38,10 @@ from transformers import (  # noqa: E402, F401
     T5ForConditionalGeneration,
 )
 
-import megatron_dynapipe.integration  # noqa: E402
-import megatron_dynapipe.tools.elastic  # noqa: E402  (the entry scripts import it)
+import megatron_dynapipe.integration
+import megatron_dynapipe.tools.elastic  # the entry scripts import it
+import tests.helpers.layouts.reference
+import tests.helpers.layouts.trainer  # noqa: F401
 
 for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
     importlib.import_module(found.name)
