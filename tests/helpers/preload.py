@@ -18,8 +18,11 @@ import pkgutil
 import hypothesis  # noqa: F401  (with pytest, what tests' own functions import on ranks)
 import pytest  # noqa: F401
 import torch
+import torch._inductor.inductor_prims  # with the two below, what exporting a model imports, a second of every rank
 import torch.distributed
+import torch.export._trace
 
+import megatron_dynapipe.modules
 import megatron_dynapipe.report.timeline
 from megatron_dynapipe import cpu
 
