@@ -32,6 +32,7 @@ cpu.enable()
 
 # After the platform: Megatron's modules take what is replaced by value. Some of these are imported late by every run.
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 from transformers import (  # noqa: F401
     AutoTokenizer,
@@ -51,6 +52,10 @@ for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "mega
 
 # Megatron takes its flags' help from its own source, which it parses for every parser: a third of a second each time.
 inspect.getsource = functools.cache(inspect.getsource)
+from_source = ArgumentGroupFactory._get_field_docstrings
+ArgumentGroupFactory._get_field_docstrings = staticmethod(
+    functools.cache(functools.partial(from_source, ArgumentGroupFactory))
+)
 add_megatron_arguments(argparse.ArgumentParser())
 
 # Each rank that saves starts a process with a queue in it, which would import torch anew for what goes through it.
