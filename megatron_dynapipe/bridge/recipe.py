@@ -78,7 +78,7 @@ def plan_inputs(
     network = machine.network(known.load().links, described)
     rules = GLOO_RULES if on_cpu else cuda_rules(os.environ)
     planner = _planner(config, models, control, shape, memory_limit_bytes=limit, network=network, transfers=rules)
-    splits = _splits(config, long_samples, data, iteration)
+    splits = splits_of(config, long_samples, data, iteration)
     return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
 
@@ -200,7 +200,7 @@ def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup
     return tuple(most)
 
 
-def _splits(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
     """Train, and with evaluation valid and test where the dataset has samples for them."""
     meta = read_meta(data)
 

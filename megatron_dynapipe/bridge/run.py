@@ -109,6 +109,7 @@ class PlannedRecipe:
             cluster=cluster,
         )
         self._data = dataset
+        self.long_samples = long_samples
         self.store = store
         self.store_bind = store_bind
         self.planners = planners * machine.nodes()

@@ -346,12 +346,15 @@ def peak_basis(work: Workload, peaks: PeakRatios, recompute: Recompute) -> Float
 
 def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floats:
     """Seconds of a forward, or of a backward without recomputation."""
-    products, traffic, overhead, frozen, norms = 1.0, 1.0, 1.0, 0.0, _NORM_PASSES * work.norm_bytes
-    if backward:  # which has no weights' gradients of what is frozen
+    products, traffic, overhead = 1.0, 1.0, 1.0
+    multiplied = work.linear_flops + work.core_flops
+    norms = _NORM_PASSES * work.norm_bytes
+    if backward:  # which has no gradients of frozen weights
         products, traffic, overhead = rates.backward_products, rates.backward_traffic, rates.backward_overhead
-        frozen, norms = work.frozen_flops / 2, 0.0
+        multiplied = multiplied - work.frozen_flops / 2
+        norms = 0.0
     seconds = (
-        products * (work.linear_flops - frozen + work.core_flops) / rates.flops_per_second
+        products * multiplied / rates.flops_per_second
         + (traffic * (work.kept_bytes + work.core_bytes) + norms) / rates.bytes_per_second
         + work.message_bytes / rates.link_bytes_per_second
     )

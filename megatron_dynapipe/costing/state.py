@@ -96,8 +96,9 @@ def trained_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
 
 def expert_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
     """Bytes of one rank's trained experts, 2 a parameter, per pipeline stage: int64[stages]."""
-    is_trained = state.expert_kind is not None and state.trained is None
-    return _bytes(layout, {state.expert_kind: state.expert_bytes} if is_trained else {})
+    if state.expert_kind is None or state.trained is not None:
+        return _bytes(layout, {})
+    return _bytes(layout, {state.expert_kind: state.expert_bytes})
 
 
 def _bytes(layout: PipelineLayout, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:

@@ -6,6 +6,7 @@ Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an envi
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -26,6 +29,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
+from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
@@ -35,6 +39,7 @@ from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
+from tests.helpers.bridge_samples import TEMPLATE, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LENGTH = 64
@@ -68,6 +73,7 @@ def make_model(folder: Path, family: str) -> Path:
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(1)
     config = of[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -83,10 +89,12 @@ def recipe(
     tensor: int = 1,
     virtual: int | None = None,
     lora: str | None = None,
+    dora: bool = False,
     save: str | None = None,
     evaluations: int = 0,
     half: bool = False,
     own_samples: str | None = None,
+    chats: bool = False,
     pattern: str = "",
 ) -> Any:
     """A recipe of a small model, as a user would change one of Bridge's.
@@ -96,10 +104,12 @@ def recipe(
         iterations: of training, in all.
         pipeline, tensor, virtual: the layout.
         lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
+        dora: the adapters are DoRA's in place of LoRA's.
         save: where checkpoints are saved, and loaded from if there is one.
         evaluations: batches of an evaluation.
         half: in bf16.
         own_samples: a folder of JSON lines, as the recipe's own samples.
+        chats: these are conversations.
         pattern: of a HybridModel of random weights, in place of the folder's model.
     """
     config = _pretrain_common()
@@ -108,9 +118,7 @@ def recipe(
     config.model = provider
     config.tokenizer.tokenizer_model = str(model)
     provider.seq_length = config.dataset.seq_length = LENGTH
-    provider.pipeline_model_parallel_size = pipeline
-    provider.virtual_pipeline_model_parallel_size = virtual
-    provider.tensor_model_parallel_size = tensor
+    _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
     config.ddp.average_in_collective = False
@@ -119,21 +127,41 @@ def recipe(
     config.train.global_batch_size = BATCH
     config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
+    _keep_short(config)
+    config.checkpoint.save = config.checkpoint.load = save
+    config.checkpoint.save_interval = 2
+    if lora is not None:
+        config.peft = (DoRA if dora else LoRA)(dim=4, alpha=8)
+        config.checkpoint.pretrained_checkpoint = lora
+    if own_samples is not None:
+        config.dataset = _own_samples(own_samples, chats=chats)
+    return config
+
+
+def _keep_short(config: Any) -> None:
+    """Of few iterations, every one logged, with evaluations in between."""
     config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 0
     config.scheduler.lr_decay_iters = 20
     config.logger.log_interval = 1
     config.logger.tensorboard_dir = None
-    config.checkpoint.save = config.checkpoint.load = save
-    config.checkpoint.save_interval = 2
-    if lora is not None:
-        config.peft = LoRA(dim=4, alpha=8)
-        config.checkpoint.pretrained_checkpoint = lora
-    if own_samples is not None:
-        config.dataset = GPTSFTDatasetConfig(
-            dataset_root=own_samples, seq_length=LENGTH, do_validation=False, do_test=False, num_workers=0
-        )
-    return config
+
+
+def _lay_out(provider: Any, pipeline: int, virtual: int | None, tensor: int) -> None:
+    provider.pipeline_model_parallel_size = pipeline
+    provider.virtual_pipeline_model_parallel_size = virtual
+    provider.tensor_model_parallel_size = tensor
+
+
+def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
+    return GPTSFTDatasetConfig(
+        dataset_root=folder,
+        seq_length=LENGTH,
+        do_validation=False,
+        do_test=False,
+        num_workers=0,
+        preprocessing=ChatSFTPreprocessingConfig() if chats else None,
+    )
 
 
 def _hybrid(pattern: str) -> HybridModelProvider:
@@ -342,18 +370,21 @@ def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str
     return said
 
 
+def certified(
+    *, rank: int, world_size: int, role: str, precision: str, folder: str, dataset: str, settings: dict[str, Any]
+) -> None:
+    """One rank of a run that `certify` starts, of `bridge_script` with these settings of a recipe."""
+    torch.cuda.set_device(rank)
+    Path(folder, f"{role}-{precision}").mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).with_name("bridge_script.py")
+    sys.argv = ["certified", role, precision, "2", folder, str(script), dataset, json.dumps(settings)]
+    with contextlib.suppress(SystemExit):
+        certify_worker.main()
+
+
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
     """Make the families' HuggingFace folders, and a recipe's own samples."""
     for family in families:
         make_model(Path(folder, family), family)
-    write_own_samples(Path(folder, "own"))
-
-
-def write_own_samples(folder: Path, samples: int = 48) -> None:
-    """JSON lines of random words, as a recipe's own samples."""
-    draw = np.random.default_rng(3)
-    folder.mkdir()
-    with (folder / "training.jsonl").open("w") as file:
-        for _ in range(samples):
-            words = [" ".join(f"w{word}" for word in draw.integers(3, 40, draw.integers(1, most))) for most in (40, 16)]
-            file.write(json.dumps(dict(zip(("input", "output"), words, strict=True))) + "\n")
+    write_own_samples(Path(folder, "own"), chats=False)
+    write_own_samples(Path(folder, "chats"), chats=True)
