@@ -7,17 +7,14 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig
-from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
@@ -26,24 +23,18 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
-from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.service.settings import SplitSettings
-from tests.helpers.bridge_samples import TEMPLATE, write_own_samples
+from megatron_dynapipe.report.records import StageRecord, decode_records
+from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
-LENGTH = 64
-BATCH = 16
 LAYERS = 4
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -139,7 +130,6 @@ def recipe(
 
 
 def _keep_short(config: Any) -> None:
-    """Of few iterations, every one logged, with evaluations in between."""
     config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 0
     config.scheduler.lr_decay_iters = 20
@@ -205,8 +195,9 @@ class Kept(Callback):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.evaluated: list[float] = []
-        self.exported: dict[str, float] = {}
+        self.exported: dict[str, torch.Tensor] = {}
         self.weights: dict[str, torch.Tensor] = {}
+        self.trained = 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """After each iteration."""
@@ -222,78 +213,26 @@ class Kept(Callback):
         for chunk, model in enumerate(unwrap_model(context.model)):
             for name, weight in model.named_parameters():
                 self.weights[f"{chunk}.{name}"] = weight.detach().cpu().clone()
+                self.trained += weight.numel() if weight.requires_grad else 0
         if self._export is not None:
             self._compare_exported(context.model)
 
     def _compare_exported(self, models: Any) -> None:
-        """Export the weights, and compute the loss of a few tokens there and here."""
+        """Export the weights, and compute the logits of a few tokens there and here."""
         import transformers
 
         AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
-        tokens = torch.arange(3, 3 + LENGTH + 1)[None]
+        tokens = torch.arange(3, 3 + LENGTH)[None]
         there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
         with torch.no_grad():
-            logits = there(input_ids=tokens[:, :-1]).logits[..., :VOCABULARY]
-            self.exported["loss there"] = float(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]))
-            losses = models[0](
-                tokens[:, :-1].cuda(), torch.arange(LENGTH)[None].cuda(), None, labels=tokens[:, 1:].cuda()
-            )
-            self.exported["loss here"] = float(losses.mean())
+            self.exported["logits there"] = there(input_ids=tokens).logits
+            here = models[0](tokens.cuda(), torch.arange(LENGTH)[None].cuda(), None)
+            self.exported["logits here"] = here[..., : there.config.vocab_size].float().cpu()
 
     def kept(self) -> dict[str, Any]:
         """All of it."""
         names = ("losses", "norms", "evaluated", "weights")
         return {name: getattr(self, name) for name in names} | self.exported
-
-
-@dataclasses.dataclass(kw_only=True)
-class StockDataset(DatasetProvider):
-    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
-
-    folder: str
-    own: Any = None
-
-    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
-        """Iterators of this replica's micro-batches; of the recipe's `own` samples, as Bridge collates each alone."""
-        if self.own is not None:
-            counts = [context.train_samples, 0, 0]
-            train, *_ = get_dataset_provider(self.own)(counts, self.own, tokenizer=context.tokenizer)
-            rows = self._rows("train", lambda sample: train.collate_fn([train[sample]]))
-            return ({name: batch.get(name) for name in _FIELDS} for batch in rows), None, None
-        return tuple(self._micro_batches(split) for split in ("train", "valid", "test"))
-
-    def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
-        meta = read_meta(Path(self.folder))
-        reader = open_split(Path(self.folder), split, ModelFamily.GPT)
-        return self._rows(split, lambda sample: padded(*reader[sample], targets_alone=meta.loss == "targets"))
-
-    def _rows(self, split: str, row: Callable[[int], Any]) -> Iterator[Any]:
-        folder = Path(self.folder)
-        settings = SamplerSettings(
-            family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
-        )
-        sampler = split_sampler(folder, SplitSettings(name=split, sampler=settings))
-        replica = parallel_state.get_data_parallel_rank()
-        replicas = parallel_state.get_data_parallel_world_size()
-        iteration = 0
-        while True:
-            for sample in sampler.batch(iteration).sample_ids[replica::replicas]:
-                yield row(int(sample))
-            iteration += 1
-
-
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-
-
-def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
-    """A sample as a row."""
-    tokens = np.concatenate([given, target]).astype(np.int64)
-    row = {name: torch.zeros(1, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
-    mask = torch.zeros(1, LENGTH)
-    row["tokens"][0, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
-    row["labels"][0, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
-    mask[0, (len(given) - 1 if targets_alone else 0) : len(tokens) - 1] = 1
-    return row | {"loss_mask": mask, "position_ids": torch.arange(LENGTH)[None], "attention_mask": None}
 
 
 @contextlib.contextmanager
@@ -319,7 +258,7 @@ def train(
     export: str | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """On one rank: what a run `Kept`, and of the last planned iteration its micro-batches and whether rows were packed.
+    """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
 
     Args:
         rank, world_size: as torchrun says.
@@ -347,8 +286,18 @@ def train(
     ) as run:
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
+    assert run.inputs is not None
+    recorded = decode_records((Path(report) / f"rank-{rank}.jsonl").read_bytes(), origin=report)
     rows = run.latest.entry.micro_batches
-    return kept.kept() | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+    counted = {
+        "state_bytes": run.inputs.planner.model_state_bytes,
+        "adapter": run.inputs.costs.shape.adapter_parameters(ATTENTION_LINEARS + MLP_LINEARS, 1),
+        "weight_bytes": sum(weight.nbytes for weight in kept.weights.values()),
+        "trained": kept.trained,
+        "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
+    }
+    of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+    return kept.kept() | of_rows | counted
 
 
 def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str]:
