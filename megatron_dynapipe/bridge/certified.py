@@ -12,7 +12,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +48,22 @@ _RATES = (2e-4, 1e-2)
 """Of the steps, of all weights and of adapters, whose product begins at 0: small steps would hardly move it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Certified:
     """A run for a certificate, on this rank.
 
-    Attributes:
+    Args:
         role: of the three above.
         precision: fp32, or another for the recipe's own.
         iterations: that are compared, after the one with which the runs begin.
         folder: of all runs of the certificate.
-        record: what this rank leaves.
     """
 
-    role: str
-    precision: str
-    iterations: int
-    folder: Path
-    record: RankRecord
+    def __init__(self, *, role: str, precision: str, iterations: int, folder: Path) -> None:
+        self.role = role
+        self.precision = precision
+        self.iterations = iterations
+        self.folder = folder
+        self.record = RankRecord()
 
     @contextlib.contextmanager
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
@@ -154,9 +152,7 @@ def main() -> None:
     end_with_launcher()
     role, precision, iterations, folder, script, *words = sys.argv[1:]
     with reported():
-        certified = Certified(
-            role=role, precision=precision, iterations=int(iterations), folder=Path(folder), record=RankRecord()
-        )
+        certified = Certified(role=role, precision=precision, iterations=int(iterations), folder=Path(folder))
         entry.planning = certified.planning
         sys.argv = [script, *words]
         sys.path.insert(0, str(Path(script).resolve().parent))
