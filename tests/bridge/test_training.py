@@ -75,8 +75,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     files = {"model": str(folder / "llama"), "dataset": str(folder / "data")}
     refused = [jobs.Job(f"{RUNS}:refused", files, 1)]
-    results = jobs.run_all([*made, *todo, *refused], folder, engine=True, deadline_s=3000, preloaded=RUNS)
-    return dict(zip(["prepared", *rows, "refused"], results, strict=True)) | {"folder": folder}
+    products = [jobs.Job(f"{RUNS}:products", files | {"lora": str(folder / "saved")}, 1)]
+    results = jobs.run_all([*made, *todo, *refused, *products], folder, engine=True, deadline_s=3000, preloaded=RUNS)
+    return dict(zip(["prepared", *rows, "refused", "products"], results, strict=True)) | {"folder": folder}
 
 
 def _placed(folder: Path, is_planned: bool, row: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +161,11 @@ def test_state_is_that_of_adapters_alone(ran: dict[str, Any], kind: str) -> None
     for stage, rank in enumerate(ran[f"{kind} planned"]):
         assert rank["trained"] == rank["adapter"] * 2 > 0, "of two layers"
         assert rank["state_bytes"][stage] == pytest.approx(rank["weight_bytes"] + rank["trained"] * 12, rel=0.01)
+
+
+def test_computed_products_are_those_that_run(ran: dict[str, Any]) -> None:
+    (products,) = ran["products"]
+    assert products["counted"] == pytest.approx(products["computed"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["own", "chats"])

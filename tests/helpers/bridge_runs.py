@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
@@ -24,11 +25,14 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.utils import unwrap_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
+from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
@@ -245,6 +249,38 @@ def _stock(config: Any, dataset: str, own: Any) -> Iterator[None]:
         yield
     finally:
         originals.revert()
+
+
+def products(*, rank: int, world_size: int, model: str, dataset: str, lora: str) -> dict[str, list[float]]:
+    """FLOPs of a forward and a backward pass with adapters on one stage: as PyTorch counts them, and as costs do."""
+    torch.cuda.set_device(rank)
+    config = recipe(Path(model), iterations=1, lora=lora)
+    counted: list[float] = []
+
+    class Counted(Callback):
+        """Counts at the end."""
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            """Both passes of two samples."""
+            tokens = torch.arange(3, 3 + LENGTH).expand(2, LENGTH).cuda()
+            with FlopCounterMode(display=False) as counter:
+                losses = context.model[0](tokens, torch.arange(LENGTH)[None].cuda(), None, labels=tokens)
+                counted.append(counter.get_total_flops())
+                losses.sum().backward()
+                counted.append(counter.get_total_flops() - counted[0])
+
+    with _stock(config, dataset, None):
+        finetune(config=config, forward_step_func=forward_step, callbacks=[Counted()])
+    shape = model_shape(config, on_cpu=False)
+    work = LayerWork(shape=shape)
+    size, length = np.array(2.0), np.array(float(LENGTH))
+    layer, head = work.encoder(size, length), work.head(size, length)
+    forward = LAYERS * (layer.linear_flops + layer.core_flops) + head.linear_flops
+    frozen = LAYERS * layer.frozen_flops + head.frozen_flops
+    # The first layer's input comes from frozen embeddings, so that its first product has no gradient at all.
+    ((inputs, outputs, _),) = shape.sizes_of("linear_qkv")
+    first = 2 * 2 * LENGTH * inputs * outputs
+    return {"counted": counted, "computed": [float(forward), float(2 * forward - frozen - first)]}
 
 
 def train(
