@@ -44,7 +44,6 @@ from megatron_dynapipe.outputs import say
 from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.runtime.memory import memory_counts
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.service.planned_splits import drawn_by
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
@@ -236,14 +235,14 @@ class PlannedRecipe:
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
         self.inputs = inputs
-        self._recorder = recorder = control.run_on_all(partial(self._make_recorder, inputs, models, device))
+        self._recorder = recorder = control.run_on_all(partial(self._make_recorder, inputs, models))
         self._resources.callback(recorder.flush)
         if control.rank == 0:
             say(self._described(inputs, models))
         make_batch = partial(bridge_batch, explicit_mask=takes_mask(models))
         return IterationRunner(steps, inputs.planner, required=required, make_batch=make_batch, seed=config.rng.seed)
 
-    def _make_recorder(self, inputs: PlanInputs, models: Sequence[torch.nn.Module], device: torch.device) -> Recorder:
+    def _make_recorder(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> Recorder:
         planner = inputs.planner
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         run = RunRecord(
@@ -267,8 +266,7 @@ class PlannedRecipe:
             self._control.collect,
             rank=self._control.rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            write_metrics=lambda _item, _events: None,
-            memory=partial(memory_counts, device),
+            write_metrics=lambda _item, _events: None,  # Bridge has writers of its own, and logs memory
         )
 
     def _described(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> str:

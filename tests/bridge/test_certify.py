@@ -1,36 +1,19 @@
 """Certificates of recipes' scripts hold for runs that are right, and miss what is wrong with others."""
 
-import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dynapipe.cli import main
+from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE, compared
+from tests.helpers.bridge_here import HAS_BRIDGE, in_bridge
 from tests.helpers.commands import ROOT, run_python
 from tests.helpers.random_dataset import make_dataset
-from tests.helpers.rehearsal import build, jobs, launch
+from tests.helpers.rehearsal import jobs, launch
 
 RUNS = "tests.helpers.bridge_runs"
-HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
-MARKS = (
-    pytest.mark.bridge,
-    pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
-    pytest.mark.skipif(not HAS_BRIDGE, reason="there is no Megatron-Bridge here"),
-    pytest.mark.timeout(1800),
-)
-
-
-def in_bridge[T: Callable[..., None]](test: T) -> T:
-    """A test of `make test-bridge`."""
-    for mark in MARKS:
-        test = mark(test)
-    return test
-
-
 TWO = {"pipeline": 2}
 BASE = {"is_planned": True, "pipeline": 2, "iterations": 1, "save": "base"}
 

@@ -3,7 +3,6 @@
 All rows are runs of one process, which imports Megatron-Bridge once.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dynapipe.cli import main
+from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.cli.model_config import read_model
+from tests.helpers.bridge_here import MARKS
 from tests.helpers.random_dataset import make_dataset
-from tests.helpers.rehearsal import build, jobs
+from tests.helpers.rehearsal import jobs
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
-    pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="there is no Megatron-Bridge here"),
-    pytest.mark.timeout(3600),  # of the first test, which waits for all runs
-]
+pytestmark = MARKS
 RUNS = "tests.helpers.bridge_runs"
 FAMILIES = ("llama", "qwen3", "gemma3")
 SEVERAL = {"memory_limit_mb": 6.0}
