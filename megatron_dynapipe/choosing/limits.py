@@ -153,8 +153,8 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     """
     work = _LeastWork(planner, planner.samples(batch))
     devices = work.everywhere(work.time)
-    stages = max(devices, work.best_split(work.time, PRICES[:1]), work.longest_way())
-    memory = max(stages, work.best_split(work.fitting_time, PRICES))
+    stages = max(devices, work.best_layer_split(work.time, PRICES[:1]), work.longest_way())
+    memory = max(stages, work.best_layer_split(work.fitting_time, PRICES))
     divides = planner.settings.effective_split_backward != "off"
     of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
     return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
@@ -223,7 +223,7 @@ class _LeastWork:
         longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
         return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
 
-    def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
+    def best_layer_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
         count = len(self.modules)
         step = 1 if self.has_halves else self.layout.model.modules_per_layer

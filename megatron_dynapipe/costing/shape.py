@@ -223,7 +223,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"expected query groups that divide {self.heads} heads, got {self.query_groups}")
         if self.experts and self.experts.per_token > self.experts.count:
             raise ConfigError(f"expected at most {self.experts.count} experts of a token, got {self.experts.per_token}")
-        if self.adapters and self.family is ModelFamily.T5:
+        if self.adapters and self.family.is_encoder_decoder:
             raise ConfigError("expected adapters of a GPT, got them of a T5")
 
     @property
@@ -286,9 +286,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_parameters(self, tensor_parallel: int) -> int:
         """The parameters of one attention with the norm before it."""
         h, a, g = self.hidden, self.query_channels, self.key_value_channels
-        divided = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
+        sharded = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
         whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
-        return divided // tensor_parallel + whole + self.adapter_parameters(ATTENTION_LINEARS, tensor_parallel)
+        return sharded // tensor_parallel + whole + self.adapter_parameters(ATTENTION_LINEARS, tensor_parallel)
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
         """The parameters of a layer's feed-forward network, or router and experts, with the norm before them."""
@@ -333,5 +333,5 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _network_parameters(self, width: int, tensor_parallel: int) -> int:
         inner = (2 if self.gated else 1) * width
-        divided = self.hidden * (inner + width) + self.biases * inner
-        return divided // tensor_parallel + self.biases * self.hidden
+        sharded = self.hidden * (inner + width) + self.biases * inner
+        return sharded // tensor_parallel + self.biases * self.hidden

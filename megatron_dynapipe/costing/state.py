@@ -7,7 +7,6 @@ import numpy as np
 
 from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, MLP, IntArray, Kind
 from megatron_dynapipe.core.model import PipelineLayout
-from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
 from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.modules import parameter_bytes as bytes_of_modules
@@ -144,14 +143,14 @@ def attends(modules: range) -> bool:
 
 def state_of(shape: ModelShape, divisions: Mapping[LayerKind, Division], *, tensor_parallel: int = 1) -> ModelState:
     """The parameters of a model on one of its tensor-parallel ranks, of layers that are divided as `divisions` say."""
-    t5 = shape.family is ModelFamily.T5
+    has_decoder = shape.family.is_encoder_decoder
     attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
     dense = shape.dense.mlp_parameters(tensor_parallel)
     norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
     rows = shape.rows(tensor_parallel) // tensor_parallel
     layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
-    if t5 or shape.kinds > 1:
-        layers["decoder" if t5 else "expert"] = 2 * ((1 + t5) * attention + mlp)
+    if has_decoder or shape.kinds > 1:
+        layers["decoder" if has_decoder else "expert"] = 2 * ((1 + has_decoder) * attention + mlp)
     return ModelState(
         embedding_bytes=2 * rows * shape.hidden,
         modules=bytes_of_modules(layers, divisions),
@@ -160,9 +159,9 @@ def state_of(shape: ModelShape, divisions: Mapping[LayerKind, Division], *, tens
             tied=shape.tied,
             positions=2 * shape.positions * shape.hidden,
             encoder_tables=2 * tables,
-            decoder_tables=2 * tables if t5 else 0,
+            decoder_tables=2 * tables if has_decoder else 0,
             norm=2 * norm,
-            head_biases=2 * rows if t5 and shape.tied else 0,
+            head_biases=2 * rows if has_decoder and shape.tied else 0,
         ),
         gradient_bytes=_GRADIENT_BYTES,
         trained=_trained(shape, tensor_parallel),

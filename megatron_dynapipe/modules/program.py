@@ -25,7 +25,7 @@ from megatron_dynapipe.modules.trace import TracedForward
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
 
 
-class DividedTrace:
+class SplitTrace:
     """A trace over stages."""
 
     def __init__(self, trace: TracedForward, stage_of: Sequence[int]) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_dynapipe.core.costs import ATTENTION, HEAD, MLP
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import Model, PipelineLayout
+from megatron_dynapipe.core.model import PipelineLayout
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, Experts, ModelShape, Quantity
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, Experts, ModelShape, Quantity, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.analytic import layer_costs
 from megatron_dynapipe.costing.state import model_state_bytes, parameter_bytes
@@ -72,7 +72,7 @@ def test_ranks_gather_the_outputs_of_divided_inputs() -> None:
 
 @pytest.mark.parametrize(("shape", "more"), [(LORA, 0), (DORA, sum(outputs for _, outputs in SIZES))])
 def test_state_counts_what_is_trained(shape: ModelShape, more: int) -> None:
-    layout = PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 4, 0), 1)
+    layout = PipelineLayout.equal(model_of_layers(ModelFamily.GPT, 4, 0), 1)
     tables = AnalyticCostModel(shape, A100_RATES, max_size=1, max_length=8).tables(
         tensor_parallel=1, recompute=Recompute.NONE
     )

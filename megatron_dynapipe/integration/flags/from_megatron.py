@@ -17,11 +17,19 @@ from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
+from megatron_dynapipe.costing import (
+    A100_RATES,
+    CPU_RATES,
+    Experts,
+    ModelShape,
+    Network,
+    ScatterGather,
+    model_of_layers,
+)
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
-from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -75,7 +83,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         # Also before it is current: asking for the current one makes a context on GPU 0.
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
-    layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
+    layouts = batch_layouts(args, on_cpu=device.type == "cpu")
     backward = split_backward(args)
     model = model_config(args, family)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
@@ -177,20 +185,19 @@ def _planner(
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
+    split = layer_split.layers_per_stage(args, model.family)
     limit_mb = args.dynapipe_device_memory_limit
     on_cpu = device.type == "cpu"
     in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
-        family=model.family,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
+        model=model.stacks,
         hidden_size=model.hidden,
         data_parallel=args.data_parallel_size,
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=layer_split.layers_per_stage(args, model.family),
+        modules_per_stage=None if split is None else model.stacks.modules_of(split),
         memory_limit_bytes=limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=recompute_modes(args),
@@ -199,8 +206,6 @@ def _planner(
         micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
         schedule=schedule(args),
-        expert_layers=model.experts.layers if model.experts else (),
-        pattern=kinds_of_pattern(model.pattern) if model.pattern else (),
         expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
@@ -214,11 +219,12 @@ def _planner(
 
 def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
     """The model that Megatron's checked arguments describe."""
-    is_t5 = family is ModelFamily.T5
+    experts = Experts.of_megatron(vars(args))
+    pattern = without_stages(args.hybrid_layer_pattern or "")
+    layers = layer_split.layers_of_stacks(args, family)
     return ModelConfig(
         family=family,
-        encoder_layers=args.encoder_num_layers if is_t5 else args.num_layers,
-        decoder_layers=(args.decoder_num_layers or args.encoder_num_layers) if is_t5 else 0,
+        stacks=model_of_layers(family, *layers, expert_layers=experts.layers if experts else (), pattern=pattern),
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
         kv_channels=args.kv_channels,
@@ -248,8 +254,8 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
-        pattern=without_stages(args.hybrid_layer_pattern or ""),
-        experts=Experts.of_megatron(vars(args)),
+        pattern=pattern,
+        experts=experts,
         megatron=partial(layer_split.megatron_config, args),
     )
 
@@ -360,7 +366,7 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         max_target_length=longest_target,
         long_samples=long,
         sides=meta.task_sides if side is None else (TruncationSide(side),),
-        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
+        labels=not family.is_encoder_decoder and LossOn(loss_on) is LossOn.TARGETS,
     )
 
 

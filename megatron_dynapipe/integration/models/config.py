@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Experts
+from megatron_dynapipe.costing import Experts, Model
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -25,7 +25,7 @@ class ModelConfig:
 
     Attributes:
         family: kind of model.
-        encoder_layers, decoder_layers: depths; a GPT's layers count as encoder layers.
+        stacks: modules, as plans count them.
         hidden, heads, kv_channels, ffn: sizes of a layer.
         vocabulary: tokens, padded; 0 until Megatron knows them.
         max_positions: positions that can be embedded.
@@ -51,8 +51,7 @@ class ModelConfig:
     """
 
     family: ModelFamily
-    encoder_layers: int
-    decoder_layers: int
+    stacks: Model
     hidden: int
     heads: int
     kv_channels: int

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-from megatron_dynapipe.core.units import ModelFamily, Shape
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
@@ -113,16 +113,16 @@ class ReferenceSession(Session):
         samples: list[Sample] = []
         for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):
             inputs, targets = (part.astype(np.int64) for part in reader[number])
-            if run.family is ModelFamily.GPT:
-                words, counts = sequence(sampler.cutter, number, (inputs, targets), int(s), loss_on)
-                read = words[:-1].tolist()
-                labels = words[1:].tolist()
-                samples.append((number, read, labels, counts[1:].tolist(), None))
-            else:
+            if run.family.is_encoder_decoder:
                 words, target = kept_pair(sampler.cutter, number, (inputs, targets), (int(s), int(t)))
                 labels = [*target.tolist(), meta.eos_id]
                 given = [meta.bos_id, *target.tolist()]
                 samples.append((number, given, labels, [1.0] * len(labels), words.tolist()))
+            else:
+                words, counts = sequence(sampler.cutter, number, (inputs, targets), int(s), loss_on)
+                read = words[:-1].tolist()
+                labels = words[1:].tolist()
+                samples.append((number, read, labels, counts[1:].tolist(), None))
         return [sample for sample in samples if sample[1]]
 
     def _run_all(self, models: list[Any], samples: Sequence[Sample], *, keeps: bool = False) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, round_up
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, round_up
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, sequence
 from megatron_dynapipe.service.planned_splits import split_sampler
@@ -29,7 +29,7 @@ def single_rows(data: Path, split: SplitSettings) -> Iterator[Row]:
         Tokens, labels, loss mask and positions, [1, positions] each.
     """
     sampler = split_sampler(data, split)
-    reader = open_split(data, split.name, ModelFamily.GPT)
+    reader = open_split(data, split.name, split.sampler.family)
     loss_on = LossOn(read_meta(data).loss)
     for iteration in itertools.count(split.first_iteration):
         batch = sampler.batch(iteration)
