@@ -1,6 +1,7 @@
 """Packages that an extra of this one brings: planning needs none of them, and says which extra where one is missing."""
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -39,6 +40,15 @@ def missing(error: ModuleNotFoundError) -> InstallationError | None:
 def from_clone(extras: str, options: str = "") -> str:
     """How extras are installed of a package that no index has."""
     return f"pip install{options} -e '.{f'[{extras}]' if extras else ''}' in the clone of {DISTRIBUTION}"
+
+
+def check_bridge() -> None:
+    """Raise InstallationError, which names the extra, where there is no Megatron-Bridge."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        raise InstallationError(
+            "expected the package megatron-bridge, which the extra [bridge] brings, found none",
+            hint=from_clone("bridge"),
+        )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_dynapipe.bridge.relied_on import check_installed
+from megatron_dynapipe.extras import check_bridge
 
 if TYPE_CHECKING:
     from megatron_dynapipe.bridge.entry import planned
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     """What the package offers, imported when it is used: modules that need no Megatron-Bridge import without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_installed()
+    check_bridge()
     from megatron_dynapipe.bridge import entry, run
 
     return entry.planned if name == "planned" else run.PlannedRecipe

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_dynapipe.store import find_address
 
 AUTO = "auto"
 
+Iterators = tuple[Any | None, Any | None, Any | None]
 _originals = Originals()
 
 
@@ -35,13 +36,13 @@ class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no ty
     enable_in_batch_packing = False
     skip_getting_attention_mask_from_dataset = True
 
-    def __init__(self, run: PlannedRecipe) -> None:
+    def __init__(self, datasets: Callable[[DatasetBuildContext], Iterators]) -> None:
         super().__init__(dataloader_type="external")
-        self._run = run
+        self._datasets = datasets
 
-    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
+    def build_datasets(self, context: DatasetBuildContext) -> Iterators:
         """The iterators of train, validation and test."""
-        return self._run.datasets(context)
+        return self._datasets(context)
 
 
 @contextlib.contextmanager
@@ -101,33 +102,34 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    with run, _installed(run), _changed(config, dataset=PlannedDataset(run)), _per_token(config):
+    with run, planning(config, run):
         yield run
 
 
 @contextlib.contextmanager
-def _installed(run: PlannedRecipe) -> Iterator[None]:
-    """Have Megatron's factory of schedule functions hand out a run's."""
+def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
+    """Have Megatron's factory of schedule functions hand out a run's, and the recipe name the run's samples."""
     if _originals:
         raise ConfigError("expected no planned run to be active yet, got a second one")
     optimizer_patches.apply()
-    _originals.install(relied_on.replacements(run.forward_backward, run.close))
+    _originals.install([*relied_on.replacements(run.forward_backward, run.close), *relied_on.shared()])
     try:
-        yield
+        with changed(config, dataset=PlannedDataset(run.datasets)), per_token(config):
+            yield
     finally:
         _originals.revert()
         optimizer_patches.revert()
 
 
 @contextlib.contextmanager
-def _per_token(config: Any) -> Iterator[None]:
+def per_token(config: Any) -> Iterator[None]:
     """Have gradients be sums over learned tokens, divided once by their number."""
-    with _changed(of_model(config), calculate_per_token_loss=True), _changed(config.ddp, average_in_collective=False):
+    with changed(of_model(config), calculate_per_token_loss=True), changed(config.ddp, average_in_collective=False):
         yield
 
 
 @contextlib.contextmanager
-def _changed(owner: Any, **values: Any) -> Iterator[None]:
+def changed(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes for the length of a block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():

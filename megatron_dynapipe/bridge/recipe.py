@@ -18,6 +18,7 @@ from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
+from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
@@ -77,7 +78,7 @@ def plan_inputs(
     network = machine.network(known.load().links, described)
     rules = GLOO_RULES if on_cpu else cuda_rules(os.environ)
     planner = _planner(config, models, control, shape, memory_limit_bytes=limit, network=network, transfers=rules)
-    splits = _splits(config, long_samples, data, iteration)
+    splits = splits_of(config, long_samples, data, iteration)
     return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
 
@@ -85,7 +86,15 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     """The numbers of a recipe's model that decide its costs."""
     places = (of_model(config), config.model)  # what the latter says of a name wins
     said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
-    return ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
+    shape = ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
+    return msgspec.structs.replace(shape, adapters=adapters_of(config))
+
+
+def adapters_of(config: Any) -> Adapters | None:
+    """The adapters that a recipe trains; None where it trains all weights. Raises ConfigError for those of no kind."""
+    if config.peft is None:
+        return None
+    return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})
 
 
 def pattern_of(config: Any) -> str:
@@ -131,8 +140,6 @@ def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.devi
         check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
         return costs
     rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
-    if config.peft is not None:  # of frozen weights a backward pass makes no gradients, half of its products
-        rates = msgspec.structs.replace(rates, backward_products=rates.backward_products / 2)
     return AnalyticCosts(
         shape=shape,
         rates=msgspec.structs.replace(rates, element_bytes=of_model(config).params_dtype.itemsize),
@@ -195,7 +202,7 @@ def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup
     return tuple(most)
 
 
-def _splits(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
     """Train, and with evaluation valid and test where the dataset has samples for them."""
     meta = read_meta(data)
 

@@ -5,13 +5,12 @@ Checked at every start, whatever version Bridge says it is.
 
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_dynapipe.core.errors import InstallationError, UnsupportedMegatronError
-from megatron_dynapipe.extras import from_clone
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
+from megatron_dynapipe.extras import check_bridge
 from megatron_dynapipe.integration.hooks.compatibility import SCHEDULES, Call, Name, missing_calls, missing_name
 from megatron_dynapipe.integration.hooks.originals import Replacement
 from megatron_dynapipe.integration.hooks.replacements import TABLE
@@ -37,11 +36,14 @@ CALLS: tuple[Call, ...] = (
     (f"{_TRAINING}.pretrain", "_pretrain", "_maybe_destroy_process_group"),
     (f"{_TRAINING}.train", "train", "get_forward_backward_func"),
     (f"{_TRAINING}.train", "train", "current_iteration"),
+    (f"{_TRAINING}.train", "train", "train_step"),
     (f"{_TRAINING}.eval", "evaluate", "get_forward_backward_func"),
     (f"{_TRAINING}.setup", "setup", "setup_data_iterators"),
 )
 """How Bridge's loop comes to a schedule function and to iterators, and where it says the iteration."""
 
+_NORM = 5
+"""Place of the gradient norm in the results of `train_step`; the losses are the first."""
 _SHARED = ("compile_helpers", "get_write_results_queue", "async_loop")
 """Replacements in megatron-core that a run in Bridge's loop needs as one in Megatron's does."""
 
@@ -64,7 +66,7 @@ def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tup
 
         return destroy_process_group
 
-    rows = (
+    return (
         Replacement(
             owner=SCHEDULES,
             name="get_forward_backward_func",
@@ -81,16 +83,32 @@ def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tup
             why="destroys the groups at the end of pretrain, over which a run tells its ranks that no plan comes",
         ),
     )
-    return *rows, *(replace(shared, everywhere=True) for shared in TABLE if shared.name in _SHARED)
 
 
-def check_installed() -> None:
-    """Raise InstallationError, which names the extra, where there is no Megatron-Bridge."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        raise InstallationError(
-            "expected the package megatron-bridge, which the extra [bridge] brings, found none",
-            hint=from_clone("bridge"),
-        )
+def shared() -> tuple[Replacement, ...]:
+    """The replacements that every run needs, without plans, too."""
+    return tuple(replace(row, everywhere=True) for row in TABLE if row.name in _SHARED)
+
+
+def step_recorder(record: Callable[[dict[str, Any], float | None], None]) -> Replacement:
+    """The replacement that hands on the reduced losses of each iteration, which the last stages have, and its norm."""
+
+    def recording(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def train_step(*arguments: Any, **keywords: Any) -> Any:
+            results = step(*arguments, **keywords)
+            record(results[0], results[_NORM])
+            return results
+
+        return train_step
+
+    return Replacement(
+        owner=f"{_TRAINING}.train",
+        name="train_step",
+        make=recording,
+        parameters=(),
+        why="its results have an iteration's losses and gradient norm, for a certificate",
+    )
 
 
 @functools.cache
@@ -101,7 +119,7 @@ def check() -> None:
         InstallationError: there is no Megatron-Bridge.
         UnsupportedMegatronError: something is not there or not as it must be; says all of it.
     """
-    check_installed()
+    check_bridge()
     missing = [*filter(None, map(missing_name, NAMES)), *missing_calls(CALLS)]
     if missing:
         version = importlib.metadata.version("megatron-bridge")

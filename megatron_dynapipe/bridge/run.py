@@ -39,15 +39,22 @@ from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.hooks.timers import add_times
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
+from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.service.planned_splits import drawn_by
-from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.store import StoreAddress
+from megatron_dynapipe.tools.prepare.learned import is_written
 
 logger = logging.getLogger(__name__)
+
+
+def _kinds(models: Sequence[torch.nn.Module]) -> str:
+    return ", ".join(sorted({type(chunk).__name__ for chunk in unwrap_model(list(models))}))
 
 
 class Items:
@@ -109,6 +116,7 @@ class PlannedRecipe:
             cluster=cluster,
         )
         self._data = dataset
+        self.long_samples = long_samples
         self.store = store
         self.store_bind = store_bind
         self.planners = planners * machine.nodes()
@@ -118,6 +126,7 @@ class PlannedRecipe:
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
         self._runner: IterationRunner | None = None
+        self._recorder: Recorder | None = None
         self.latest: PlannedIteration | None = None
         self.inputs: PlanInputs | None = None
 
@@ -139,7 +148,10 @@ class PlannedRecipe:
         return read_meta(self.data).files
 
     def close(self) -> None:
-        """End planners and threads, while the process groups still exist; a second call does nothing."""
+        """Report, and end planners and threads, while the process groups still exist; a second call does nothing."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and (summary := recorder.report()) is not None:
+            say(summary)
         self._resources.close()
 
     def datasets(self, context: Any) -> tuple[Items | None, Items | None, Items | None]:
@@ -190,6 +202,8 @@ class PlannedRecipe:
         )
         if not forward_only:
             self.latest = item
+            assert self._recorder is not None, "made with the runner"
+            self._recorder.add(item, result.trace, losses)
             add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
             self._log(item, result.trace)
             self._iterators["train"].prepare()
@@ -221,17 +235,45 @@ class PlannedRecipe:
         for split in inputs.splits:
             self._iterators[split.name] = supply.iterator(split, required=required)
         self.inputs = inputs
+        self._recorder = recorder = control.run_on_all(partial(self._make_recorder, inputs, models))
+        self._resources.callback(recorder.flush)
         if control.rank == 0:
             say(self._described(inputs, models))
         make_batch = partial(bridge_batch, explicit_mask=takes_mask(models))
         return IterationRunner(steps, inputs.planner, required=required, make_batch=make_batch, seed=config.rng.seed)
 
+    def _make_recorder(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> Recorder:
+        planner = inputs.planner
+        ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
+        run = RunRecord(
+            world_size=torch.distributed.get_world_size(),
+            stages=planner.pipeline_parallel,
+            memory_limit_bytes=planner.memory_limit_bytes,
+            model_state_bytes=planner.model_state_bytes or (),
+            maximum=Shape(1, self._config.model.seq_length, 0),
+            first_iteration=inputs.splits[0].first_iteration,
+            computed_costs=isinstance(inputs.costs, AnalyticCosts),
+            samples=read_meta(self.data).samples,
+            about={
+                "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",
+                "data": str(self.data),
+                "layout": f"{' × '.join(map(str, ranks))} (data × tensor × pipeline), {planner.chunks} chunks a rank",
+            },
+        )
+        return Recorder(
+            self.report_folder,
+            run,
+            self._control.collect,
+            rank=self._control.rank,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            write_metrics=lambda _item, _events: None,  # Bridge has writers of its own, and logs memory
+        )
+
     def _described(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> str:
         """What is planned, and what is left out as the recipe's model lacks it, in one line."""
-        kinds = ", ".join(sorted({type(chunk).__name__ for chunk in unwrap_model(list(models))}))
         allowed = ", ".join(inputs.planner.micro_batch_layouts)
         return (
-            f"planned iterations of {kinds}: {allowed} micro-batches, recomputation"
+            f"planned iterations of {_kinds(models)}: {allowed} micro-batches, recomputation"
             f" {', '.join(inputs.planner.recompute)}; not in a recipe's model: pieces of samples, half layers, divided"
             " backward passes, the head on labels alone"
         )
@@ -262,12 +304,12 @@ class PlannedRecipe:
         control = ControlGroup(timeout_s=self._config.dist.distributed_timeout_minutes * 60.0)
 
         def write() -> None:
-            if torch.distributed.get_rank() == 0 and not samples.is_written(folder):
+            if torch.distributed.get_rank() == 0 and not is_written(folder):
                 say(f"reading the recipe's samples once, into {folder}")
                 samples.write(folder, datasets, context.tokenizer)
 
         control.run_on_all(write)
-        if not samples.is_written(folder):
+        if not is_written(folder):
             raise DataError(
                 f"expected the recipe's samples in {folder}, where rank 0 has written them, found none",
                 hint="give planned() a report_folder that all nodes share",

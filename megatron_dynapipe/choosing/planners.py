@@ -12,7 +12,7 @@ from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.costing.experts import with_expert_parallel
 from megatron_dynapipe.costing.links import Links, links_between
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.pattern import each_alone
@@ -113,5 +113,11 @@ def _tables_under(settings: PlannerSettings, cost_model: CostModel, recompute: R
     if not set(settings.model.modules) <= kinds or (EXPERT_MLP in kinds) != bool(with_experts):
         model = f"experts in layers {with_experts}" if with_experts else "layers of one kind"
         raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
-    parallel = ExpertParallel(settings.expert_parallel, settings.tensor_parallel, settings.expert_imbalance)
-    return with_expert_parallel(tables, parallel, settings.network, recompute)
+    return with_expert_parallel(
+        tables,
+        settings.network,
+        recompute,
+        ranks=settings.expert_parallel,
+        tensor_parallel=settings.tensor_parallel,
+        imbalance=settings.expert_imbalance,
+    )

@@ -3,9 +3,15 @@
 import argparse
 import functools
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli import print_json
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
+
+if TYPE_CHECKING:
+    from megatron_dynapipe.tools.certify.verdict import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Flags of the training command follow after --. The run's own model trains a few iterations of its own data as"
         " planned, and in one process without pipeline, packing, pieces or plans, from the same weights; losses,"
         " gradients, steps, isolation of samples and repetition are compared in fp32, losses and gradients in the run's"
-        " precision too. Learning rate and weight decay are the certificate's own, so that three steps show."
+        " precision too. Learning rate and weight decay are the certificate's own, so that three steps show. In place"
+        " of flags, the script of a recipe of Megatron-Bridge with its words may follow (docs/bridge.md)."
     )
     add = parser.add_argument
     add(
@@ -27,16 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="do not reduce a model that is too large for one process")
     add("--deadline-s", type=above_zero, default=1800.0, metavar="S", help="of each run (%(default).0f)")
     add("--json", action="store_true", help="print the certificate for a machine to read")
-    add("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the run's flags")
+    add("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS|SCRIPT", help="the run's flags, or its script")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print the table; 1 if anything differs by more than rounding."""
-    from megatron_dynapipe.tools.certify.command import certify
-
-    settings = {name: getattr(args, name) for name in ("ranks", "iterations", "full", "deadline_s")}
     say = functools.partial(print, file=sys.stderr, flush=True)
-    checks, gradients, rates = certify(args.flags, **settings, said=say)
+    checks, gradients, rates = _certified(args, say)
     missed = [check.name for check in checks if not check.holds]
     if args.json:
         report = {"exact": not missed, "rates": rates, "checks": checks, "gradients": gradients}
@@ -49,3 +53,20 @@ def run(args: argparse.Namespace) -> int:
         exact = f"exact: this run trains what one process trains; steps were made with {rates}"
         print(f"not exact: {', '.join(missed)}" if missed else exact)
     return 1 if missed else 0
+
+
+def _certified(args: argparse.Namespace, say: Callable[[str], None]) -> "tuple[list[Check], dict[str, float], str]":
+    words = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
+    if not words or not words[0].endswith(".py"):
+        from megatron_dynapipe.tools.certify.command import certify
+
+        settings = {name: getattr(args, name) for name in ("ranks", "iterations", "full", "deadline_s")}
+        return certify(args.flags, **settings, said=say)
+
+    from megatron_dynapipe.tools.certify.recipe import certify_recipe
+
+    if args.full:
+        raise ConfigError("--full goes with flags: the model of a script is never reduced", hint="leave it out")
+    if args.ranks is None:
+        raise ConfigError("expected --ranks N with a script, got none", hint="as many as torchrun starts it with")
+    return certify_recipe(words, ranks=args.ranks, iterations=args.iterations, deadline_s=args.deadline_s, said=say)

@@ -16,6 +16,7 @@ from megatron_dynapipe.config import expand, load_yaml
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
+from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters
 from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.costing.recipe import model_of, recipe_flags
@@ -92,15 +93,47 @@ def take_model_config(args: argparse.Namespace) -> None:
                 f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
             )
+    _check_adapters(args, model.shape.get("adapters"))
     args.pattern = model.pattern
     args.model_file = model
     args.run_lengths = (model.max_seq_len, model.max_target_len)
+
+
+def _check_adapters(args: argparse.Namespace, recipe: Adapters | None) -> None:
+    """Refuse flags of adapters that say something else than a recipe."""
+    if recipe is None:
+        return
+    for name, value in (("peft", recipe.kind), ("peft_dim", recipe.dim)):
+        if (flag := getattr(args, name)) not in (None, value):
+            raise ConfigError(
+                f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
+                hint="leave the flag out: the file says it",
+            )
+
+
+def adapters_of(args: argparse.Namespace) -> Adapters | None:
+    """The adapters that are trained, as completed arguments say them; None where all weights are.
+
+    Raises:
+        ConfigError: a width was given without a kind.
+    """
+    file: ModelFile | None = getattr(args, "model_file", None)
+    of_file: Adapters | None = None if file is None else file.shape.get("adapters")
+    if of_file is not None:
+        return of_file
+    if args.peft is not None:
+        return Adapters(kind=args.peft, dim=args.peft_dim or DEFAULT_DIM)
+    if args.peft_dim is not None:
+        raise ConfigError("--peft-dim goes with --peft, which was not given", hint="pass --peft lora or --peft dora")
+    return None
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ModelShape` besides family and hidden size, as completed arguments say them; some may be missing."""
     file: ModelFile | None = getattr(args, "model_file", None)
     shape = dict(file.shape) if file is not None else {}
+    if (adapters := adapters_of(args)) is not None:
+        shape["adapters"] = adapters
     return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
 
 
@@ -108,6 +141,11 @@ def is_recipe(args: argparse.Namespace) -> bool:
     """Whether completed arguments name a recipe of Megatron-Bridge."""
     file: ModelFile | None = getattr(args, "model_file", None)
     return file is not None and file.is_recipe
+
+
+def trains_in_bridge(args: argparse.Namespace) -> bool:
+    """Whether completed arguments name a model that Megatron-Bridge trains, of modules that are its own."""
+    return is_recipe(args) or adapters_of(args) is not None
 
 
 def run_words(args: argparse.Namespace) -> list[str]:
@@ -175,7 +213,9 @@ def read_model(path: Path) -> ModelFile:
     values = {str(name): value for name, value in loaded.items()}
     try:
         if (of_recipe := model_of(values)) is not None:
-            return msgspec.structs.replace(_of_run_file(recipe_flags(of_recipe)), is_recipe=True)
+            model = _of_run_file(recipe_flags(of_recipe))
+            adapters = {"adapters": Adapters.of_recipe(values["peft"])} if values.get("peft") else {}
+            return msgspec.structs.replace(model, is_recipe=True, shape=model.shape | adapters)
         return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None

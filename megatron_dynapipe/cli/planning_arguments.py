@@ -6,13 +6,20 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import Any, get_args
 
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.cli.batches import read_batches
-from megatron_dynapipe.cli.model_config import experts_of, given_numbers, model_shape, take_model_config
+from megatron_dynapipe.cli.model_config import (
+    adapters_of,
+    experts_of,
+    given_numbers,
+    model_shape,
+    take_model_config,
+    trains_in_bridge,
+)
 from megatron_dynapipe.config import Cluster, read_cluster
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
@@ -31,6 +38,7 @@ from megatron_dynapipe.costing import (
     even_layer_split,
     model_of_layers,
 )
+from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Kind
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.links import Link
@@ -122,6 +130,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         add(f"--{name}", type=positive, metavar="N", help="of the model")
+    add("--peft", choices=get_args(Kind), help="train adapters of all linear layers, in Megatron-Bridge, alone")
+    add("--peft-dim", type=positive, metavar="N", help=f"width of the adapters (default: {DEFAULT_DIM})")
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,10 +228,9 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         modules_per_stage=None if layer_split == EQUAL else model.modules_of(layer_split),
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
-        recompute=args.limit_rc_type or tuple(Recompute),
+        recompute=args.limit_rc_type or _modes(args),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
-        slices=args.slices,
-        split_backward="off" if experts else args.split_backward,
+        **_ways(args, has_experts=experts is not None),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
         replicas_in_step=args.expert_parallel,
@@ -231,6 +240,29 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         transfers=GLOO_RULES if args.transfers == "gloo" else CUDA_RULES,
     )
     return _with_auto_split(args, settings, cost_model) if args.layers_per_stage == AUTO else settings
+
+
+def _modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
+    """The modes to choose among: with adapters, layers are not recomputed as a whole (`bridge.recipe`)."""
+    return tuple(Recompute) if adapters_of(args) is None else (Recompute.NONE, Recompute.SELECTIVE)
+
+
+def _ways(args: argparse.Namespace, *, has_experts: bool) -> dict[str, Any]:
+    """Whether samples are cut and backward passes divided: only in modules of this package.
+
+    Raises:
+        ConfigError: it was asked for where it cannot be.
+    """
+    if not trains_in_bridge(args):
+        return {"slices": args.slices, "split_backward": "off" if has_experts else args.split_backward}
+    for name in ("slices", "split_backward"):
+        if (value := getattr(args, name)) not in (AUTO, "off"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: the model of a recipe, or one with adapters, is trained inside"
+                " Megatron-Bridge, whose modules cannot do that",
+                hint="leave the flag out",
+            )
+    return {"slices": "off", "split_backward": "off"}
 
 
 def network_of(args: argparse.Namespace, links: Mapping[str, Link]) -> Network:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
-from megatron_dynapipe.cli.model_config import RUN_FILES, given_numbers, is_recipe, run_words
+from megatron_dynapipe.cli.model_config import RUN_FILES, given_numbers, run_words, trains_in_bridge
 from megatron_dynapipe.cli.planning_arguments import (
     ANALYTIC,
     add_export,
@@ -289,7 +289,7 @@ def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[s
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
-    if is_recipe(args):
+    if trains_in_bridge(args):
         return f"the recipe's overrides: {recipe_overrides(best, settings)}"
     nodes = max(1, -(-args.devices // per_node))
     ranks = min(args.devices, per_node)

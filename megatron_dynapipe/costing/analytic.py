@@ -31,9 +31,9 @@ from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops
 from megatron_dynapipe.costing.links import Link
-from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
+from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of
 from megatron_dynapipe.costing.shape import ModelShape
-from megatron_dynapipe.costing.state import EndState, ModelState
+from megatron_dynapipe.costing.state import state_of
 from megatron_dynapipe.costing.work import LayerWork, Workload
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -45,8 +45,8 @@ _PEAK_SHARED = 0.4
 what they divide: as in published profiles of Megatron's layers."""
 
 
-_GRADIENT_BYTES = 4
-"""Bytes of a parameter's gradient, as Megatron adds gradients up."""
+_NORM_PASSES = 5
+"""Over weights, to compute their norms with an adapter's: B·A is written, added to W, and the sum is read."""
 
 _FITS_NOWHERE = 2**36
 """A layer's time (ns) or memory (bytes) from which a micro-batch counts as infeasible: over a minute, or more than
@@ -179,7 +179,7 @@ class AnalyticCostModel:
             divisions=divisions,
             inputs=self._lengths,
             targets=targets,
-            weights=recompute is not Recompute.FULL,
+            weights=self._divides(recompute),
             sizes=self._sizes[:, None, None],
         )
         values = dividing.modules(
@@ -193,7 +193,7 @@ class AnalyticCostModel:
             inputs=self._lengths,
             targets=targets,
             values=values,
-            state=self._state(tensor_parallel, divisions),
+            state=state_of(self.shape, divisions, tensor_parallel=tensor_parallel),
             peak_covers_backward=True,
             key_value_channels=self.shape.key_value_channels // tensor_parallel,
             exchange_bytes=self._exchange_bytes(tensor_parallel),
@@ -240,7 +240,7 @@ class AnalyticCostModel:
                 divisions=divisions,
                 inputs=inputs,
                 targets=targets,
-                weights=not inside and recompute is not Recompute.FULL,
+                weights=not inside and self._divides(recompute),
                 linear=not inside,
                 inside=inside,
             )
@@ -262,6 +262,10 @@ class AnalyticCostModel:
         shared = tensor_parallel if self._sequence_parallel else 1
         return self.shape.experts.per_token * self.shape.hidden * self.rates.element_bytes // shared
 
+    def _divides(self, recompute: Recompute) -> bool:
+        """Whether a backward pass has a second half; without gradients of most weights it is not worth one."""
+        return recompute is not Recompute.FULL and self.shape.adapters is None
+
     def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         def of(shape: ModelShape) -> dict[LayerKind, Division]:
             divisions = shares_by_flops(
@@ -271,6 +275,7 @@ class AnalyticCostModel:
                 recompute,
                 key_value_channels=shape.key_value_channels,
                 ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
+                frozen=shape.adapters is not None,
             )
             if shape.experts is None or recompute is Recompute.FULL:
                 return dict(divisions)
@@ -284,31 +289,6 @@ class AnalyticCostModel:
             known = of(self.shape)
             return known if self._has_decoder else {"encoder": known["encoder"]}
         return {"encoder": of(self.shape.dense)["encoder"], "expert": of(self.shape)["encoder"]}
-
-    def _state(self, tensor_parallel: int, divisions: Mapping[LayerKind, Division]) -> ModelState:
-        shape = self.shape
-        has_decoder = self._has_decoder
-        attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
-        dense = shape.dense.mlp_parameters(tensor_parallel)
-        norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
-        rows = shape.rows(tensor_parallel) // tensor_parallel
-        layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
-        if has_decoder or shape.kinds > 1:
-            layers["decoder" if has_decoder else "expert"] = 2 * ((1 + has_decoder) * attention + mlp)
-        return ModelState(
-            embedding_bytes=2 * rows * shape.hidden,
-            modules=parameter_bytes(layers, divisions),
-            expert_bytes=2 * shape.expert_parameters(tensor_parallel),
-            ends=EndState(
-                tied=shape.tied,
-                positions=2 * shape.positions * shape.hidden,
-                encoder_tables=2 * tables,
-                decoder_tables=2 * tables if has_decoder else 0,
-                norm=2 * norm,
-                head_biases=2 * rows if has_decoder and shape.tied else 0,
-            ),
-            gradient_bytes=_GRADIENT_BYTES,
-        )
 
     def layer_work(self, tensor_parallel: int) -> LayerWork:
         """The work of this model's layers; raises CostModelError if its heads or query groups cannot be shared so."""
@@ -336,6 +316,7 @@ def layer_costs(work: Workload, rates: DeviceRates, recompute: Recompute) -> Flo
         core = work.core_flops / rates.flops_per_second + work.core_bytes / rates.bytes_per_second
         backward, stored = backward + core, work.kept_bytes
     peak = np.maximum(rates.peaks.of(recompute) * peak_basis(work, rates.peaks, recompute), stored)
+    peak = peak + work.norm_bytes  # one linear's sum of W and B·A, twice: about as much as all weights once
     return np.stack(np.broadcast_arrays(forward * 1e9, backward * 1e9, stored, peak))
 
 
@@ -364,11 +345,15 @@ def peak_basis(work: Workload, peaks: PeakRatios, recompute: Recompute) -> Float
 def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floats:
     """Seconds of a forward, or of a backward without recomputation."""
     products, traffic, overhead = 1.0, 1.0, 1.0
-    if backward:
+    multiplied = work.linear_flops + work.core_flops
+    norms = _NORM_PASSES * work.norm_bytes
+    if backward:  # which has no gradients of frozen weights
         products, traffic, overhead = rates.backward_products, rates.backward_traffic, rates.backward_overhead
+        multiplied = multiplied - work.frozen_flops / 2
+        norms = 0.0
     seconds = (
-        products * (work.linear_flops + work.core_flops) / rates.flops_per_second
-        + traffic * (work.kept_bytes + work.core_bytes) / rates.bytes_per_second
+        products * multiplied / rates.flops_per_second
+        + (traffic * (work.kept_bytes + work.core_bytes) + norms) / rates.bytes_per_second
         + work.message_bytes / rates.link_bytes_per_second
     )
     floor = overhead * work.kernels * rates.layer_overhead_us * 1e-6

@@ -91,6 +91,7 @@ def shares_by_flops(
     *,
     key_value_channels: int | None = None,
     ffn_parameters: int | None = None,
+    frozen: bool = False,
 ) -> Mapping[LayerKind, Division]:
     """The division of a layer that was not measured.
 
@@ -101,15 +102,18 @@ def shares_by_flops(
         recompute: under full recomputation both halves store their own inputs.
         key_value_channels: query groups × channels of each; None for as many as `channels`.
         ffn_parameters: width of such a network that has as many parameters; None for `ffn`.
+        frozen: whether weights get no gradients, so that of a backward's products attention's inside is twice the part.
     """
     c, g = channels, channels if key_value_channels is None else key_value_channels
     kept = Rates(_STORED[0], 0, _STORED[1])
     stored = AS_THE_LAYER if recompute is Recompute.FULL else (kept, kept)
-    encoder = _smallest(4 * hidden * (c + g), 4 * c, 4 * hidden * ffn, 0)
+    linear, inner, mlp = 4 * hidden * (c + g), 4 * c, 4 * hidden * ffn
+    encoder = _smallest(linear, inner, mlp, 0)
+    backward = _smallest(linear, inner * (2 if frozen else 1), mlp, 0)
     decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
     f = ffn if ffn_parameters is None else ffn_parameters
     return {
-        "encoder": Division(forward=encoder, backward=encoder, stored=stored, parameters=(c + g, f)),
+        "encoder": Division(forward=encoder, backward=backward, stored=stored, parameters=(c + g, f)),
         "decoder": Division(forward=decoder, backward=decoder, stored=stored, parameters=(2 * (c + g), f)),
     }
 

@@ -9,7 +9,6 @@ and what they keep are taken f times.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,32 +17,32 @@ from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.units import Recompute
 
 
-class ExpertParallel(NamedTuple):
-    """How experts are shared: by how many ranks, of whose tensor-parallel groups; and the imbalance between them."""
-
-    ranks: int
-    tensor_parallel: int
-    imbalance: float
-
-
 def with_expert_parallel(
-    tables: CostTables, parallel: ExpertParallel, network: Network, recompute: Recompute
+    tables: CostTables,
+    network: Network,
+    recompute: Recompute,
+    *,
+    ranks: int,
+    tensor_parallel: int = 1,
+    imbalance: float = 1.0,
 ) -> CostTables:
     """The tables of modules whose experts are shared, from those of modules that have all experts on each rank.
 
     Args:
         tables: of a model; those without experts, or already with an exchange, stay as they are.
-        parallel: how they are shared.
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
+        ranks: that share experts.
+        tensor_parallel: ranks that share a layer.
+        imbalance: tokens of the busiest rank's experts over the mean.
     """
     state = tables.state
-    ranks = parallel.ranks
     kind = state.expert_kind
     if kind is None or ranks == 1 or state.expert_parallel > 1:
         return tables
     elsewhere = state.expert_bytes - state.expert_bytes // ranks
-    more = _More(tables.kinds.index(kind), parallel, network, tables.exchange_bytes, recompute)
+    exchange = _Exchange(network, tables.exchange_bytes, imbalance, ranks=ranks, tensor_parallel=tensor_parallel)
+    more = _More(tables.kinds.index(kind), exchange, recompute)
     packed = tables.packed
     if packed is not None:
         packed = replace(packed, linear=more.of(packed.linear, packed.row_inputs[:, None]))
@@ -65,19 +64,15 @@ def with_expert_parallel(
 class _More:
     """What sharing adds to modules with experts, which are of the kind numbered `experts`."""
 
-    def __init__(
-        self, experts: int, parallel: ExpertParallel, network: Network, exchange_bytes: int, recompute: Recompute
-    ) -> None:
+    def __init__(self, experts: int, exchange: "_Exchange", recompute: Recompute) -> None:
         self.experts = experts
-        self.parallel = parallel
-        self.network = network
-        self.exchange_bytes = exchange_bytes
+        self.exchange = exchange
         self.recompute = recompute
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
         """A grid's values with those of modules with experts raised at so many positions."""
-        result, exchange = values.copy(), np.rint(self._exchange_ns(positions)).astype(np.int64)
-        more = round((self.parallel.imbalance - 1) * 1000)
+        result, exchange = values.copy(), np.rint(self.exchange.ns(positions)).astype(np.int64)
+        more = round((self.exchange.imbalance - 1) * 1000)
         for quantity, times in (
             (Quantity.FORWARD, 2),
             (Quantity.BACKWARD, 4 if self.recompute is Recompute.FULL else 2),
@@ -98,13 +93,25 @@ class _More:
             result[kind, quantity] = np.where(before == ABSENT, ABSENT, before + kept)
         return result
 
-    def _exchange_ns(self, positions: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        """One all-to-all, from so many positions of every rank."""
+
+class _Exchange:
+    """An all-to-all of tokens between the ranks that share experts."""
+
+    def __init__(
+        self, network: Network, position_bytes: int, imbalance: float, *, ranks: int, tensor_parallel: int
+    ) -> None:
+        self.network = network
+        self.position_bytes = position_bytes
+        self.imbalance = imbalance
+        self.ranks = ranks
+        self.inside = min(ranks, max(network.devices_per_node // tensor_parallel, 1))
+
+    def ns(self, positions: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """The time of one, from so many positions of every rank."""
         n = self.network
-        ranks = self.parallel.ranks
-        inside = min(ranks, max(n.devices_per_node // self.parallel.tensor_parallel, 1))
-        bits = positions * self.exchange_bytes * 8 * self.parallel.imbalance / ranks  # for one of the ranks
-        near = n.intra_node_latency_us * 1e3 + (inside - 1) * bits / n.intra_node_gbps
-        if inside == ranks:
+        bits = positions * self.position_bytes * 8 * self.imbalance / self.ranks  # for one of the ranks
+        near = n.intra_node_latency_us * 1e3 + (self.inside - 1) * bits / n.intra_node_gbps
+        if self.inside == self.ranks:
             return np.asarray(near)
-        return np.maximum(near, n.inter_node_latency_us * 1e3 + (ranks - inside) * bits / n.inter_node_gbps)
+        far = n.inter_node_latency_us * 1e3 + (self.ranks - self.inside) * bits / n.inter_node_gbps
+        return np.maximum(near, far)

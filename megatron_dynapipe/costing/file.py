@@ -121,6 +121,8 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
     recorded = file.model.get("experts")
     if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
         differ.append("experts in place of the file's " + ("others" if recorded else "none"))
+    if model.get("adapters") is not None:  # `profile` measures layers without
+        differ.append("adapters in place of the file's none")
     if differ:
         raise CostModelError(
             f"{file.name} was measured on another model: this one has {', '.join(differ)}",

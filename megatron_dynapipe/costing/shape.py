@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, round_up
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
 from megatron_dynapipe.costing.hugging_face import megatron_flags
 from megatron_dynapipe.costing.pattern import EXPERTS, expert_modules
 
@@ -185,6 +186,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         keeps_scores: attention keeps its scores (Megatron's local one); else it runs in a kernel that keeps none.
         attention_dropout, hidden_dropout: whether there is any, whose masks are kept.
         experts: in place of the feed-forward network.
+        adapters: that are trained while all other weights are frozen; None where all weights are trained.
     """
 
     family: ModelFamily
@@ -209,6 +211,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_dropout: bool = True
     hidden_dropout: bool = True
     experts: Experts | None = None
+    adapters: Adapters | None = None
 
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any], family: ModelFamily, *, on_cpu: bool) -> "ModelShape":
@@ -220,6 +223,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"expected query groups that divide {self.heads} heads, got {self.query_groups}")
         if self.experts and self.experts.per_token > self.experts.count:
             raise ConfigError(f"expected at most {self.experts.count} experts of a token, got {self.experts.per_token}")
+        if self.adapters and self.family.is_encoder_decoder:
+            raise ConfigError("expected adapters of a GPT, got them of a T5")
 
     @property
     def query_channels(self) -> int:
@@ -283,11 +288,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         h, a, g = self.hidden, self.query_channels, self.key_value_channels
         sharded = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
         whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
-        return sharded // tensor_parallel + whole
+        return sharded // tensor_parallel + whole + self.adapter_parameters(ATTENTION_LINEARS, tensor_parallel)
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
         """The parameters of a layer's feed-forward network, or router and experts, with the norm before them."""
-        norm = self.norm_parameters(self.hidden)
+        norm = self.norm_parameters(self.hidden) + self.adapter_parameters(MLP_LINEARS, tensor_parallel)
         if self.experts is None:
             return norm + self._network_parameters(self.ffn, tensor_parallel)
         shared = self.experts.shared_ffn and self._network_parameters(self.experts.shared_ffn, tensor_parallel)
@@ -298,6 +303,33 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.experts is None:
             return 0
         return self.experts.count * self._network_parameters(self.experts.ffn, tensor_parallel)
+
+    def adapter_parameters(self, linears: Sequence[Linear], tensor_parallel: int) -> int:
+        """The parameters of adapters of a layer's linears, which its experts share; 0 without adapters."""
+        if self.adapters is None:
+            return 0
+        count = 0
+        for linear in set(linears).intersection(self.adapters.linears):
+            for inputs, outputs, _ in self.sizes_of(linear):
+                count += self.adapters.dim * (inputs + outputs) // tensor_parallel
+                if self.adapters.kind == "dora":
+                    count += outputs // (1 if linear in DIVIDED_INPUTS else tensor_parallel)
+        return count
+
+    def sizes_of(self, linear: Linear) -> list[tuple[int, int, int]]:
+        """Inputs and outputs of a layer's products of that name, and how often a position goes through each."""
+        h, a, g = self.hidden, self.query_channels, self.key_value_channels
+        if linear in ATTENTION_LINEARS:
+            return [(h, a + 2 * g, 1) if linear == "linear_qkv" else (a, h, 1)]
+        networks = [(self.ffn, 1)]
+        if self.experts is not None:
+            networks = [(self.experts.ffn, self.experts.per_token), (self.experts.shared_ffn, 1)]
+        gates = 2 if self.gated else 1
+        return [
+            (h, gates * width, times) if linear == "linear_fc1" else (width, h, times)
+            for width, times in networks
+            if width
+        ]
 
     def _network_parameters(self, width: int, tensor_parallel: int) -> int:
         inner = (2 if self.gated else 1) * width

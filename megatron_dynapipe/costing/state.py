@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.core.costs import EXPERT_MLP, MLP, IntArray, Kind
+from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, MLP, IntArray, Kind
 from megatron_dynapipe.core.model import PipelineLayout
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
+from megatron_dynapipe.costing.division import Division, LayerKind
+from megatron_dynapipe.costing.modules import parameter_bytes as bytes_of_modules
+from megatron_dynapipe.costing.shape import ModelShape
 from megatron_dynapipe.costing.stage_modules import StageModules, stage_modules
+
+_GRADIENT_BYTES = 4
+"""Bytes of a parameter's gradient, as Megatron adds gradients up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,8 @@ class ModelState:
             embeddings alone.
         gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
             published rule counts 2.
+        trained: those of `modules` that have gradients and states of the optimizer, where all others are frozen; None
+            where nothing is.
     """
 
     modules: Mapping[Kind, int]
@@ -52,6 +61,7 @@ class ModelState:
     gradient_bytes: int = 2
     expert_bytes: int = 0
     expert_parallel: int = 1
+    trained: Mapping[Kind, int] | None = None
 
     @property
     def expert_kind(self) -> Kind | None:
@@ -67,20 +77,27 @@ def model_state_bytes(
     """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
 
     For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
-    moments), which the distributed optimizer shards over the replicas.
+    moments), which the distributed optimizer shards over the replicas; both of trained parameters alone.
     """
-    per_stage = parameter_bytes(layout, state)
+    trained = trained_bytes(layout, state)
     experts = expert_bytes(layout, state)
-    sharded = per_stage * 6
+    sharded = trained * 6
     if distributed_optimizer:
-        sharded = -(-(per_stage - experts) * 6 // data_parallel)
+        sharded = -(-(trained - experts) * 6 // data_parallel)
         sharded += -(-experts * 6 * state.expert_parallel // data_parallel)
-    return np.asarray(per_stage * (2 + state.gradient_bytes) // 2 + sharded, np.int64)
+    return np.asarray(parameter_bytes(layout, state) + trained * state.gradient_bytes // 2 + sharded, np.int64)
+
+
+def trained_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
+    """Bytes of parameters that are trained, 2 each, per pipeline stage: int64[stages]."""
+    return parameter_bytes(layout, state) if state.trained is None else _bytes(layout, state.trained)
 
 
 def expert_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
-    """Bytes of one rank's experts, 2 a parameter, per pipeline stage: int64[stages]."""
-    return _bytes(layout, {} if state.expert_kind is None else {state.expert_kind: state.expert_bytes})
+    """Bytes of one rank's trained experts, 2 a parameter, per pipeline stage: int64[stages]."""
+    if state.expert_kind is None or state.trained is not None:
+        return _bytes(layout, {})
+    return _bytes(layout, {state.expert_kind: state.expert_bytes})
 
 
 def _bytes(layout: PipelineLayout, modules: Mapping[Kind, int], besides: Sequence[int] | int = 0) -> IntArray:
@@ -122,3 +139,40 @@ def _outside_layers(stage: StageModules, state: ModelState, ends: EndState) -> i
 def attends(modules: range) -> bool:
     """Whether there is attention among modules of one stack."""
     return len(modules) > modules.start % 2
+
+
+def state_of(shape: ModelShape, divisions: Mapping[LayerKind, Division], *, tensor_parallel: int = 1) -> ModelState:
+    """The parameters of a model on one of its tensor-parallel ranks, of layers that are divided as `divisions` say."""
+    has_decoder = shape.family.is_encoder_decoder
+    attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
+    dense = shape.dense.mlp_parameters(tensor_parallel)
+    norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
+    rows = shape.rows(tensor_parallel) // tensor_parallel
+    layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
+    if has_decoder or shape.kinds > 1:
+        layers["decoder" if has_decoder else "expert"] = 2 * ((1 + has_decoder) * attention + mlp)
+    return ModelState(
+        embedding_bytes=2 * rows * shape.hidden,
+        modules=bytes_of_modules(layers, divisions),
+        expert_bytes=2 * shape.expert_parameters(tensor_parallel),
+        ends=EndState(
+            tied=shape.tied,
+            positions=2 * shape.positions * shape.hidden,
+            encoder_tables=2 * tables,
+            decoder_tables=2 * tables if has_decoder else 0,
+            norm=2 * norm,
+            head_biases=2 * rows if has_decoder and shape.tied else 0,
+        ),
+        gradient_bytes=_GRADIENT_BYTES,
+        trained=_trained(shape, tensor_parallel),
+    )
+
+
+def _trained(shape: ModelShape, tensor_parallel: int) -> Mapping[Kind, int] | None:
+    if shape.adapters is None:
+        return None
+    return {
+        ATTENTION: 2 * shape.adapter_parameters(ATTENTION_LINEARS, tensor_parallel),
+        MLP: 2 * shape.dense.adapter_parameters(MLP_LINEARS, tensor_parallel),
+        EXPERT_MLP: 2 * shape.adapter_parameters(MLP_LINEARS, tensor_parallel),
+    }

@@ -10,14 +10,18 @@ A layer is two halves, and its work is their sum:
     norm → feed-forward network, or a router and experts                                              MLP
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from megatron_dynapipe.core.costs import Floats
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Linear
 from megatron_dynapipe.costing.shape import ModelShape
 
 _FP32_BYTES = 4
+_ADAPTER_KERNELS = {"lora": 0.07, "dora": 0.2}
+"""Launches of an adapter, 4 and 11, in units of the 56 of an encoder layer's forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +30,7 @@ class Workload:
 
     Attributes:
         linear_flops: products with weights.
+        frozen_flops: those of `linear_flops` with frozen weights, which get no gradient.
         core_flops: attention's products, which recompute mode "selective" repeats.
         shared_bytes: activations kept for the backward that every tensor-parallel rank holds (without sequence
             parallelism), and `split_bytes`: those of which each holds its part; both without attention's inside.
@@ -34,9 +39,11 @@ class Workload:
         input_bytes: what full recomputation keeps.
         message_bytes: what tensor-parallel ranks add up over their links.
         kernels: launches, in units of those of an encoder layer.
+        norm_bytes: weights whose norms a forward computes.
     """
 
     linear_flops: Floats
+    frozen_flops: Floats
     core_flops: Floats
     shared_bytes: Floats
     split_bytes: Floats
@@ -45,6 +52,7 @@ class Workload:
     input_bytes: Floats
     message_bytes: Floats
     kernels: float
+    norm_bytes: float = 0.0
 
     @property
     def kept_bytes(self) -> Floats:
@@ -89,7 +97,8 @@ class LayerWork:
         turned = a + g if shape.rotary or shape.qk_norm else 0
         normed = a + g if shape.qk_norm and shape.rms_norm and not shape.fused else 0
         biased = bool(shape.relative_buckets) and not shape.fused
-        return self._attention(b, q, q, more=b * q * (copied + turned + normed), biased=biased)
+        attention = self._attention(b, q, q, more=b * q * (copied + turned + normed), biased=biased)
+        return self._adapted(attention, b * q, ATTENTION_LINEARS)
 
     def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Workload:
         """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
@@ -127,7 +136,7 @@ class LayerWork:
         if (experts := shape.experts) is not None:  # tokens are copied to their experts, and come back
             width = experts.per_token * experts.ffn + experts.shared_ffn
             shared = 2 * experts.per_token * h
-        return self._work(
+        network = self._work(
             linear=tokens * 2 * h * shape.mlp_width,
             shared=tokens * ((shape.norm_copies + 1 + shape.hidden_masks) * h + shared),
             ffn=tokens * kept * width,
@@ -135,25 +144,52 @@ class LayerWork:
             messages=tokens * h,
             kernels=0.4,
         )
+        return self._adapted(network, tokens, MLP_LINEARS)
+
+    def _adapted(self, work: Workload, positions: Floats, linears: Sequence[Linear]) -> Workload:
+        """Half a layer with adapters of some of its linears, whose inputs are kept for them; all else is frozen."""
+        shape, adapters = self.shape, self.shape.adapters
+        if adapters is None:
+            return work
+        work = replace(work, frozen_flops=work.linear_flops)
+        is_dora = adapters.kind == "dora"
+        for linear in (linear for linear in linears if linear in adapters.linears):
+            is_divided = linear in DIVIDED_INPUTS
+            for inputs, outputs, times in shape.sizes_of(linear):
+                each = times * positions
+                # Inputs that sequence parallelism divides are gathered, and kept whole.
+                whole = self.tensor_parallel * inputs if self.sequence_parallel and not is_divided else 0
+                added = self._work(
+                    linear=each * adapters.dim * (inputs + outputs),
+                    shared=each * (adapters.dim + whole),
+                    split=each * (adapters.dropout * inputs + is_dora * outputs),
+                    messages=each * (adapters.dim + is_divided * outputs / 2),  # gathering is half an all-reduce
+                    kernels=_ADAPTER_KERNELS[adapters.kind],
+                )
+                norms = is_dora * inputs * outputs / self.tensor_parallel * self.element_bytes
+                work = work.then(replace(added, norm_bytes=norms))
+        return work
 
     def head(self, b: Floats, q: Floats) -> Workload:
         """The output projection and the loss over q positions."""
         logits = b * q * self.shape.rows(self.tensor_parallel)
-        return self._work(
+        head = self._work(
             linear=logits * self.shape.hidden,
             split=3 * logits,
             messages=b * q * self.shape.hidden,
             kernels=0.75,
         )
+        return head if self.shape.adapters is None else replace(head, frozen_flops=head.linear_flops)
 
     def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
         """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
 
         Kept are the probabilities, in fp32, and the norm's output. Beside them there are for a time the logits, or
-        their gradient, in the model's own type where that is a narrower one, and the gradients of weight and input.
+        their gradient, in the model's own type where that is a narrower one, and the gradients of input and weight,
+        unless that is frozen.
         """
         rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
-        logits, weight = b * q * rows, rows * self.shape.hidden
+        logits, weight = b * q * rows, rows * self.shape.hidden * (self.shape.adapters is None)
         narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
         shared_ranks = self.tensor_parallel if self.sequence_parallel else 1
         normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks * self.element_bytes
@@ -178,6 +214,7 @@ class LayerWork:
         shared_ranks = tp if self.sequence_parallel else 1
         return Workload(
             linear_flops=2 * linear / tp,
+            frozen_flops=like,
             core_flops=like + 4 * pairs * self.shape.query_channels / tp,
             shared_bytes=like + shared / shared_ranks * size,
             split_bytes=like + (split + ffn) / tp * size,

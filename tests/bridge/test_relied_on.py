@@ -28,7 +28,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = (("megatron.core.rerun_state_machine", "get_rerun_state_machine", "an_orbit"),)
     monkeypatch.setattr(relied_on, "NAMES", names)
     monkeypatch.setattr(relied_on, "CALLS", calls)
-    monkeypatch.setattr(relied_on, "check_installed", lambda: None)
+    monkeypatch.setattr(relied_on, "check_bridge", lambda: None)
     monkeypatch.setattr(relied_on.importlib.metadata, "version", lambda _: "9.9")
     with pytest.raises(UnsupportedMegatronError) as missing:
         relied_on.check.__wrapped__()

@@ -16,6 +16,7 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, sequence
 from megatron_dynapipe.sampling import Cutter, SpanTable
+from megatron_dynapipe.tools.prepare.learned import is_written, spans, target_start
 
 TOKENIZER = SimpleNamespace(vocab_size=100, eos_id=2, pad_id=0)
 
@@ -50,8 +51,8 @@ def test_a_sample_ends_with_what_is_learned_last() -> None:
     assert sample is not None
     tokens, learned = sample
     assert tokens.tolist() == [5, 6, 7, 8, 9]
-    assert samples.target_start(learned) == 4
-    assert list(samples.spans(learned)) == [(2, 3)]
+    assert target_start(learned) == 4
+    assert list(spans(learned)) == [(2, 3)]
 
 
 def test_a_sample_of_which_nothing_is_learned_is_left_out_and_counted(
@@ -61,13 +62,13 @@ def test_a_sample_of_which_nothing_is_learned_is_left_out_and_counted(
     samples.write(tmp_path / "made", (rows, None, None), TOKENIZER)
     assert "train: 1 of 2 samples are left out" in capsys.readouterr().out
     assert read_meta(tmp_path / "made").split_samples == {"train": 1, "valid": 0, "test": 0}
-    assert samples.is_written(tmp_path / "made")
+    assert is_written(tmp_path / "made")
 
 
 def test_samples_of_which_none_is_learned_are_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="training samples have none"):
+    with pytest.raises(DataError, match="training samples of a recipe of Megatron-Bridge have none"):
         samples.write(tmp_path / "made", (Rows([([5, 6], [0, 0])]), None, None), TOKENIZER)
-    assert not samples.is_written(tmp_path / "made")
+    assert not is_written(tmp_path / "made")
 
 
 def test_labels_that_are_other_tokens_are_refused() -> None:

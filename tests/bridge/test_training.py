@@ -3,7 +3,6 @@
 All rows are runs of one process, which imports Megatron-Bridge once.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.cli.model_config import read_model
+from tests.helpers.bridge_here import MARKS
 from tests.helpers.random_dataset import make_dataset
-from tests.helpers.rehearsal import build, jobs
+from tests.helpers.rehearsal import jobs
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++"),
-    pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="there is no Megatron-Bridge here"),
-    pytest.mark.timeout(3600),  # of the first test, which waits for all runs
-]
+pytestmark = MARKS
 RUNS = "tests.helpers.bridge_runs"
 FAMILIES = ("llama", "qwen3", "gemma3")
 SEVERAL = {"memory_limit_mb": 6.0}
@@ -51,6 +47,10 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **SEVERAL}),
         "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
         "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
+        "dora": (2, False, {"model": "llama", **TWO, "lora": "saved", "dora": True}),
+        "dora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", "dora": True, **SEVERAL}),
+        "chats planned": (1, True, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
+        "chats": (1, False, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
         "own": (1, False, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
         "exported": (1, True, {"model": "llama", "iterations": 2, "export": "exported"}),
@@ -70,8 +70,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     files = {"model": str(folder / "llama"), "dataset": str(folder / "data")}
     refused = [jobs.Job(f"{RUNS}:refused", files, 1)]
-    results = jobs.run_all([*made, *todo, *refused], folder, engine=True, deadline_s=3000, preloaded=RUNS)
-    return dict(zip(["prepared", *rows, "refused"], results, strict=True)) | {"folder": folder}
+    products = [jobs.Job(f"{RUNS}:products", files | {"lora": str(folder / "saved")}, 1)]
+    results = jobs.run_all([*made, *todo, *refused, *products], folder, engine=True, deadline_s=3000, preloaded=RUNS)
+    return dict(zip(["prepared", *rows, "refused", "products"], results, strict=True)) | {"folder": folder}
 
 
 def _placed(folder: Path, is_planned: bool, row: dict[str, Any]) -> dict[str, Any]:
@@ -140,22 +141,46 @@ def test_rows_are_packed_in_half_precision(ran: dict[str, Any]) -> None:
     assert_same(planned, last(ran, "half"), within=HALF)
 
 
-def test_adapters_train_as_without_plans(ran: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_train_as_without_plans(ran: dict[str, Any], kind: str) -> None:
     """On the same layout: Bridge draws adapters' first weights on each stage anew."""
-    planned = last(ran, "lora planned")
+    planned = last(ran, f"{kind} planned")
     assert planned["micro_batches"] > 1
-    assert_same(planned, last(ran, "lora"), within=EXACT)
-    assert_same_weights(ran["lora planned"], ran["lora"])
+    assert_same(planned, last(ran, kind), within=EXACT)
+    assert_same_weights(ran[f"{kind} planned"], ran[kind])
 
 
-def test_own_samples_are_those_of_bridge(ran: dict[str, Any]) -> None:
-    assert_same(last(ran, "own planned"), last(ran, "own"), within=EXACT)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_state_is_that_of_adapters_alone(ran: dict[str, Any], kind: str) -> None:
+    """In fp32 a trained parameter has a gradient of 4 bytes, and two moments; computed costs know their number."""
+    for stage, rank in enumerate(ran[f"{kind} planned"]):
+        assert rank["trained"] == rank["adapter"] * 2 > 0, "of two layers"
+        assert rank["state_bytes"][stage] == pytest.approx(rank["weight_bytes"] + rank["trained"] * 12, rel=0.01)
+
+
+def test_computed_products_are_those_that_run(ran: dict[str, Any]) -> None:
+    (products,) = ran["products"]
+    assert products["counted"] == pytest.approx(products["computed"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["own", "chats"])
+def test_own_samples_are_those_of_bridge(ran: dict[str, Any], kind: str) -> None:
+    assert_same(last(ran, f"{kind} planned"), last(ran, kind), within=EXACT)
 
 
 def test_a_planned_model_is_exported_to_hugging_face(ran: dict[str, Any]) -> None:
-    """Its logits there are those of its trained weights: the loss that Megatron computes of them."""
+    """Its logits there are those of its trained weights."""
     exported = last(ran, "exported")
-    assert exported["loss there"] == pytest.approx(exported["loss here"], rel=1e-4)
+    torch.testing.assert_close(exported["logits there"], exported["logits here"], atol=1e-4, rtol=1e-4)
+
+
+def test_every_iteration_is_in_the_report(ran: dict[str, Any]) -> None:
+    for rank in ran["virtual stages"]:
+        assert rank["recorded"] == [0, 1, 2, 3, 4]
+    folder = ran["folder"] / "data-report"
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "GPTModel of Megatron-Bridge, 4 layers" in page
 
 
 def test_a_saved_recipe_says_what_its_model_is(ran: dict[str, Any]) -> None:

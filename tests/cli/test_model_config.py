@@ -5,10 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.cli import main
-from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
+from megatron_dynapipe.cli.model_config import (
+    FLAGS,
+    adapters_of,
+    given_numbers,
+    model_shape,
+    read_model,
+    take_model_config,
+)
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import (
@@ -19,6 +27,7 @@ from megatron_dynapipe.costing import (
     PipelineLayout,
     model_of_layers,
 )
+from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import decode_file
 from megatron_dynapipe.costing.state import parameter_bytes
@@ -97,7 +106,7 @@ def parameters(shape: ModelShape, args: argparse.Namespace) -> int:
 
 
 def arguments(path: Path, **given: Any) -> argparse.Namespace:
-    names = ("model", "layers", "hidden_size", "encoder_layers", "decoder_layers", "data", *FLAGS)
+    names = ("model", "layers", "hidden_size", "encoder_layers", "decoder_layers", "data", "peft", "peft_dim", *FLAGS)
     return argparse.Namespace(**{**dict.fromkeys(names), **given}, model_config=path)
 
 
@@ -289,16 +298,71 @@ def test_a_recipe_of_bridge_is_the_model_that_hugging_face_names(tmp_path: Path)
     assert recipe.max_seq_len == 8193
     assert (recipe.model, recipe.hidden_size, recipe.layers) == (GPT, 4096, 32)
     shapes = [ModelShape(family=GPT, hidden=4096, **file.shape) for file in (recipe, hugging_face)]
-    assert shapes[0] == shapes[1]
+    assert shapes[0] == msgspec.structs.replace(shapes[1], adapters=Adapters(dim=32))
 
 
 def test_a_recipe_in_two_parts_is_one_model(tmp_path: Path) -> None:
     model = dict(RECIPE["model"])  # type: ignore[arg-type]
     outer = {name: model.pop(name) for name in ("_target_", "vocab_size", "seq_length")}
-    parts = read_model(written(tmp_path, {"model": outer | {"transformer": model}}))
+    parts = read_model(written(tmp_path, {"model": outer | {"transformer": model}, "peft": RECIPE["peft"]}))
     assert parts == read_model(written(tmp_path, RECIPE))
 
 
 def test_a_recipe_that_costs_do_not_model_says_so(tmp_path: Path) -> None:
     model = {**RECIPE["model"], "mtp_num_layers": 2}  # type: ignore[dict-item]
     assert read_model(written(tmp_path, {"model": model})).obstacle == "mtp-num-layers"
+
+
+LORA = "megatron.bridge.peft.lora.LoRA"
+
+
+@pytest.mark.parametrize(
+    ("peft", "expected"),
+    [
+        ({"_target_": LORA}, Adapters()),
+        ({"_target_": "megatron.bridge.peft.dora.DoRA", "dim": 8, "dropout": 0.1},
+         Adapters(kind="dora", dim=8, dropout=True)),
+        ({"_target_": LORA, "target_modules": ["*.layers.0.*.linear_qkv"]}, Adapters(linears=("linear_qkv",))),
+        ({"_target_": LORA, "target_modules": [], "exclude_modules": ["linear_fc1", "*.linear_fc2"]},
+         Adapters(linears=("linear_qkv", "linear_proj"))),
+        ({"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA",
+          "target_modules": ["linear_q", "linear_v", "linear_fc1_up"]}, Adapters(linears=("linear_qkv", "linear_fc1"))),
+    ],
+)  # fmt: skip
+def test_adapters_of_a_recipe(tmp_path: Path, peft: dict[str, Any], expected: Adapters) -> None:
+    assert read_model(written(tmp_path, RECIPE | {"peft": peft})).shape["adapters"] == expected
+
+
+@pytest.mark.parametrize(
+    ("peft", "message"),
+    [
+        (
+            {"_target_": "megatron.bridge.peft.prompt.Prompt"},
+            "expected adapters of LoRA, CanonicalLoRA, DoRA under peft",
+        ),
+        ({"_target_": LORA, "target_modules": ["router"]}, "expected adapters of linear layers, got target_modules"),
+    ],
+)
+def test_adapters_that_are_not_known_are_refused(tmp_path: Path, peft: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_model(written(tmp_path, RECIPE | {"peft": peft}))
+
+
+def test_flags_of_adapters_say_what_the_recipe_says(tmp_path: Path) -> None:
+    path = written(tmp_path, RECIPE)
+    take_model_config(args := arguments(path, peft="lora", peft_dim=32))
+    assert given_numbers(args)["adapters"] == Adapters()
+    for given, message in (({"peft": "dora"}, "--peft lora"), ({"peft_dim": 8}, "--peft-dim 32")):
+        with pytest.raises(ConfigError, match=f"expected {message}, as in"):
+            take_model_config(arguments(path, **given))
+    whole = {name: value for name, value in RECIPE.items() if name != "peft"}
+    take_model_config(args := arguments(written(tmp_path, whole), peft="dora", peft_dim=8))
+    assert given_numbers(args)["adapters"] == Adapters(kind="dora", dim=8)
+    with pytest.raises(ConfigError, match="--peft-dim goes with --peft"):
+        adapters_of(arguments(path, peft_dim=8))
+
+
+def test_costs_of_all_weights_are_none_of_adapters(cost_file: Path) -> None:
+    loaded = decode_file(cost_file.read_bytes(), origin="file")
+    with pytest.raises(CostModelError, match="this one has adapters in place of the file's none"):
+        check_measured_model(loaded, {"adapters": Adapters()})

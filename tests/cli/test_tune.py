@@ -211,3 +211,26 @@ def test_a_recipe_of_bridge_is_told_its_overrides(batches_file, tmp_path, capsys
     assert 4 % ranks == 0
     assert said["ddp.use_distributed_optimizer"] in ("true", "false")
     assert "pretrain_gpt_multitask" not in overrides
+
+
+@pytest.mark.parametrize("flags", [["--slices", "auto", "--peft", "lora", "--peft-dim", "8"], ["--peft", "dora"]])
+def test_adapters_are_tuned_for_alone(batches_file, capsys, flags):
+    """They need less memory than all weights with their gradients and optimizer states."""
+    sizes = "--model gpt --layers 6 --hidden-size 2048 --num-attention-heads 16 --vocab-size 512"
+    words = f"--batches {batches_file} --cost-model analytic {sizes} --device-memory-mb 40000 --devices 2"
+    best = []
+    for more in ([], flags):
+        argv = ["tune", *words.split(), "--workers", "1", "--chunks", "1", "--top", "1", *more]
+        assert main([*argv, "--json"]) == 0
+        best.append(json.loads(capsys.readouterr().out)["layouts"][0])
+    assert max(best[1]["peak_memory_mb"]) < max(best[0]["peak_memory_mb"]) / 2
+    assert main(argv) == 0
+    assert "the recipe's overrides: model.tensor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--slices 64", "--split-backward on"])
+def test_what_bridge_cannot_do_is_refused(batches_file, capsys, flag):
+    sizes = "--model gpt --layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --peft lora"
+    words = f"--batches {batches_file} --cost-model analytic {sizes} --device-memory-mb 4000 --devices 2 {flag}"
+    assert main(["tune", *words.split()]) == 2
+    assert f"{flag}: the model of a recipe, or one with adapters, is trained" in capsys.readouterr().err

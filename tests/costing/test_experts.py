@@ -18,7 +18,7 @@ from megatron_dynapipe.costing import (
     Quantity,
     model_of_layers,
 )
-from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.costing.experts import with_expert_parallel
 from megatron_dynapipe.costing.state import model_state_bytes
 from megatron_dynapipe.tools.tuning import Space, tune
 from megatron_dynapipe.tools.tuning.validate import layout_flags
@@ -71,7 +71,7 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
     """Four positions send two states of 256 channels and 2 bytes each: 4,096 bytes."""
     links = {"intra_node_gbps": 8.0, "inter_node_gbps": 1.0, "intra_node_latency_us": 1.0, "inter_node_latency_us": 9.0}
     network, alone = Network(devices_per_node=per_node, **links), tables(recompute)
-    shared = with_expert_parallel(alone, ExpertParallel(ranks, 1, imbalance=1.0), network, recompute)
+    shared = with_expert_parallel(alone, network, recompute, ranks=ranks)
     at = np.searchsorted(alone.sizes, 1), np.searchsorted(alone.inputs, 8), 0
     every = slice(None), slice(None)
     more = shared.values[(*every, *at)] - alone.values[(*every, *at)]
@@ -97,8 +97,7 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
 def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
     fast = Network(intra_node_gbps=1e12, intra_node_latency_us=0.0)
     even, uneven = (
-        with_expert_parallel(tables(), ExpertParallel(2, 1, factor), fast, Recompute.NONE).values
-        for factor in (1.0, 1.5)
+        with_expert_parallel(tables(), fast, Recompute.NONE, ranks=2, imbalance=factor).values for factor in (1.0, 1.5)
     )
     experts = tables().kinds.index(EXPERT_MLP)
     for quantity in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED):

@@ -27,6 +27,7 @@ NOT_RUN = {
     " Megatron-LM; cli/test_examples patches one, patches/test_training.py trains in one",
     r"python -m (varuna|verl)": "another project's",
     r"megatron-dynapipe certify -- FLAGS": "no whole line; tests/tools/certify runs one",
+    r"megatron-dynapipe certify --ranks": "of a script that needs Megatron-Bridge; bridge/test_certify.py runs one",
     r"megatron-dynapipe (COMMAND|plan --output FOLDER$)|python -m megatron_dynapipe C": "no whole line",
     r".*--validate 100": "trains for hours; the shorter line of docs/tuning.md is run",
     r"torchrun (--nnodes|--nproc-per-node [48] pretrain|… --dynapipe)": "needs 4 to 32 GPUs; tests/configs takes each"
@@ -72,6 +73,9 @@ RUN = {
             ("--devices 8 --device-memory-mb 36000", "--devices 2 --device-memory-mb 4000"),
             ("--validate 3", "--validate 1 --validate-iterations 2"),
         )
+    ),
+    rf"{PROGRAM} tune .*--peft": Runs(
+        swaps=(("models/llama-3.1-70b/config.json", "model.yaml"), ("--devices 8", "--devices 2")), slow=False
     ),
     rf"{PROGRAM} tune .*--write-config": Runs(
         swaps=(

@@ -6,39 +6,39 @@ Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an envi
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
-from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
+from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
-from megatron_dynapipe.sampling import SamplerSettings
-from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.service.settings import SplitSettings
+from megatron_dynapipe.report.records import StageRecord, decode_records
+from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
-LENGTH = 64
-BATCH = 16
 LAYERS = 4
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -68,6 +68,7 @@ def make_model(folder: Path, family: str) -> Path:
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(1)
     config = of[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -83,10 +84,12 @@ def recipe(
     tensor: int = 1,
     virtual: int | None = None,
     lora: str | None = None,
+    dora: bool = False,
     save: str | None = None,
     evaluations: int = 0,
     half: bool = False,
     own_samples: str | None = None,
+    chats: bool = False,
     pattern: str = "",
 ) -> Any:
     """A recipe of a small model, as a user would change one of Bridge's.
@@ -96,10 +99,12 @@ def recipe(
         iterations: of training, in all.
         pipeline, tensor, virtual: the layout.
         lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
+        dora: the adapters are DoRA's in place of LoRA's.
         save: where checkpoints are saved, and loaded from if there is one.
         evaluations: batches of an evaluation.
         half: in bf16.
         own_samples: a folder of JSON lines, as the recipe's own samples.
+        chats: these are conversations.
         pattern: of a HybridModel of random weights, in place of the folder's model.
     """
     config = _pretrain_common()
@@ -108,9 +113,7 @@ def recipe(
     config.model = provider
     config.tokenizer.tokenizer_model = str(model)
     provider.seq_length = config.dataset.seq_length = LENGTH
-    provider.pipeline_model_parallel_size = pipeline
-    provider.virtual_pipeline_model_parallel_size = virtual
-    provider.tensor_model_parallel_size = tensor
+    _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
     config.ddp.average_in_collective = False
@@ -119,21 +122,40 @@ def recipe(
     config.train.global_batch_size = BATCH
     config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
+    _keep_short(config)
+    config.checkpoint.save = config.checkpoint.load = save
+    config.checkpoint.save_interval = 2
+    if lora is not None:
+        config.peft = (DoRA if dora else LoRA)(dim=4, alpha=8)
+        config.checkpoint.pretrained_checkpoint = lora
+    if own_samples is not None:
+        config.dataset = _own_samples(own_samples, chats=chats)
+    return config
+
+
+def _keep_short(config: Any) -> None:
     config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 0
     config.scheduler.lr_decay_iters = 20
     config.logger.log_interval = 1
     config.logger.tensorboard_dir = None
-    config.checkpoint.save = config.checkpoint.load = save
-    config.checkpoint.save_interval = 2
-    if lora is not None:
-        config.peft = LoRA(dim=4, alpha=8)
-        config.checkpoint.pretrained_checkpoint = lora
-    if own_samples is not None:
-        config.dataset = GPTSFTDatasetConfig(
-            dataset_root=own_samples, seq_length=LENGTH, do_validation=False, do_test=False, num_workers=0
-        )
-    return config
+
+
+def _lay_out(provider: Any, pipeline: int, virtual: int | None, tensor: int) -> None:
+    provider.pipeline_model_parallel_size = pipeline
+    provider.virtual_pipeline_model_parallel_size = virtual
+    provider.tensor_model_parallel_size = tensor
+
+
+def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
+    return GPTSFTDatasetConfig(
+        dataset_root=folder,
+        seq_length=LENGTH,
+        do_validation=False,
+        do_test=False,
+        num_workers=0,
+        preprocessing=ChatSFTPreprocessingConfig() if chats else None,
+    )
 
 
 def _hybrid(pattern: str) -> HybridModelProvider:
@@ -177,8 +199,9 @@ class Kept(Callback):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.evaluated: list[float] = []
-        self.exported: dict[str, float] = {}
+        self.exported: dict[str, torch.Tensor] = {}
         self.weights: dict[str, torch.Tensor] = {}
+        self.trained = 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """After each iteration."""
@@ -194,78 +217,26 @@ class Kept(Callback):
         for chunk, model in enumerate(unwrap_model(context.model)):
             for name, weight in model.named_parameters():
                 self.weights[f"{chunk}.{name}"] = weight.detach().cpu().clone()
+                self.trained += weight.numel() if weight.requires_grad else 0
         if self._export is not None:
             self._compare_exported(context.model)
 
     def _compare_exported(self, models: Any) -> None:
-        """Export the weights, and compute the loss of a few tokens there and here."""
+        """Export the weights, and compute the logits of a few tokens there and here."""
         import transformers
 
         AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
-        tokens = torch.arange(3, 3 + LENGTH + 1)[None]
+        tokens = torch.arange(3, 3 + LENGTH)[None]
         there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
         with torch.no_grad():
-            logits = there(input_ids=tokens[:, :-1]).logits[..., :VOCABULARY]
-            self.exported["loss there"] = float(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]))
-            losses = models[0](
-                tokens[:, :-1].cuda(), torch.arange(LENGTH)[None].cuda(), None, labels=tokens[:, 1:].cuda()
-            )
-            self.exported["loss here"] = float(losses.mean())
+            self.exported["logits there"] = there(input_ids=tokens).logits
+            here = models[0](tokens.cuda(), torch.arange(LENGTH)[None].cuda(), None)
+            self.exported["logits here"] = here[..., : there.config.vocab_size].float().cpu()
 
     def kept(self) -> dict[str, Any]:
         """All of it."""
         names = ("losses", "norms", "evaluated", "weights")
         return {name: getattr(self, name) for name in names} | self.exported
-
-
-@dataclasses.dataclass(kw_only=True)
-class StockDataset(DatasetProvider):
-    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
-
-    folder: str
-    own: Any = None
-
-    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
-        """Iterators of this replica's micro-batches; of the recipe's `own` samples, as Bridge collates each alone."""
-        if self.own is not None:
-            counts = [context.train_samples, 0, 0]
-            train, *_ = get_dataset_provider(self.own)(counts, self.own, tokenizer=context.tokenizer)
-            rows = self._rows("train", lambda sample: train.collate_fn([train[sample]]))
-            return ({name: batch.get(name) for name in _FIELDS} for batch in rows), None, None
-        return tuple(self._micro_batches(split) for split in ("train", "valid", "test"))
-
-    def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
-        meta = read_meta(Path(self.folder))
-        reader = open_split(Path(self.folder), split, ModelFamily.GPT)
-        return self._rows(split, lambda sample: padded(*reader[sample], targets_alone=meta.loss == "targets"))
-
-    def _rows(self, split: str, row: Callable[[int], Any]) -> Iterator[Any]:
-        folder = Path(self.folder)
-        settings = SamplerSettings(
-            family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
-        )
-        sampler = split_sampler(folder, SplitSettings(name=split, sampler=settings))
-        replica = parallel_state.get_data_parallel_rank()
-        replicas = parallel_state.get_data_parallel_world_size()
-        iteration = 0
-        while True:
-            for sample in sampler.batch(iteration).sample_ids[replica::replicas]:
-                yield row(int(sample))
-            iteration += 1
-
-
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-
-
-def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
-    """A sample as a row."""
-    tokens = np.concatenate([given, target]).astype(np.int64)
-    row = {name: torch.zeros(1, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
-    mask = torch.zeros(1, LENGTH)
-    row["tokens"][0, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
-    row["labels"][0, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
-    mask[0, (len(given) - 1 if targets_alone else 0) : len(tokens) - 1] = 1
-    return row | {"loss_mask": mask, "position_ids": torch.arange(LENGTH)[None], "attention_mask": None}
 
 
 @contextlib.contextmanager
@@ -280,6 +251,38 @@ def _stock(config: Any, dataset: str, own: Any) -> Iterator[None]:
         originals.revert()
 
 
+def products(*, rank: int, world_size: int, model: str, dataset: str, lora: str) -> dict[str, list[float]]:
+    """FLOPs of a forward and a backward pass with adapters on one stage: as PyTorch counts them, and as costs do."""
+    torch.cuda.set_device(rank)
+    config = recipe(Path(model), iterations=1, lora=lora)
+    counted: list[float] = []
+
+    class Counted(Callback):
+        """Counts at the end."""
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            """Both passes of two samples."""
+            tokens = torch.arange(3, 3 + LENGTH).expand(2, LENGTH).cuda()
+            with FlopCounterMode(display=False) as counter:
+                losses = context.model[0](tokens, torch.arange(LENGTH)[None].cuda(), None, labels=tokens)
+                counted.append(counter.get_total_flops())
+                losses.sum().backward()
+                counted.append(counter.get_total_flops() - counted[0])
+
+    with _stock(config, dataset, None):
+        finetune(config=config, forward_step_func=forward_step, callbacks=[Counted()])
+    shape = model_shape(config, on_cpu=False)
+    work = LayerWork(shape=shape)
+    size, length = np.array(2.0), np.array(float(LENGTH))
+    layer, head = work.encoder(size, length), work.head(size, length)
+    forward = LAYERS * (layer.linear_flops + layer.core_flops) + head.linear_flops
+    frozen = LAYERS * layer.frozen_flops + head.frozen_flops
+    # The first layer's input comes from frozen embeddings, so that its first product has no gradient at all.
+    ((inputs, outputs, _),) = shape.sizes_of("linear_qkv")
+    first = 2 * 2 * LENGTH * inputs * outputs
+    return {"counted": counted, "computed": [float(forward), float(2 * forward - frozen - first)]}
+
+
 def train(
     *,
     rank: int,
@@ -291,7 +294,7 @@ def train(
     export: str | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """On one rank: what a run `Kept`, and of the last planned iteration its micro-batches and whether rows were packed.
+    """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
 
     Args:
         rank, world_size: as torchrun says.
@@ -319,8 +322,18 @@ def train(
     ) as run:
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
+    assert run.inputs is not None
+    recorded = decode_records((Path(report) / f"rank-{rank}.jsonl").read_bytes(), origin=report)
     rows = run.latest.entry.micro_batches
-    return kept.kept() | {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+    counted = {
+        "state_bytes": run.inputs.planner.model_state_bytes,
+        "adapter": run.inputs.costs.shape.adapter_parameters(ATTENTION_LINEARS + MLP_LINEARS, 1),
+        "weight_bytes": sum(weight.nbytes for weight in kept.weights.values()),
+        "trained": kept.trained,
+        "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
+    }
+    of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
+    return kept.kept() | of_rows | counted
 
 
 def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str]:
@@ -342,18 +355,21 @@ def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str
     return said
 
 
+def certified(
+    *, rank: int, world_size: int, role: str, precision: str, folder: str, dataset: str, settings: dict[str, Any]
+) -> None:
+    """One rank of a run that `certify` starts, of `bridge_script` with these settings of a recipe."""
+    torch.cuda.set_device(rank)
+    Path(folder, f"{role}-{precision}").mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).with_name("bridge_script.py")
+    sys.argv = ["certified", role, precision, "2", folder, str(script), dataset, json.dumps(settings)]
+    with contextlib.suppress(SystemExit):
+        certify_worker.main()
+
+
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
     """Make the families' HuggingFace folders, and a recipe's own samples."""
     for family in families:
         make_model(Path(folder, family), family)
-    write_own_samples(Path(folder, "own"))
-
-
-def write_own_samples(folder: Path, samples: int = 48) -> None:
-    """JSON lines of random words, as a recipe's own samples."""
-    draw = np.random.default_rng(3)
-    folder.mkdir()
-    with (folder / "training.jsonl").open("w") as file:
-        for _ in range(samples):
-            words = [" ".join(f"w{word}" for word in draw.integers(3, 40, draw.integers(1, most))) for most in (40, 16)]
-            file.write(json.dumps(dict(zip(("input", "output"), words, strict=True))) + "\n")
+    write_own_samples(Path(folder, "own"), chats=False)
+    write_own_samples(Path(folder, "chats"), chats=True)

@@ -35,6 +35,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
             which sample.
         notes: lines on the samples that are trained, for whoever asked for the certificate.
         device: that it ran on, a kind of torch's.
+        half: the half precision that a recipe trains in; empty for none.
         parts: sets of gradients, of updates and moments after the last step, by name; a file has their names and
             places, and the values apart.
     """
@@ -48,6 +49,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
     moved: dict[int, tuple[float, str]] = {}
     notes: list[str] = []
     device: str = "cpu"
+    half: str = ""
     parts: dict[str, list[Part]] = {}
 
     def write(self, folder: Path, rank: int) -> None:

@@ -60,9 +60,9 @@ def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, 
     gradients, errors = _gradients(planned, reference)
     still = 0.0 if alone.device == "cpu" else STILL
     return [
-        _sequence("losses", _losses(ranks), alone.losses),
+        of_iterations("losses", losses_of(ranks), alone.losses),
         _samples(ranks, alone),
-        _sequence("gradient norms", ranks[-1].norms, alone.norms),
+        of_iterations("gradient norms", ranks[-1].norms, alone.norms),
         gradients,
         *_steps(planned, reference),
         *_isolation(ranks),
@@ -79,15 +79,21 @@ def checks_half(planned: Path, reference: Path, exact: Path, half: str) -> list[
     expected = whole(read_parts(exact, GRADIENTS))
     noise = max(_distance(whole(read_parts(reference, name)), expected) for name in (GRADIENTS, REVERSED))
     actual = _distance(whole(read_parts(planned, GRADIENTS), tolerance=1e-2), expected)
-    losses = [_sequence("", of[:1], truth.losses[:1]).error for of in (_losses(ranks), alone.losses)]
-    rounding = torch.finfo(torch.bfloat16 if half == "bf16" else torch.float16).eps
     return [
-        Check(name=f"losses in {half}", error=losses[0], allowed=max(2 * losses[1], rounding)),
+        of_first(f"losses in {half}", losses_of(ranks), alone.losses, truth.losses, half),
         Check(name=f"gradients in {half}", error=actual, allowed=2 * noise),
     ]
 
 
-def _losses(ranks: Sequence[RankRecord]) -> list[float]:
+def of_first(name: str, actual: Sequence[float], alone: Sequence[float], exact: Sequence[float], half: str) -> Check:
+    """A number of the first iteration: as `checks_half`, or rounded in half precision."""
+    error, expected = (of_iterations("", of[:1], exact[:1]).error for of in (actual, alone))
+    rounding = torch.finfo(torch.bfloat16 if half == "bf16" else torch.float16).eps
+    return Check(name=name, error=error, allowed=max(2 * expected, rounding))
+
+
+def losses_of(ranks: Sequence[RankRecord]) -> list[float]:
+    """The losses of a run, which its last stages have."""
     return next(record.losses for record in reversed(ranks) if record.losses)
 
 
@@ -98,7 +104,7 @@ def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return relative_error(actual_vector, expected_vector)
 
 
-def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
+def of_iterations(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
     """The largest relative difference of two runs' numbers of iterations."""
     errors = [_difference(a, e) for a, e in zip(actual, expected, strict=True)]
     worst = max(errors)

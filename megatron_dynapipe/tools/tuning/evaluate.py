@@ -33,7 +33,7 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing import CostModel, ModelState
-from megatron_dynapipe.costing.state import expert_bytes, parameter_bytes
+from megatron_dynapipe.costing.state import expert_bytes, parameter_bytes, trained_bytes
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.overlap import (
     EdgePasses,
@@ -221,7 +221,7 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True):
         """That of a layout."""
         both, _ = step_ns(settings, state, rates)
         shared = _STORED_BYTES / (rates.gradient_bytes + _STORED_BYTES) if settings.distributed_optimizer else 0
-        parameters = parameter_bytes(settings.layout, state) // _STORED_BYTES
+        parameters = trained_bytes(settings.layout, state) // _STORED_BYTES
         return cls(
             reduction_ns=both - round(both * shared),
             gathering_ns=round(both * shared),
@@ -252,7 +252,7 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
     """Time of the reduction (with the all-gather of parameters) and of the optimizer step, on the slowest stage."""
     layout = settings.layout
     shared = settings.expert_parallel
-    everything = parameter_bytes(layout, state)
+    everything = trained_bytes(layout, state)
     experts = expert_bytes(layout, state)
     reduction = stepped = 0.0
     for state_bytes, replicas, apart in (
@@ -274,14 +274,16 @@ def step_ns(settings: PlannerSettings, state: ModelState, rates: StepRates) -> t
 def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1.0) -> float:
     """FLOPs of the model's weights, forward and backward: six a weight and token, without the products of attention.
 
-    The head, and the last MLP where it does so, run `counted` of the tokens.
+    Frozen weights have no gradients, and take four. The head, and the last MLP where it does so, run `counted` of the
+    tokens.
     """
     layout = settings.layout
     weights = int(parameter_bytes(layout, state).sum())
     bytes_of = {**state.modules, HEAD: state.embedding_bytes}
     over_labels = layout.over_labels(state.expert_kind, experts=settings.label_experts)
     left_out = (1 - counted) * sum(bytes_of[layout.modules[module]] for module in over_labels)
-    return 6.0 * settings.tensor_parallel * (weights - left_out) / _STORED_BYTES
+    frozen = weights - int(trained_bytes(layout, state).sum())
+    return settings.tensor_parallel * (6.0 * (weights - left_out) - 2.0 * frozen) / _STORED_BYTES
 
 
 def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:

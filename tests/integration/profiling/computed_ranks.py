@@ -16,7 +16,7 @@ from megatron_dynapipe.cli.model_config import read_model
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
 from megatron_dynapipe.costing.analytic import layer_costs
-from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
+from megatron_dynapipe.costing.experts import with_expert_parallel
 from megatron_dynapipe.costing.state import parameter_bytes
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
@@ -75,8 +75,10 @@ def _parameters(
     shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
     costs = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=8)
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
-    shared = ExpertParallel(expert_parallel, tensor_parallel, imbalance=1.0)
-    state = with_expert_parallel(tables, shared, Network(), Recompute.NONE).state
+    shared = with_expert_parallel(
+        tables, Network(), Recompute.NONE, ranks=expert_parallel, tensor_parallel=tensor_parallel
+    )
+    state = shared.state
     computed = parameter_bytes(layout, state)[stage] // 2
     return int(computed), sum(parameter.numel() for parameter in built.parameters())
 

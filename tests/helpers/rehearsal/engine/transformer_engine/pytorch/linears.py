@@ -188,6 +188,8 @@ class _Linear(torch.autograd.Function):
         of_inputs = of_output @ weight
         if linear.parallel_mode == "column" and linear.tp_size > 1:
             of_inputs = _summed(linear, of_inputs)
+        if not weight.requires_grad:
+            return None, of_inputs.view_as(inputs), None, None, None
         if linear.sequence_parallel and linear.parallel_mode == "column":
             rows = _gathered(linear, rows)
 

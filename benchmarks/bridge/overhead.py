@@ -1,0 +1,122 @@
+"""What the executor costs inside Megatron-Bridge: iterations of its loop as planned and by its own schedule, in turn.
+
+    make test-bridge    # makes the environment, .venv-bridge
+    OMP_NUM_THREADS=1 .venv-bridge/bin/python -m benchmarks.bridge.overhead [--pairs 100]
+
+Both run the same micro-batches, padded rows of one shape, through the same model of one stage and the same step
+function, and finalize gradients. Devices are rehearsed on the CPU (`tests/helpers/rehearsal`), and what is measured is
+the process's processor time, to which other work on the machine adds little. Printed: the ratio of times, planned over
+Bridge's, with a 95% confidence interval from resampling the pairs, and the median times.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import in_turns, interval, show_interval
+from tests.helpers.random_dataset import make_dataset
+from tests.helpers.rehearsal import jobs
+
+WARM_UP = 5
+SAMPLES = 15
+"""Of an iteration: plans make five micro-batches of three, which fit the memory that they are given."""
+RUNS = "tests.helpers.bridge_runs"
+
+
+def processor_seconds(call: Callable[[], object]) -> float:
+    """Of all threads of this process, during a call."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int) -> dict[str, Any]:
+    """On the only rank: seconds of both, planned last, and the shapes of the micro-batches.
+
+    Args:
+        rank: 0.
+        world_size: 1.
+        model: a HuggingFace folder.
+        dataset: of samples of one length.
+        pairs: timed iterations of each.
+    """
+    import torch
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from megatron_dynapipe.bridge import planned
+    from megatron_dynapipe.integration.execution.iterations import IterationRunner
+    from tests.helpers.bridge_runs import LENGTH, recipe
+
+    torch.cuda.set_device(rank)
+    run_entry = IterationRunner.run
+    result: dict[str, Any] = {}
+
+    def run(self: IterationRunner, entry: Any, host: Any, models: Sequence[Any], step: Any, **keywords: Any) -> Any:
+        """An iteration of the loop; in its second one, the pairs."""
+        if entry.iteration == 1:
+            count = len(entry.micro_batches)
+            hosts = [host(index) for index in range(count)]
+            batches = [self.make_batch(one, torch.device("cpu")) for one in hosts]
+
+            def by_plan() -> None:
+                run_entry(self, entry, hosts.__getitem__, models, step, **keywords)
+
+            def by_bridge() -> None:
+                forward_backward_no_pipelining(
+                    forward_step_func=step,
+                    data_iterator=iter([dict(batch) for batch in batches]),
+                    model=list(models),
+                    num_microbatches=count,
+                    seq_length=LENGTH,
+                    micro_batch_size=1,
+                    forward_only=False,
+                )
+
+            in_turns(by_bridge, by_plan, WARM_UP)
+            result["seconds"] = in_turns(by_bridge, by_plan, pairs, timed=processor_seconds).tolist()
+            result["shapes"] = [str(row.shape) for row in entry.micro_batches]
+            for chunk in models:
+                chunk.zero_grad_buffer()
+        return run_entry(self, entry, host, models, step, **keywords)
+
+    IterationRunner.run = run  # type: ignore[method-assign]
+    config = recipe(Path(model), iterations=2)
+    config.train.global_batch_size = SAMPLES
+    with planned(config, dataset, memory_limit_mb=6.0, report_folder=f"{dataset}-report"):
+        pretrain(config=config, forward_step_func=forward_step)
+    return result
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100, metavar="N", help="timed iterations of each (%(default)s)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_dataset(folder / "data", 64, lengths=(47, 48), target=2)
+        given = {"model": str(folder / "llama"), "dataset": str(folder / "data"), "pairs": options.pairs}
+        runs = [
+            jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama"]}, 1),
+            jobs.Job("benchmarks.bridge.overhead:measure", given, 1),
+        ]
+        prepared, measured = jobs.run_all(runs, folder, engine=True, preloaded=RUNS)
+    for result in (prepared, measured):
+        if isinstance(result, str):
+            raise SystemExit(result)
+    (found,) = measured
+    medians = [sorted(times)[len(times) // 2] * 1e3 for times in zip(*found["seconds"], strict=True)]
+    ratio = interval(found["seconds"])
+    print(json.dumps({"shapes": found["shapes"], "bridge_ms": medians[0], "planned_ms": medians[1], "ratio": ratio}))
+    print(f"planned over Bridge's schedule: {show_interval(ratio)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""One rank of a recipe's script, which `certify` starts by torchrun: `-m … ROLE PRECISION ITERATIONS FOLDER SCRIPT …`.
+
+    begin        one process, one iteration                     ─► a checkpoint, from which the others go on
+    reference    one process, samples one by one, Bridge's own schedule  ┐ losses and gradient norms
+    planned      the script's layout and ranks, as planned               ┘ of every iteration
+
+The script runs as it is until its block of `planned` ends; then the process does.
+"""
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.data.base import DatasetBuildContext
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
+
+from megatron_dynapipe.bridge import entry, relied_on
+from megatron_dynapipe.bridge.recipe import splits_of
+from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.bridge.run import PlannedRecipe
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.integration.entry.failure import reported
+from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.processes import end_with_launcher
+from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED
+from megatron_dynapipe.tools.certify.records import RankRecord
+from megatron_dynapipe.tools.certify.single_rows import single_rows
+
+_ALONE: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+}
+"""A model's layout in one process."""
+_RATES = (2e-4, 1e-2)
+"""Of the steps, of all weights and of adapters, whose product begins at 0: small steps would hardly move it."""
+
+
+class Certified:
+    """A run for a certificate, on this rank.
+
+    Args:
+        role: of the three above.
+        precision: fp32, or another for the recipe's own.
+        iterations: that are compared, after the one with which the runs begin.
+        folder: of all runs of the certificate.
+    """
+
+    def __init__(self, *, role: str, precision: str, iterations: int, folder: Path) -> None:
+        self.role = role
+        self.precision = precision
+        self.iterations = iterations
+        self.folder = folder
+        self.record = RankRecord()
+
+    @contextlib.contextmanager
+    def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
+        """In place of `entry.planning`: the block of the recipe's script, at whose end the process ends."""
+        self._settle(config)
+        run.report_folder = self.folder / "report"
+        originals = Originals()
+        originals.install([relied_on.step_recorder(self._record)])
+        try:
+            with _as_planned(config, run) if self.role == PLANNED else self._alone(config, run):
+                yield
+        finally:
+            originals.revert()
+        if not self.record.norms:
+            raise ConfigError("expected training inside the block of planned(), found none")
+        place = self.folder / f"{self.role}-{self.precision}"
+        self.record.write(place, int(os.environ.get("RANK", "0")))
+        raise SystemExit(0)
+
+    @contextlib.contextmanager
+    def _alone(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
+        """Bridge's own schedule over single samples; rank 0 of one."""
+        model = of_model(config)
+        for name, value in _ALONE.items():
+            if hasattr(model, name):
+                setattr(model, name, value)
+        config.comm_overlap = None
+        config.train.micro_batch_size = 1
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+            setattr(config.ddp, name, False)
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            setattr(config.optimizer, name, False)
+        originals = Originals()
+        originals.install(relied_on.shared())
+
+        def datasets(context: DatasetBuildContext) -> tuple[Any, Any, Any]:
+            run.datasets(context)  # where they are the recipe's own, their folder is written
+            split = splits_of(config, run.long_samples, run.data, int(self.role != BEGIN))[0]
+            return single_rows(run.data, split), None, None
+
+        try:
+            with entry.per_token(config), entry.changed(config, dataset=entry.PlannedDataset(datasets)):
+                yield
+        finally:
+            originals.revert()
+
+    def _settle(self, config: Any) -> None:
+        """What is the certificate's own: rates, iterations, checkpoints, and in fp32 the precision."""
+        model, checkpoint, train = of_model(config), config.checkpoint, config.train
+        mixed = config.mixed_precision
+        mixed = get_mixed_precision_config(mixed) if isinstance(mixed, str) else mixed
+        of_recipe = mixed or model
+        self.record.half = next((half for half in ("bf16", "fp16") if getattr(of_recipe, half)), "")
+        if self.precision == FP32:
+            mixed = MixedPrecisionConfig(params_dtype=torch.float32, pipeline_dtype=torch.float32)
+        elif mixed is not None and mixed.fp16:
+            mixed.loss_scale = 1.0  # a dynamic one begins with iterations that are skipped
+        config.mixed_precision = mixed
+        model.attention_dropout = model.hidden_dropout = 0.0
+        if config.peft is not None:
+            config.peft.dropout = 0.0
+        train.train_iters = 1 if self.role == BEGIN else 1 + self.iterations
+        train.manual_gc = False
+        config.validation.eval_iters = 0
+        begun = str(self.folder / "begun")
+        checkpoint.save, checkpoint.load = (begun, None) if self.role == BEGIN else (None, begun)
+        checkpoint.save_interval, checkpoint.async_save = 1, False
+        checkpoint.load_optim = checkpoint.load_rng = False
+        config.optimizer.lr = config.optimizer.min_lr = _RATES[config.peft is not None]
+        self.record.notes = [f"optimizer.lr = {config.optimizer.lr}"]
+        config.scheduler.lr_decay_style, config.scheduler.lr_warmup_iters = "constant", 0
+        config.logger.log_interval = 1
+        for name in ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project"):
+            setattr(config.logger, name, None)
+
+    def _record(self, losses: dict[str, torch.Tensor], norm: float | None) -> None:
+        self.record.losses += [float(loss) for name, loss in losses.items() if name == "lm loss"]
+        self.record.norms.append(float(norm or 0.0))
+
+
+_as_planned: Callable[[Any, PlannedRecipe], contextlib.AbstractContextManager[None]] = entry.planning
+
+
+def main() -> None:
+    """Run the script that the command line names; a `DynaPipeError` ends the process with its message."""
+    end_with_launcher()
+    role, precision, iterations, folder, script, *words = sys.argv[1:]
+    with reported():
+        certified = Certified(role=role, precision=precision, iterations=int(iterations), folder=Path(folder))
+        entry.planning = certified.planning
+        sys.argv = [script, *words]
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+        raise ConfigError(f"expected a block of planned(config) in {script}, it ended without one")
+
+
+if __name__ == "__main__":
+    main()
