@@ -54,6 +54,7 @@ class BatchProblem:
         labels: _Ints,
         labelled: _Ints,
         division: int,
+        enough: int,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool

@@ -123,6 +123,7 @@ class BatchProblem:
             None where all do.
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
+        enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
     """
 
     inputs: IntArray
@@ -148,6 +149,7 @@ class BatchProblem:
     labels: IntArray | None = None
     label_experts: bool = False
     every_quantity: bool = False
+    enough_ns: int = 0
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -194,6 +196,7 @@ class BatchProblem:
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
+                enough=self.enough_ns,
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

@@ -60,6 +60,7 @@ def good() -> dict[str, Any]:
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
+        "enough": 0,
     }
 
 
