@@ -66,7 +66,7 @@ ADVICE: Mapping[str, str] = {
     "recomputation": "A higher memory limit, or more stages, would need less recomputation",
     "order": "Batches of more samples would have fewer waits",
     "prediction": "Costs that are measured while the machine is quiet would predict better",
-    "waits": "More planner processes would have it ready in time (--dynapipe-planners)",
+    "waits": "More cores to plan on would have it ready in time (--dynapipe-planner-cores)",
 }
 """What would lose less."""
 
