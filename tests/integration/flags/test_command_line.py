@@ -96,7 +96,7 @@ REFUSED = {
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
     "--dataloader-type ordered": "--dataloader-type ordered is not taken",
     "--dynapipe-lookahead 0": "argument --dynapipe-lookahead: expected a number from 1 to 1000000, got 0",
-    "--dynapipe-planner-cores 0": "argument --dynapipe-planner-cores: expected a number from 1 to 1000000, got 0",
+    "--dynapipe-planner-cores 0": "/--dynapipe-planners: expected a number from 1 to 1000000, got 0",
     "--dynapipe-timeout-s nan": "--dynapipe-timeout-s: expected a number above 0 and up to 1e+09, got nan",
     "--dynapipe-softmax-scale 0": "--dynapipe-softmax-scale: expected a number above 0 and up to 1e+09, got 0",
     "--dynapipe-calibrate -1": "--dynapipe-calibrate: expected a number from 0 to 1e+09, got -1",
