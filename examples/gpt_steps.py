@@ -26,7 +26,7 @@ from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES  # noqa: E402
 from megatron_dynapipe.core.planner import Planner  # noqa: E402
 from megatron_dynapipe.core.settings import PlannerSettings  # noqa: E402
 from megatron_dynapipe.core.units import ModelFamily  # noqa: E402
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape  # noqa: E402
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, AnalyticCostModel, ModelShape, model_of_layers  # noqa: E402
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Sample  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LONGEST = 4, 64, 4, 512, 128
@@ -60,8 +60,7 @@ def build_model(device: torch.device) -> DistributedDataParallel:
 def build_planner() -> Planner:
     """A planner for this model; costs are computed from its shape."""
     settings = PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=LAYERS,
+        model=model_of_layers(ModelFamily.GPT, LAYERS),
         hidden_size=HIDDEN,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),

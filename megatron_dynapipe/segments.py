@@ -23,6 +23,7 @@ import numpy.typing as npt
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.core.costs import ABSENT, HEAD, CostTables, IntArray, Kind, Quantity, increasing
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
+from megatron_dynapipe.core.model import Model
 from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
@@ -223,9 +224,7 @@ def segment_settings(
     virtual = stage_of[-1] + 1
     state = costs.state_bytes(stage_of)
     return PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=virtual,
-        pattern=stage_kinds(virtual),
+        model=Model(encoder=stage_kinds(virtual), modules_per_layer=1),
         hidden_size=costs.bytes_per_position(stage_of),
         element_bytes=1,
         data_parallel=replicas,

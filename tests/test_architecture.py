@@ -242,6 +242,20 @@ def test_a_flag_passes_few_files_from_the_command_line_to_the_configuration() ->
     assert len(way) <= MOST_FILES_TO_CONFIG, "\n".join(way)
 
 
+def test_a_family_is_named_in_the_files_that_a_new_one_touches() -> None:
+    """And in those that serve one family alone, whatever others there are."""
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| family of models \|(.*)\|$", design, flags=re.MULTILINE)
+    listed = set(re.findall(r"`([\w/]+\.py)`", row))
+    assert all((ROOT / PACKAGE / name).is_file() for name in listed)
+    files = {path.relative_to(ROOT / PACKAGE).as_posix(): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    naming = {name for name, text in sources.items() if re.search(r"ModelFamily\.[A-Z]", text)}
+    of_one = {"segments.py", "bridge/recipe.py", "integration/entry/checkout.py", "tools/inspect.py"}
+    assert of_one <= naming <= listed | of_one, naming - listed - of_one
+    assert len(listed) <= 20
+
+
 def test_planner_rooms_run_without_torch() -> None:
     free = tuple(f"{PACKAGE}.{name}." for name in TORCH_FREE)
     executes = tuple(f"{PACKAGE}.{name}" for name in TORCH_OF_THE_CORE)

@@ -35,7 +35,7 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.orders import ScheduleSettings, schedule
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import AnalyticCostModel, ModelShape, Network
+from megatron_dynapipe.costing import AnalyticCostModel, ModelShape, Network, model_of_layers
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
@@ -208,9 +208,10 @@ def _predictions(row: Row) -> Iterator[float]:
     ):
         if samples % size or (row.pipeline == 1 and chunks > 1):
             continue
+        model = model_of_layers(ModelFamily.GPT, row.layers)
+        is_equal = row.layers % (row.pipeline * chunks) == 0
         settings = PlannerSettings(
-            family=ModelFamily.GPT,
-            encoder_layers=row.layers,
+            model=model,
             hidden_size=row.hidden,
             data_parallel=replicas,
             tensor_parallel=row.tensor,
@@ -221,7 +222,7 @@ def _predictions(row: Row) -> Iterator[float]:
             recompute=(mode,),
             network=NETWORKS[row.device],
             sequence_parallel=flash,
-            layers_per_stage=None if row.layers % (row.pipeline * chunks) == 0 else _uneven(row, chunks),
+            modules_per_stage=None if is_equal else model.modules_of(_uneven(row, chunks)),
         )
         try:
             planner = planner_of(settings, costs)

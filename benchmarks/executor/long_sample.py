@@ -13,6 +13,7 @@ limit, and what the planner says of the sample whole.
 """
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.costing import model_of_layers
 
 ON_CPU = cpu.enable()
 
@@ -42,8 +43,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 
 def planner(options: argparse.Namespace, limit_bytes: int, slices: str) -> Planner:
     settings = PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=options.layers,
+        model=model_of_layers(ModelFamily.GPT, options.layers),
         hidden_size=options.hidden,
         memory_limit_bytes=limit_bytes,
         model_state_bytes=(0,),  # what is compared are activations

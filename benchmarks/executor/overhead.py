@@ -10,6 +10,7 @@ the pairs, and the median times.
 """
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.costing import model_of_layers
 
 ON_CPU = cpu.enable()
 
@@ -39,7 +40,7 @@ from megatron_dynapipe.core.orders import one_f_one_b
 from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.core.problem import PassOrder
 from megatron_dynapipe.core.units import ModelFamily, Shape
-from megatron_dynapipe.costing import Model, PipelineLayout, even_split
+from megatron_dynapipe.costing import PipelineLayout, even_layer_split
 from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.step_functions import gpt_step
@@ -88,7 +89,7 @@ def build(
     )
     of_kind: Any = partial(GPTModel, transformer_layer_spec=layer)
     if hybrid:  # the same modules
-        pattern = with_stages("*-" * options.layers, even_split(2 * options.layers, stages * (chunks or 1)))
+        pattern = with_stages("*-" * options.layers, even_layer_split(2 * options.layers, stages * (chunks or 1)))
         stack = hybrid_stack(layer, None, LocalNorm)
         of_kind = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern)
     model = of_kind(
@@ -125,7 +126,7 @@ def make_batch(
 def lowered(order: PassOrder, shapes: Sequence[Shape], hidden: int, stage: int, chunks: int = 1) -> StagePlan:
     """The instructions of a stage, from the passes of all."""
     stages = len(order)
-    tensors = boundary_tensors(PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, stages * chunks), stages * chunks))
+    tensors = boundary_tensors(PipelineLayout.equal(model_of_layers(ModelFamily.GPT, stages * chunks), stages * chunks))
     boundaries = boundary_shapes(tensors, shapes, hidden_size=hidden)
     lists = lower(order, PipelineTopology(stages=stages, chunks=chunks, shapes=boundaries))
     return StagePlan(stage=stage, instructions=lists[stage], predicted=())

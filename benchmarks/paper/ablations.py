@@ -64,7 +64,7 @@ BASE = "planned, padded"
 VARIANTS: Mapping[str, Variant] = {
     "planned, padded or packed": Variant(part="all", change=_with(micro_batch_layouts=tuple(BatchLayout))),
     BASE: Variant(part="all"),
-    "equal layer split": Variant(part="split", change=_with(layers_per_stage=None)),
+    "equal layer split": Variant(part="split", change=_with(modules_per_stage=None)),
     "sorted": Variant(part="ordering", order=lambda samples: by_length(samples.inputs, samples.targets)),
     "as they arrive": Variant(part="ordering", order=lambda samples: np.arange(len(samples.inputs), dtype=np.int64)),
     "fixed tokens": Variant(part="partition", change=_algorithm("token_based")),
@@ -114,7 +114,7 @@ def compared(case: Case) -> list[Row]:
         point = Point(max_seq_len=length, tokens=USUAL_SIZE, batches=batches)
         padded = case.settings(LAYOUT, micro_batch_layouts=(BatchLayout.PADDED,))
         split = chosen_split(case, point, LAYOUT, padded)
-        settings = msgspec.structs.replace(padded, layers_per_stage=split)
+        settings = padded if split is None else padded.with_layers_per_stage(split)
         for name, variant in VARIANTS.items():
             times[name] += [predicted_ns(variant, settings, case, batch) for batch in batches]
         say(f"{case.model}: {length}")

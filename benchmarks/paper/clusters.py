@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.planning.cases import COSTS, MEMORY_BYTES, published_results, recorded_batches
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import TableCostModel
+from megatron_dynapipe.costing import TableCostModel, model_of_layers
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.methods import Longest
 from megatron_dynapipe.tools.tuning.space import divisions
@@ -66,9 +66,7 @@ class Case:
         """The planner's settings for a parallel layout, in 36 of 40 GB, with other settings besides."""
         data, tensor, pipeline = layout
         usual = PlannerSettings(
-            family=ModelFamily(self.family),
-            encoder_layers=self.layers[0],
-            decoder_layers=self.layers[1],
+            model=model_of_layers(ModelFamily(self.family), *self.layers),
             hidden_size=HIDDEN[self.family],
             data_parallel=data,
             tensor_parallel=tensor,

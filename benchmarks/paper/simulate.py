@@ -125,10 +125,14 @@ def _predictions(
     case: Case, point: Point, method: str, layout: Layout, split: tuple[int, ...] | None
 ) -> Iterator[Prediction]:
     """Planned, or by 1F1B over an equal split."""
-    own = {"layers_per_stage": split} if method == "dynapipe" else {"schedule": ScheduleSettings(method="1f1b")}
+    if method == "dynapipe":
+        settings = case.settings(layout)
+        settings = settings if split is None else settings.with_layers_per_stage(split)
+    else:
+        settings = case.settings(layout, schedule=ScheduleSettings(method="1f1b"))
     for batch in point.batches:
         longest_pair = longest(case.family, point.max_seq_len)
-        yield predict(method, batch, longest_pair, case.settings(layout, **own), case.costs)
+        yield predict(method, batch, longest_pair, settings, case.costs)
 
 
 def _speed(row: Row) -> float:

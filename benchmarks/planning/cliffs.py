@@ -39,7 +39,7 @@ def main() -> None:
     for setting in args.settings:
         layout = tuple(map(int, setting.split(",")))
         usual = _settings(model, layout, args.memory + 6, EVERYTHING | {"layers_per_stage": "halves"}, ())
-        usual = msgspec.structs.replace(usual, layers_per_stage=half_layers(32, layout[2]))
+        usual = usual.with_layers_per_stage(half_layers(32, layout[2]))
         for name in batches(args.data):
             if "t65536" in name and name.startswith(tuple(args.batches)):
                 print(f"{setting} {name}: {line(usual, name, model.costs, args.data)}", flush=True)

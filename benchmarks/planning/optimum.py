@@ -19,7 +19,7 @@ from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, model_of_layers
 from megatron_dynapipe.sampling import GlobalBatch
 
 MOST_ORDERS = 300_000
@@ -63,8 +63,7 @@ def over_optimum(random: np.random.Generator) -> float | None:
     shape = ModelShape(family=ModelFamily.GPT, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=4096)
     costs = AnalyticCostModel(shape, CPU_RATES, max_size=8, max_length=2048)
     settings = PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=2 * stages,
+        model=model_of_layers(ModelFamily.GPT, 2 * stages),
         hidden_size=128,
         pipeline_parallel=stages,
         memory_limit_bytes=int(random.choice([2 * 10**9, 6 * 10**7])),

@@ -26,7 +26,15 @@ from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import PlanError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, CostModel, Experts, ModelShape, TableCostModel
+from megatron_dynapipe.costing import (
+    A100_RATES,
+    AnalyticCostModel,
+    CostModel,
+    Experts,
+    ModelShape,
+    TableCostModel,
+    model_of_layers,
+)
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import digest
 
@@ -42,7 +50,7 @@ class Model(NamedTuple):
 
     Attributes:
         costs: a file under DATA, or the name of an analytic model.
-        family, encoder_layers, decoder_layers, hidden_size: as the planner's settings have them.
+        family, encoder_layers, decoder_layers, hidden_size: of the model.
         memory_gb: limits of a device that cases take in turn.
         layouts: (data, tensor, pipeline) parallel sizes.
         lengths: the longest samples of batches that cases take in turn.
@@ -132,15 +140,15 @@ def _settings(
 ) -> PlannerSettings:
     data, tensor, pipeline = layout
     values = {**changes, **model.fixed}
-    if "layers_per_stage" in values:
-        layers, virtual = model.encoder_layers + model.decoder_layers, pipeline * changes.get("chunks", 1)
-        values["layers_per_stage"] = half_layers(layers, virtual)
+    expert_layers = values.pop("expert_layers", ())
+    stacks = model_of_layers(model.family, model.encoder_layers, model.decoder_layers, expert_layers=expert_layers)
+    if values.pop("layers_per_stage", None):
+        split = half_layers(stacks.layers, pipeline * changes.get("chunks", 1))
+        values["modules_per_stage"] = stacks.modules_of(split)
     if values.pop("recompute", None):
         values["recompute"] = modes[:1]
     return PlannerSettings(
-        family=model.family,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
+        model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=data,
         tensor_parallel=tensor,

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from benchmarks.planning.recorded import BOTH, MODELS, _settings, batches, cost_model, half_layers
@@ -73,7 +72,7 @@ def main() -> None:
         layout = tuple(map(int, setting.split(",")))
         changes = {"micro_batch_layouts": BOTH, "split_backward": "auto", "layers_per_stage": "halves"}
         settings = _settings(MODELS[0], layout, 36, changes, ())
-        settings = msgspec.structs.replace(settings, layers_per_stage=half_layers(32, layout[2]))
+        settings = settings.with_layers_per_stage(half_layers(32, layout[2]))
         for start in args.batches:
             chosen = [name for name in batches(args.data) if "t65536" in name and name.startswith(start)]
             rows: dict[str, list[tuple[float, float]]] = {}
@@ -114,13 +113,12 @@ def losses(
 
 def _with_less(settings: PlannerSettings, stage: int) -> Iterator[PlannerSettings]:
     """Settings with half a layer of a stage, or a whole one, on another."""
-    layers = settings.layers_per_stage
-    assert layers is not None
+    layers = settings.layout.layers_per_stage
     for moved in (0.5, 1):
         for other in set(range(len(layers))) - {stage}:
             split = [n + moved * (at == other) - moved * (at == stage) for at, n in enumerate(layers)]
             whole = tuple(int(n) if n % 1 == 0 else n for n in split)
-            yield msgspec.structs.replace(settings, layers_per_stage=whole)
+            yield settings.with_layers_per_stage(whole)
 
 
 def _changes(stages: int, random: np.random.Generator) -> Iterator[tuple[str, Change]]:
@@ -166,7 +164,7 @@ class Planned:
     def costs_by(self, costs: CostModel) -> ScheduleProblem:
         """What the micro-batches cost by another cost model."""
         problem, plan = planner_of(self._settings, costs).problem(self._samples), self.scheduled
-        return problem.costs_of(plan.members, plan.layouts, plan.modes)[0]
+        return problem.costs_of(plan.members, plan.batch_layouts, plan.modes)[0]
 
     def replayed(self, costs: ScheduleProblem | None = None, *, anew: bool = False) -> int:
         """Time by costs (the believed ones) in the plan's order; `anew`: in one of whole passes that they choose."""

@@ -28,7 +28,7 @@ import psutil
 
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import A100_RATES, ModelShape
+from megatron_dynapipe.costing import A100_RATES, ModelShape, model_of_layers
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, PlannerProcess, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
@@ -63,8 +63,7 @@ def service_settings(store: StoreAddress, folder: Path, planners: int) -> Servic
         family=ModelFamily.GPT, hidden=HIDDEN, heads=32, kv_channels=128, ffn=4 * HIDDEN, vocabulary=32_000
     )
     planner = PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=LAYERS,
+        model=model_of_layers(ModelFamily.GPT, LAYERS),
         hidden_size=HIDDEN,
         data_parallel=REPLICAS,
         tensor_parallel=TENSOR,

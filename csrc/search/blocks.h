@@ -8,7 +8,7 @@
 
 namespace dynapipe {
 
-// Micro-batches that follow one another: one, or those of a link (Chains).
+// Micro-batches that follow one another: one, or those of a bundle (Chains).
 using Blocks = std::vector<MicroBatches>;
 
 int64_t work_of(const MicroBatches& block);

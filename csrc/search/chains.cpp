@@ -34,7 +34,7 @@ int32_t Chains::root(int32_t at) {
     return at;
 }
 
-// The first micro-batch of every link is its root.
+// The first micro-batch of every bundle is its root.
 void Chains::unite(const MicroBatches& batches) {
     parent_.resize(batches.size());
     std::iota(parent_.begin(), parent_.end(), 0);
@@ -56,7 +56,7 @@ const std::vector<int32_t>& Chains::turned(const MicroBatches& batches) {
         return turned_;
     unite(batches);
     turned_.resize(batches.size());
-    last_.assign(batches.size(), -1);  // by root, the last place of the link that is not taken yet
+    last_.assign(batches.size(), -1);  // by root, the last place of the bundle that is not taken yet
     before_.resize(batches.size());
     for (size_t at = 0; at < batches.size(); ++at) {
         int32_t& last = last_[root(at)];
@@ -71,7 +71,7 @@ const std::vector<int32_t>& Chains::turned(const MicroBatches& batches) {
     return turned_;
 }
 
-std::vector<size_t> Chains::link(const MicroBatches& batches, size_t at) {
+std::vector<size_t> Chains::bundle(const MicroBatches& batches, size_t at) {
     if (batches[at]->pieces.empty()) return {at};
     unite(batches);
     std::vector<size_t> places;

@@ -4,8 +4,8 @@
 //     forward    A  s0 s1 s2  B          pieces s0, s1, s2 of one sample, each in a micro-batch of its own
 //     backward   A  s2 s1 s0  B
 //
-// Micro-batches that hold pieces of one sample, directly or through others, are a link. Backward passes run in the
-// order of forward passes, a link's in reverse among its places.
+// Micro-batches that hold pieces of one sample, directly or through others, are a bundle. Backward passes run in the
+// order of forward passes, a bundle's in reverse among its places.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ public:
     // itself.
     const std::vector<int32_t>& turned(const MicroBatches& batches);
 
-    // The places of the link that a micro-batch is in, ascending.
-    std::vector<size_t> link(const MicroBatches& batches, size_t at);
+    // The places of the bundle that a micro-batch is in, ascending.
+    std::vector<size_t> bundle(const MicroBatches& batches, size_t at);
 
-    // Runs of micro-batches, each a link in the order given, or a single one.
+    // Runs of micro-batches, each a bundle in the order given, or a single one.
     std::vector<MicroBatches> blocks(const MicroBatches& batches);
 
 private:

@@ -43,9 +43,9 @@ private:
     }
     Solution assigned(const MicroBatches& batches);
     void lighten(ReplicaState& replica, std::initializer_list<double> limits);
-    void begin_padded(ReplicaState& replica);
-    void begin_packed(ReplicaState& replica);
-    void begin_tight(ReplicaState& replica);
+    void start_padded(ReplicaState& replica);
+    void start_packed(ReplicaState& replica);
+    void start_tight(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
                       std::initializer_list<Rule> rules, ReplicaState& best);
     void compete(std::vector<Solution>& solutions);

@@ -47,8 +47,8 @@ bool Mutations::random(std::vector<ReplicaState>& replicas, std::vector<size_t>&
 }
 
 bool Mutations::mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
-    if (problem_.is_cut()) {  // links move whole, besides what single micro-batches and samples do
-        const Move move = draw(kLinkMoves, replicas.size());
+    if (problem_.is_cut()) {  // bundles move whole, besides what single micro-batches and samples do
+        const Move move = draw(kBundleMoves, replicas.size());
         if (move != Move::kSingle) return apply(move, replicas, touched);
         return apply(draw(kCutMoves, replicas.size()), replicas, touched);
     }
@@ -90,10 +90,10 @@ bool Mutations::apply(Move move, std::vector<ReplicaState>& replicas, std::vecto
             return problem_.may_pad && one_in(kLayoutChanges) ? change_layout(replica) : change_policy(replica);
         case Move::kReassign:
             return reassign(replicas, touched);
-        case Move::kReorderLink:
-            return reorder_link(replica);
-        case Move::kReassignLink:
-            return reassign_link(replicas, touched);
+        case Move::kReorderBundle:
+            return reorder_bundle(replica);
+        case Move::kReassignBundle:
+            return reassign_bundle(replicas, touched);
         case Move::kSingle:
             break;
     }
@@ -140,10 +140,10 @@ bool Mutations::reorder(ReplicaState& replica) {
     return true;
 }
 
-// Moves a link to another place, its micro-batches one after another there.
-bool Mutations::reorder_link(ReplicaState& replica) {
+// Moves a bundle to another place, its micro-batches one after another there.
+bool Mutations::reorder_bundle(ReplicaState& replica) {
     auto& batches = replica.micro_batches;
-    const std::vector<size_t> places = chains_.link(batches, any(replica));
+    const std::vector<size_t> places = chains_.bundle(batches, any(replica));
     if (places.size() == batches.size()) return false;
     MicroBatches moved;
     for (size_t place : places) moved.push_back(batches[place]);
@@ -153,12 +153,12 @@ bool Mutations::reorder_link(ReplicaState& replica) {
     return true;
 }
 
-// Assigns a link to another replica.
-bool Mutations::reassign_link(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
+// Assigns a bundle to another replica.
+bool Mutations::reassign_bundle(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched) {
     auto& mine = replicas[touched[0]].micro_batches;
     const size_t other_r = (touched[0] + 1 + random_.below(replicas.size() - 1)) % replicas.size();
     auto& theirs = replicas[other_r].micro_batches;
-    const std::vector<size_t> places = chains_.link(mine, any(replicas[touched[0]]));
+    const std::vector<size_t> places = chains_.bundle(mine, any(replicas[touched[0]]));
     if (places.size() == mine.size()) return false;
     MicroBatches moved;
     for (size_t place : places) moved.push_back(mine[place]);

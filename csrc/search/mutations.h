@@ -42,8 +42,8 @@ private:
         kChangePolicy,
         kChangeLayoutOrPolicy,
         kReassign,
-        kReorderLink,
-        kReassignLink,
+        kReorderBundle,
+        kReassignBundle,
         kSingle
     };
 
@@ -76,8 +76,8 @@ private:
                                                         {Move::kRecompute, 4},
                                                         {Move::kChangeLayoutOrPolicy, 1},
                                                         {Move::kReassign, 1}}};
-    static constexpr std::array<Weighted, 3> kLinkMoves{
-        {{Move::kReorderLink, 2}, {Move::kSingle, 9}, {Move::kReassignLink, 1}}};
+    static constexpr std::array<Weighted, 3> kBundleMoves{
+        {{Move::kReorderBundle, 2}, {Move::kSingle, 9}, {Move::kReassignBundle, 1}}};
 
     template <size_t kCount>
     Move draw(const std::array<Weighted, kCount>& moves, size_t replicas);
@@ -85,8 +85,8 @@ private:
     bool one_in(uint64_t odds) { return random_.below(odds) == 0; }
     bool mutate(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool reorder(ReplicaState& replica);
-    bool reorder_link(ReplicaState& replica);
-    bool reassign_link(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
+    bool reorder_bundle(ReplicaState& replica);
+    bool reassign_bundle(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched);
     bool shift(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, size_t index);
     bool move_sample(std::vector<ReplicaState>& replicas, std::vector<size_t>& touched, bool exchange);
     bool split(ReplicaState& replica);

@@ -42,13 +42,13 @@ void Search::try_policies(const MicroBatches& order, std::initializer_list<int64
 }
 
 // Padded micro-batches, small to large, in a few orders under a few policies, of which one is plain 1F1B.
-void Search::begin_padded(ReplicaState& replica) {
+void Search::start_padded(ReplicaState& replica) {
     for (const MicroBatches& order : orders_of_padded(replica.micro_batches))
         try_policies(order, kExtras, kEveryRule, replica);
 }
 
 // Packed rows, small to large. There are many starts, so each gets the orders and policies that win most.
-void Search::begin_packed(ReplicaState& replica) {
+void Search::start_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
     if (replica.makespan < kUnreachable) {  // A deep and a shallow try tell which are far from the best, or do not fit.
@@ -71,7 +71,7 @@ void Search::begin_packed(ReplicaState& replica) {
 
 // Where memory is short: what needs the most comes first, while pools of messages are small, and stages hold few at
 // once.
-void Search::begin_tight(ReplicaState& replica) {
+void Search::start_tight(ReplicaState& replica) {
     const Blocks order = neediest_first(problem_, chains_.blocks(replica.micro_batches));
     for (int64_t depth : {kUnreachable, int64_t{3}, int64_t{2}, int64_t{1}}) {
         most_depth_ = depth;
@@ -102,7 +102,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         const int64_t margin = rows <= kFewRows ? kStartMarginOfFew : kStartMargin;
         const int64_t limit = least < kUnreachable ? least + least / margin : kUnreachable;
         for (ReplicaState& replica : solution.replicas) {
-            if (replica.micro_batches.empty()) return;  // fewer links than replicas
+            if (replica.micro_batches.empty()) return;  // fewer bundles than replicas
             replica.makespan = limit;
             (this->*begin)(replica);
             if (few && rows <= kFewRows)
@@ -125,16 +125,16 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     for (;; few = true) {
         least = most;
         solutions.clear();
-        for (const MicroBatches& batches : padded) add(batches, &Search::begin_padded);
-        for (const MicroBatches& rows : packed) add(rows, &Search::begin_packed);
+        for (const MicroBatches& batches : padded) add(batches, &Search::start_padded);
+        for (const MicroBatches& rows : packed) add(rows, &Search::start_packed);
         if (few || (!solutions.empty() && by_objective(solutions)[0].rows() > kFewRows)) break;
     }
     if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty())
         for (const std::vector<MicroBatches>* of_layout : {&std::as_const(padded), &packed})
             for (const MicroBatches& batches : *of_layout)
-                add(lighter(problem_, maker_, batches), &Search::begin_tight);
-    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::begin_tight);
+                add(lighter(problem_, maker_, batches), &Search::start_tight);
+    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::start_tight);
     by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);

@@ -17,11 +17,11 @@ from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Split
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
-from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
@@ -95,7 +95,7 @@ def pattern_of(config: Any) -> str:
     return without_stages(next(filter(None, patterns), ""))
 
 
-def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Split:
+def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> LayerSplit:
     """Layers of every virtual stage in model order, counted in the models of all ranks."""
     place = parallel_state.get_pipeline_model_parallel_rank()
     counts = [sum(len(stack.layers) for stack in model.modules() if isinstance(stack, STACKS)) for model in models]
@@ -147,30 +147,32 @@ def _planner(
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
     is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
-    split = layers_per_stage(models, control)
-    pattern = pattern_of(config) if is_hybrid else ""
+    layer_split = layers_per_stage(models, control)
+    stacks = model_of_layers(
+        ModelFamily.GPT,
+        int(sum(layer_split)),
+        expert_layers=shape.experts.layers if shape.experts else (),
+        pattern=pattern_of(config) if is_hybrid else "",
+    )
     return PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=int(sum(split)),
+        model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         tensor_parallel=model.tensor_model_parallel_size,
         pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(models),
-        layers_per_stage=split,
+        modules_per_stage=stacks.modules_of(layer_split),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        micro_batch_layouts=layouts(models),
+        micro_batch_layouts=batch_layouts(models),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),
-        expert_layers=shape.experts.layers if shape.experts else (),
-        pattern=kinds_of_pattern(pattern) if pattern else (),
         **of_machine,
     )
 
 
-def layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
+def batch_layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
     """The layouts that a model's attention takes: packed rows in Transformer Engine's alone, in half precision."""
     is_half = next(models[0].parameters()).element_size() == 2
     packs = is_half and RowFormat.of(models) is RowFormat.TRANSFORMER_ENGINE and not packing_obstacle(models)

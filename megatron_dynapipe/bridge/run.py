@@ -20,9 +20,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
 from megatron_dynapipe.bridge.recipe import (
+    batch_layouts,
     device_of_rank,
     evaluated_splits,
-    layouts,
     plan_inputs,
     state_dtype,
 )
@@ -203,7 +203,7 @@ class PlannedRecipe:
         inputs = msgspec.structs.replace(inputs, files=drawn_by(check_same_run(control, self, inputs)))
         device = device_of_rank()
         # Stages in the middle read where packed samples lie, and Bridge asks them for it where its dataset says so.
-        config.dataset.enable_in_batch_packing = BatchLayout.PACKED in layouts(models)
+        config.dataset.enable_in_batch_packing = BatchLayout.PACKED in batch_layouts(models)
         config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         required = required_fields(models)
         steps = open_runner(

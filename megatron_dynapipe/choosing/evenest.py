@@ -29,10 +29,10 @@ def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] |
         following: dict[int, _Reached] = {}
         for n in range(part, count - parts + part + 1):
             options = []
-            for m, ((busiest, squares), division) in least.items():
+            for m, ((busiest, squares), sizes) in least.items():
                 if m < n and (fits is None or fits[m][n]):
                     added = ends[n] - ends[m]
-                    options.append(((max(busiest, added), squares + added**2), (*division, n - m)))
+                    options.append(((max(busiest, added), squares + added**2), (*sizes, n - m)))
             if options:
                 following[n] = min(options)
         least = following

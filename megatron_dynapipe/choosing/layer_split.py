@@ -21,14 +21,14 @@ from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import ABSENT, Quantity
 from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
-from megatron_dynapipe.core.model import ModuleSplit, Split
+from megatron_dynapipe.core.model import LayerSplit, ModuleSplit
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BoolArray
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.model import CostModel
-from megatron_dynapipe.costing.splits import even_split
+from megatron_dynapipe.costing.splits import even_layer_split
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def choose_layer_split(
     to_fit: Sequence[GlobalBatch] = (),
     halves: bool = True,
     chunks: Sequence[int] = (),
-) -> Split:
+) -> LayerSplit:
     """The layers per virtual stage under which the batches are predicted to run fastest.
 
     A sample that fits alone under the split where the search begins fits alone under the one that is chosen. Samples
@@ -104,7 +104,9 @@ def choose_layer_split(
     best = trials.improved([best, *trials.by_work(len(start), steps)], steps)
     for count in chunks if settings.pipeline_parallel > 1 else ():
         try:
-            even = model.modules_of(even_split(model.layers, settings.pipeline_parallel * count, halves=1 in steps))
+            even = model.modules_of(
+                even_layer_split(model.layers, settings.pipeline_parallel * count, halves=1 in steps)
+            )
         except ConfigError:  # fewer modules than virtual stages
             continue
         more = trials.improved([even, *trials.by_work(len(even), steps)], steps)
@@ -267,7 +269,7 @@ class _Trials:
 
     def _alone(self) -> ModuleCosts:
         """Every sample as a micro-batch of its own, where there are no plans."""
-        batches = [Samples.of(batch, self._settings.family) for batch in self._batches[:BATCHES]]
+        batches = [Samples.of(batch, self._model.family) for batch in self._batches[:BATCHES]]
         inputs, targets = (np.concatenate([getattr(b, name) for b in batches]) for name in ("inputs", "targets"))
         tables = self._tables[0]
         costs = tables.at_sizes(tables.at_lengths(inputs, targets), np.ones_like(inputs))
@@ -279,7 +281,7 @@ class _Trials:
         planner = self._planner(split)
         if planner is None:
             return np.zeros(len(self._lengths), np.bool_)
-        return planner.fits_alone(Samples.of(self._lengths, self._settings.family))
+        return planner.fits_alone(Samples.of(self._lengths, self._model.family))
 
     def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
         """The batches without samples that need not fit, and how many those were."""
@@ -301,7 +303,7 @@ class _Trials:
             schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
-            layers_per_stage=self._model.layers_of(split),
+            modules_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
             schedule=schedule,
         )

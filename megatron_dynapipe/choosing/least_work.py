@@ -190,7 +190,7 @@ class LeastWork:
         longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
         return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
 
-    def best_split(self, times: Floats, prices: tuple[float, ...]) -> int:
+    def best_layer_split(self, times: Floats, prices: tuple[float, ...]) -> int:
         """The least time of the busiest stage, with its fill before it, over all splits."""
         count = len(self.modules)
         step = 1 if self.has_halves else self.layout.model.modules_per_layer

@@ -155,8 +155,8 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     """
     work = LeastWork(planner, planner.samples(batch))
     devices = work.everywhere(work.time)
-    stages = max(devices, work.best_split(work.time, PRICES[:1]), work.longest_way())
-    memory = max(stages, work.best_split(work.fitting_time, PRICES))
+    stages = max(devices, work.best_layer_split(work.time, PRICES[:1]), work.longest_way())
+    memory = max(stages, work.best_layer_split(work.fitting_time, PRICES))
     if has_one_stage(planner):
         memory = max(memory, work.on_one_stage())
     divides = planner.settings.effective_split_backward != "off"

@@ -82,9 +82,10 @@ def links_of(settings: PlannerSettings, virtual_stages: int | None = None) -> Li
 
 def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTables, ...]:
     """Modules' costs under every recompute mode of the settings; raises CostModelError as `planner_of` does."""
-    if cost_model.family is not settings.family:
+    family = settings.model.family
+    if cost_model.family is not family:
         raise CostModelError(
-            f"expected a cost model of a {settings.family} model, got {cost_model.name} of a {cost_model.family}"
+            f"expected a cost model of a {family} model, got {cost_model.name} of a {cost_model.family}"
         )
     if cost_model.hidden_size not in (None, settings.hidden_size):
         raise CostModelError(
@@ -93,8 +94,9 @@ def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTab
             hint="give the hidden size of the measured model, or measure this one with `megatron-dynapipe profile`",
         )
     tables = tuple(_tables_under(settings, cost_model, mode) for mode in settings.recompute)
-    if settings.layout.cuts_layers and not all(under_mode.division for under_mode in tables):
-        asked = f"layer split of {settings.layers_per_stage}" if settings.model.layers_divide else "pattern of them"
+    layout = settings.layout
+    if layout.cuts_layers and not all(under_mode.division for under_mode in tables):
+        asked = f"layer split of {layout.layers_per_stage}" if layout.model.layers_divide else "pattern of them"
         raise CostModelError(
             f"expected costs of attention and MLP apart, for a {asked};"
             f" {cost_model.name} does not hold them, nor the sizes of the model by which a layer's are divided",
@@ -108,10 +110,10 @@ def _tables_under(settings: PlannerSettings, cost_model: CostModel, recompute: R
     tables = cost_model.tables(tensor_parallel=settings.tensor_parallel, recompute=recompute)
     if ATTENTION in tables.kinds and not settings.model.layers_divide:
         tables = each_alone(tables)
-    has_experts = settings.model.mixes_experts
     kinds = set(tables.kinds)
-    if not set(settings.model.modules) <= kinds or (EXPERT_MLP in kinds) != has_experts:
-        model = f"experts in layers {list(settings.expert_layers)}" if has_experts else "layers of one kind"
+    with_experts = settings.model.layers_with_experts
+    if not set(settings.model.modules) <= kinds or (EXPERT_MLP in kinds) != bool(with_experts):
+        model = f"experts in layers {with_experts}" if with_experts else "layers of one kind"
         raise CostModelError(f"expected costs of a model with {model}, got another's: {cost_model.name}")
     parallel = ExpertParallel(settings.expert_parallel, settings.tensor_parallel, settings.expert_imbalance)
     return with_expert_parallel(tables, parallel, settings.network, recompute)

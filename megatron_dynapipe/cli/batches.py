@@ -72,7 +72,7 @@ def dataset_batches(
     """
     meta = read_meta(folder)
     lengths = LengthTable.read(folder, "train", family)
-    has_targets = family is ModelFamily.T5
+    has_targets = family.is_encoder_decoder
     longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length + meta.has_ends)
     settings = SamplerSettings(
         family=family,
@@ -129,9 +129,9 @@ def read_batches(
         if batch.target is not None and len(batch.target) != len(batch.input):
             raise DataError(f"{path}: batch {batch.id} has {len(batch.input)} inputs and {len(batch.target)} targets")
         _check_labels(path, batch)
-    chosen = [batch for batch in file.batches if (batch.target is not None) == (family is ModelFamily.T5)]
+    chosen = [batch for batch in file.batches if (batch.target is not None) == family.is_encoder_decoder]
     if not chosen:
-        kind = "with" if family is ModelFamily.T5 else "without"
+        kind = "with" if family.is_encoder_decoder else "without"
         raise DataError(f"{path}: expected batches {kind} targets for a {family} model, found none")
     return [_truncated(batch, max_seq_len, max_target_len) for batch in chosen]
 

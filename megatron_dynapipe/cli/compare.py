@@ -18,7 +18,6 @@ from megatron_dynapipe.cli.planning_arguments import (
 )
 from megatron_dynapipe.core.errors import DataError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict_fastest
 
@@ -75,7 +74,7 @@ def _longest(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBat
                     f"batch {batch.id}: expected samples of up to {name} = {most} tokens, got one of {longest}",
                     hint="correct the batches file, or truncate with --max-seq-len and --max-target-len",
                 )
-    return Longest.of_tokens(args.model, inputs, 0 if args.model is ModelFamily.GPT else targets)
+    return Longest.of_tokens(args.model, inputs, targets if args.model.is_encoder_decoder else 0)
 
 
 def _predict(

@@ -52,7 +52,7 @@ def _add_show(actions: Any) -> None:
     show.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     show.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
     show.add_argument("--limit", type=int, metavar="N", help=f"samples (default: {_SHOWN}, with --json all)")
-    show.add_argument("--model", choices=("gpt", "t5"), default="gpt", help="the kind of model (%(default)s)")
+    show.add_argument("--model", choices=tuple(ModelFamily), default="gpt", help="the kind of model (%(default)s)")
     show.add_argument("--json", action="store_true", help="a line of token ids for each sample")
 
 

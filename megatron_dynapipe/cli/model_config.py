@@ -15,7 +15,7 @@ import yaml
 from megatron_dynapipe.config import expand, load_yaml
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, target_positions
-from megatron_dynapipe.costing import Experts, ModelShape
+from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
 from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.costing.recipe import model_of, recipe_flags
@@ -23,8 +23,6 @@ from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_argume
 from megatron_dynapipe.data.meta import read_meta
 
 RUN_FILES = (".yaml", ".yml")
-GPT = ModelFamily.GPT
-T5 = ModelFamily.T5
 
 _NOT_MODELLED = (
     *("multi-latent-attention", "mtp-num-layers", "window-size", "experimental-attention-variant", "is-hybrid-model"),
@@ -189,24 +187,27 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
     unknown = [
         name for name in _NOT_MODELLED if flags.get(name) not in (None, False, 0, "") and str(flags[name]) != "1"
     ]
-    is_t5 = "encoder-num-layers" in flags or "decoder-num-layers" in flags
+    family = family_of_flags(flags)
     pattern = str(flags.get("hybrid-layer-pattern") or "")
     modules = len(kinds_of_pattern(pattern)) if pattern else 0
-    layers: dict[str, Any] = {"layers": None if is_t5 else modules or required_size(flags, "num-layers")}
-    if is_t5:
-        layers |= {"encoder_layers": required_size(flags, "encoder-num-layers", "num-layers")}
-        layers |= {"decoder_layers": required_size(flags, "decoder-num-layers", "num-layers")}
-        layers |= {"max_target_len": _length(flags, "decoder-seq-length", -target_positions(T5, 0))}
+    layers: dict[str, Any] = {}
+    if family.is_encoder_decoder:
+        layers["encoder_layers"] = required_size(flags, "encoder-num-layers", "num-layers")
+        layers["decoder_layers"] = required_size(flags, "decoder-num-layers", "num-layers")
+        layers["max_target_len"] = _length(flags, "decoder-seq-length", -target_positions(family, 0))
+    else:
+        layers["layers"] = modules or required_size(flags, "num-layers")
     shape = megatron_fields(megatron_arguments({**flags, **checked}))
     folder = flags.get("dynapipe-data")
     return ModelFile(
-        model=T5 if is_t5 else GPT,
+        model=family,
         hidden_size=shape.pop("hidden"),
         shape=shape,
         obstacle=", ".join(unknown),
         data=Path(folder) if folder and Path(folder).is_dir() else None,
         pattern=pattern,
-        max_seq_len=_length(flags, "seq-length", 0 if is_t5 else 1),  # n tokens of a GPT train n - 1 positions
+        # n tokens of a sequence train n - 1 positions
+        max_seq_len=_length(flags, "seq-length", 0 if family.is_encoder_decoder else 1),
         **layers,
     )
 

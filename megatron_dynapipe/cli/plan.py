@@ -102,10 +102,10 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
     }, plan
 
 
-def _hint_of_splits(split: "str | tuple[float, ...]", idle: list[float]) -> None:
+def _hint_of_splits(layer_split: "str | tuple[float, ...]", idle: list[float]) -> None:
     """Where equal layers leave stages without work for long, say what evens them out."""
     mean = sum(idle) / max(len(idle), 1)
-    if split == "equal" and mean >= MUCH_IDLE:
+    if layer_split == "equal" and mean >= MUCH_IDLE:
         print(
             f"hint: stages are idle {mean:.0%} of the time: --layer-split auto evens them out where layers differ "
             "(in training --dynapipe-layers-per-stage auto); else plan more samples per batch, or fewer stages",

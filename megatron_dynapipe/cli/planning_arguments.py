@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-import msgspec
-
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
@@ -30,12 +28,13 @@ from megatron_dynapipe.costing import (
     Network,
     ScatterGather,
     TableCostModel,
-    even_split,
+    even_layer_split,
+    model_of_layers,
 )
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.links import Link
-from megatron_dynapipe.costing.pattern import check_stages, kinds_of_pattern, split_of_pattern
+from megatron_dynapipe.costing.pattern import check_stages, layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,
     EQUAL,
@@ -193,39 +192,36 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
-    encoder_layers, decoder_layers = _layers(args)
-    split = args.layers_per_stage
+    layer_split = args.layers_per_stage
     experts = experts_of(args)
+    expert_layers = experts.layers if experts else ()
+    model = model_of_layers(args.model, *_layers(args), expert_layers=expert_layers, pattern=args.pattern)
     chunks = 1
-    if split != AUTO and (stages := split_of_pattern(args.pattern)) is not None:
-        check_stages(args.pattern, stages=args.pipeline_parallel, split=None if split == EQUAL else split)
-        split = stages
+    if layer_split != AUTO and (stages := layer_split_of_pattern(args.pattern)) is not None:
+        check_stages(args.pattern, stages=args.pipeline_parallel, split=None if layer_split == EQUAL else layer_split)
+        layer_split = stages
     if args.virtual_stages != AUTO:
         chunks = args.virtual_stages
-    elif not isinstance(split, str):
-        chunks = max(len(split) // args.pipeline_parallel, 1)
-    if split == AUTO:  # begins even
-        split = even_split(encoder_layers + decoder_layers, args.pipeline_parallel * chunks, halves=not args.pattern)
+    elif not isinstance(layer_split, str):
+        chunks = max(len(layer_split) // args.pipeline_parallel, 1)
+    if layer_split == AUTO:  # begins even
+        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
-        family=args.model,
-        encoder_layers=encoder_layers,
-        decoder_layers=decoder_layers,
+        model=model,
         hidden_size=args.hidden_size,
         data_parallel=args.data_parallel,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
         chunks=chunks,
-        layers_per_stage=None if split == EQUAL else split,
+        modules_per_stage=None if layer_split == EQUAL else model.modules_of(layer_split),
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
         recompute=args.limit_rc_type or tuple(Recompute),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
         slices=args.slices,
         split_backward="off" if experts else args.split_backward,
-        expert_layers=experts.layers if experts else (),
-        pattern=kinds_of_pattern(args.pattern) if args.pattern else (),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
         replicas_in_step=args.expert_parallel,
@@ -298,18 +294,18 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         )
         usual = median_high([batch.tokens for batch in to_plan])
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
-        chosen_from = [part for batch in named for part in batch.global_batch(0).divided(max(usual, 1))]
+        chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
-    return msgspec.structs.replace(settings, layers_per_stage=split, chunks=len(split) // settings.pipeline_parallel)
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
+    return settings.with_layers_per_stage(layer_split)
 
 
 def _layers(args: argparse.Namespace) -> tuple[int, int]:
     both = (args.encoder_layers, args.decoder_layers)
-    if args.model is ModelFamily.GPT:
-        if args.layers is None or both != (None, None):
-            raise ConfigError("a gpt model needs --layers, and no --encoder-layers or --decoder-layers")
-        return args.layers, 0
-    if args.layers is not None or None in both:
-        raise ConfigError("a t5 model needs --encoder-layers and --decoder-layers, and no --layers")
-    return args.encoder_layers, args.decoder_layers
+    if args.model.is_encoder_decoder:
+        if args.layers is not None or None in both:
+            raise ConfigError(f"a {args.model} model needs --encoder-layers and --decoder-layers, and no --layers")
+        return args.encoder_layers, args.decoder_layers
+    if args.layers is None or both != (None, None):
+        raise ConfigError(f"a {args.model} model needs --layers, and no --encoder-layers or --decoder-layers")
+    return args.layers, 0

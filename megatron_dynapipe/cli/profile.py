@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe import config, cpu
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.format import is_cost_file
 from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
 from megatron_dynapipe.outputs import check_replaceable, is_first_rank
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " `-m megatron_dynapipe profile`: the links between them are measured too."
     )
     add = parser.add_argument
-    add("--model", required=True, choices=("t5", "gpt"), help="kind of model")
+    add("--model", required=True, choices=tuple(ModelFamily), help="kind of model")
     add("--output", required=True, type=Path, metavar="FILE", help="the cost model file (.json)")
     add("--recompute", default="none,selective,full", metavar="MODES", help="(%(default)s)")
     add("--tensor-parallel", type=positive, default=1, metavar="N", help="ranks that share a layer")

@@ -26,19 +26,20 @@ from megatron_dynapipe.cli.planning_arguments import (
     network_of,
     planner_settings,
 )
+from megatron_dynapipe.cli.tuned_layouts import close_ones, heading, name_of, row_of, usual_ones
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import ModelFamily, round_up
+from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.costing.format import read_file
-from megatron_dynapipe.costing.pattern import split_of_pattern
+from megatron_dynapipe.costing.pattern import layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import StepRates
-from megatron_dynapipe.tools.tuning.space import Split
+from megatron_dynapipe.tools.tuning.space import SplitMethod
 from megatron_dynapipe.tools.tuning.validate import (
     LAYOUT_FILE_MARK,
     layout_file,
@@ -52,15 +53,8 @@ INTERRUPTED = 130
 _CLUSTER = "h100_80gb"
 """The cluster that is tuned for where neither --cluster nor a device's name says it."""
 _TOP = 10
-ERROR = 0.084
-"""By which predictions of layouts are off, in the median (benchmarks/cost_accuracy)."""
-_NAMED = 3
-_REDUCES, _GATHERS = "--overlap-grad-reduce", "--overlap-param-gather"
-_TABLE = "{:>5}{:>7}{:>9}{:>7}  {:>10}{:>11}{:>10}{:>6}{:>12}{:>6}{:>15}  {:15}{:24}{}"
-_COLUMNS = (
-    *("data", "tensor", "pipeline", "chunks", "time, ms", "reduction", "tokens/s", "MFU", "memory, MB", "idle"),
-    *("micro-batches", "recompute", "", "layers"),
-)
+_REDUCES = "--overlap-grad-reduce"
+_GATHERS = "--overlap-param-gather"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,9 +201,11 @@ def _peak_flops(args: argparse.Namespace) -> float | None:
 
 def _space(args: argparse.Namespace) -> Space:
     try:
-        splits = tuple(Split(name) for name in args.layer_splits.split(","))
+        splits = tuple(SplitMethod(name) for name in args.layer_splits.split(","))
     except ValueError:
-        raise ConfigError(f"expected --layer-splits among {', '.join(Split)}, got {args.layer_splits!r}") from None
+        raise ConfigError(
+            f"expected --layer-splits among {', '.join(SplitMethod)}, got {args.layer_splits!r}"
+        ) from None
     experts = given_numbers(args).get("experts")
     count = 1 if experts is None else experts.count
     return Space(
@@ -224,7 +220,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _base(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
     """The planner's settings of the model on one device."""
-    if split_of_pattern(args.pattern) is not None:
+    if layer_split_of_pattern(args.pattern) is not None:
         raise ConfigError(f"expected a pattern without stages, got {args.pattern}", hint="leave | out: they are tuned")
     one = argparse.Namespace(
         **vars(args)
@@ -244,13 +240,17 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
     infeasible = [layout for layout in tuning.layouts if layout.error is not None]
-    print(_TABLE.format(*_COLUMNS).rstrip())
+    print(heading())
     for layout in planned[: args.top]:
-        print(_row(layout))
+        print(row_of(layout))
     left = len(tuning.layouts) - len(planned[: args.top]) - len(infeasible)
     print(f"{tuning.plans} plans in {tuning.seconds:.1f} s{f'; {left} layouts are slower' * bool(left)}")
     print(cluster_line(described))
-    for line in (*_usual(tuning, args, described["devices_per_node"]), *_overlap(planned, args), *_close(planned)):
+    for line in (
+        *usual_ones(tuning, args.devices, described["devices_per_node"]),
+        *_overlap(planned, args),
+        *close_ones(planned),
+    ):
         print(line)
     if planned:
         print(f"the best plan, of the first batch: {planned[0].of_limits}")
@@ -258,11 +258,11 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
         _exported(tuning, args)
     for layout in planned:
         if layout.measurement_error is not None:
-            print(f"{_name(layout)} could not be trained: {layout.measurement_error}")
+            print(f"{name_of(layout)} could not be trained: {layout.measurement_error}")
     if tuning.interrupted:
         print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
     for layout in infeasible:
-        print(f"cannot be used: {_name(layout)}: {layout.error}")
+        print(f"cannot be used: {name_of(layout)}: {layout.error}")
 
 
 def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
@@ -271,7 +271,8 @@ def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
     if args.export is None or best.predicted_ms is None:
         return {}
     cost_model, _ = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
-    settings = msgspec.structs.replace(tuning.settings[0], layers_per_stage=best.layers_per_stage)
+    assert best.layers_per_stage is not None, "a layout that was planned has its split"
+    settings = tuning.settings[0].with_layers_per_stage(best.layers_per_stage)
     return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
 
 
@@ -285,43 +286,6 @@ def _overlap(planned: Sequence[TunedLayout], args: argparse.Namespace) -> list[s
         said = f"{args.model_config} has {' '.join(flags)}"
         return [f"the best layout's passes hide {hidden:.1f} of {hidden + exposed:.1f} ms of reduction: {said}"]
     return [f"passes hide no reduction: --model-config names no run file with {_REDUCES} and {_GATHERS}"]
-
-
-def _close(planned: Sequence[TunedLayout]) -> list[str]:
-    """Layouts that are not told from the best, by the error of predictions."""
-    least = planned[0].predicted_ms or 1.0 if planned else 1.0
-    more = {_name(other): (other.predicted_ms or 0.0) / least - 1 for other in planned[1:]}
-    near = [f"{name} (+{share:.1%})" for name, share in more.items() if share <= ERROR]
-    if not near:
-        return []
-    rest = f" and {len(near) - _NAMED} more" if len(near) > _NAMED else ""
-    return [
-        f"within {ERROR:.0%} of the best, by which predictions of layouts are off in the median:"
-        f" {', '.join(near[:_NAMED])}{rest}; measure them before you choose (--validate, or a few iterations of each)"
-    ]
-
-
-def _usual(tuning: Tuning, args: argparse.Namespace, per_node: int) -> list[str]:
-    """Why layouts that are tried first by hand are behind: replicas alone, and tensor parallelism inside a node."""
-    best = tuning.layouts[0]
-    if best.predicted_ms is None:
-        return []
-    tensor = min(per_node, args.devices)
-    usual = {(args.devices, 1, 1): "replicas alone", (1, tensor, args.devices // tensor): "tensor parallel in a node"}
-    lines = []
-    for layout in tuning.layouts[1:]:
-        sizes = layout.data_parallel, layout.tensor_parallel, layout.pipeline_parallel
-        if layout.error is None and layout.chunks == 1 and (kind := usual.pop(sizes, None)) is not None:
-            takes = layout.predicted_ms or layout.bound_ms or 0.0
-            more = [f"{'' if layout.predicted_ms else 'at least '}{takes / best.predicted_ms:.2f} times as long"]
-            if (apart := (layout.reduction_ms or 0.0) - (best.reduction_ms or 0.0)) >= 0.05:
-                more.append(f"{apart:.1f} ms more of reduction")
-            if layout.idle is not None and best.idle is not None and layout.idle > best.idle:
-                more.append(f"idle for {layout.idle:.0%} in place of {best.idle:.0%}")
-            if layout.recompute not in ("", best.recompute):
-                more.append(f"recomputes {layout.recompute} in place of {best.recompute}")
-            lines.append(f"{kind}, {_name(layout)}: {', '.join(more)}")
-    return lines
 
 
 def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namespace, per_node: int) -> str:
@@ -352,46 +316,12 @@ def _tuned_flags(args: argparse.Namespace) -> dict[str, str | int]:
         "dynapipe-split-backward": None if args.split_backward == AUTO else args.split_backward,
     }
     if args.data is not None and args.max_seq_len is not None:
-        is_t5 = args.model is ModelFamily.T5
-        given["seq-length"] = round_up(args.max_seq_len if is_t5 else args.max_seq_len - 1)
-        if is_t5:
+        has_decoder = args.model.is_encoder_decoder
+        given["seq-length"] = round_up(args.max_seq_len if has_decoder else args.max_seq_len - 1)
+        if has_decoder:
             given["decoder-seq-length"] = round_up((args.max_target_len or args.max_seq_len) + 2)
         given["dynapipe-long-samples"] = "truncate"
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _row(layout: TunedLayout) -> str:
-    assert layout.predicted_ms is not None and layout.reduction_ms is not None
-    shared = f"experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
-    note = shared if layout.status == "planned" else f"batches planned: {layout.batches}"
-    if layout.measured_ms is not None:
-        note = f"measured: {layout.measured_ms:.1f} ms"
-    elif layout.measurement_error is not None:
-        note = "not measured, see below"
-    split = layout.layers_per_stage or ()
-    layers = f"{split[0]} each" if len(set(split)) == 1 else ",".join(map(str, split))
-    return _TABLE.format(
-        layout.data_parallel,
-        layout.tensor_parallel,
-        layout.pipeline_parallel,
-        layout.chunks,
-        f"{layout.predicted_ms:.1f}",
-        f"{layout.reduction_ms:.1f}",
-        f"{layout.tokens_per_second:.0f}",
-        "–" if layout.mfu is None else f"{layout.mfu:.0%}",
-        f"{max(layout.peak_memory_mb):.0f}",
-        f"{layout.idle:.0%}",
-        f"{layout.micro_batches:.0f}",
-        layout.recompute,
-        note,
-        layers,
-    )
-
-
-def _name(layout: TunedLayout) -> str:
-    chunks = f"×{layout.chunks}" if layout.chunks > 1 else ""
-    experts = f" with experts over {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
-    return f"{layout.data_parallel}·{layout.tensor_parallel}·{layout.pipeline_parallel}{chunks}{experts}"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

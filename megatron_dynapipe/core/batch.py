@@ -56,11 +56,11 @@ class Samples:
         """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
 
         Raises:
-            DataError: an input, or a T5's target, is empty.
+            DataError: an input, or a decoder's target, is empty.
         """
         input_tokens = np.asarray(batch.input_lengths, np.int64)
         target_tokens = np.asarray(batch.target_lengths, np.int64)
-        least = 1 if family is ModelFamily.T5 else 0
+        least = 1 if family.is_encoder_decoder else 0
         wrong = np.flatnonzero((input_tokens < 1) | (target_tokens < least))
         if len(wrong):
             row = int(wrong[0])

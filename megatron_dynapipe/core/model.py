@@ -16,21 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.core.costs import (
-    ATTENTION,
-    DECODER_ATTENTION,
-    DECODER_MLP,
-    EXPERT_MLP,
-    HEAD,
-    MLP,
-    IntArray,
-    Kind,
-)
+from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, HEAD, MLP, IntArray, Kind
 from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.instructions import TensorShape
 from megatron_dynapipe.core.units import ModelFamily, Shape
 
-Split = tuple[int | float, ...]
+LayerSplit = tuple[int | float, ...]
 """Layers per virtual stage, in model order, as people write them; whole numbers are integers."""
 
 ModuleSplit = tuple[int, ...]
@@ -51,44 +42,15 @@ class Model:
     decoder: tuple[Kind, ...] = ()
     modules_per_layer: int = 2
 
-    @classmethod
-    def of_layers(
-        cls,
-        family: ModelFamily,
-        encoder_layers: int,
-        decoder_layers: int = 0,
-        *,
-        expert_layers: Sequence[int] = (),
-        pattern: tuple[Kind, ...] = (),
-    ) -> "Model":
-        """The model that flags and files describe.
-
-        Args:
-            family: "gpt" layers all count as encoder layers.
-            encoder_layers: of the first stack.
-            decoder_layers: of the second.
-            expert_layers: of a GPT, those with experts where others have none.
-            pattern: kinds of the modules of a model whose layers are one module each; empty for others.
-
-        Raises:
-            ConfigError: the layers are not of the family's kinds.
-        """
-        if encoder_layers < 1 or (decoder_layers < 1) == (family is ModelFamily.T5):
-            raise ConfigError(
-                f"expected a {family} model with layers of its kinds, got {encoder_layers} encoder and"
-                f" {decoder_layers} decoder layers"
-            )
-        if pattern:
-            return cls(encoder=pattern, modules_per_layer=1)
-        encoder = [ATTENTION, MLP] * encoder_layers
-        for layer in expert_layers:
-            encoder[2 * layer + 1] = EXPERT_MLP
-        return cls(encoder=tuple(encoder), decoder=(DECODER_ATTENTION, DECODER_MLP) * decoder_layers)
-
     @property
     def modules(self) -> tuple[Kind, ...]:
         """The modules of all stacks in order; the head is the last."""
         return (*self.encoder, *self.decoder, HEAD)
+
+    @property
+    def family(self) -> ModelFamily:
+        """The family by which plans and costs name such a model."""
+        return ModelFamily.T5 if self.decoder else ModelFamily.GPT
 
     @property
     def layers(self) -> int:
@@ -101,9 +63,9 @@ class Model:
         return self.modules_per_layer > 1
 
     @property
-    def mixes_experts(self) -> bool:
-        """Whether some MLPs have experts and others do not: then those that do are of a kind of their own."""
-        return EXPERT_MLP in self.encoder
+    def layers_with_experts(self) -> list[int]:
+        """The layers whose MLPs have experts, if those of others have none: they are of a kind of their own."""
+        return [at // self.modules_per_layer for at, kind in enumerate(self.encoder) if kind == EXPERT_MLP]
 
     def modules_of(self, split: Sequence[float]) -> ModuleSplit:
         """Modules per virtual stage from layers.
@@ -119,7 +81,7 @@ class Model:
             )
         return tuple(map(int, counts))
 
-    def layers_of(self, split: Sequence[int]) -> Split:
+    def layers_of(self, split: Sequence[int]) -> LayerSplit:
         """Layers per virtual stage from modules; whole numbers are integers."""
         size = self.modules_per_layer
         return tuple(count / size if count % size else count // size for count in split)
@@ -156,7 +118,7 @@ class PipelineLayout:
             raise ConfigError(f"{len(counts)} virtual stages cannot be assigned to pipeline stages {self.chunks} each")
 
     @classmethod
-    def of_layers(cls, model: Model, layers_per_stage: Split, chunks: int = 1) -> "PipelineLayout":
+    def of_layers(cls, model: Model, layers_per_stage: LayerSplit, chunks: int = 1) -> "PipelineLayout":
         """The model cut as people write it.
 
         Raises:
@@ -184,7 +146,7 @@ class PipelineLayout:
         return self.model.modules
 
     @property
-    def layers_per_stage(self) -> Split:
+    def layers_per_stage(self) -> LayerSplit:
         """The split as people write it."""
         return self.model.layers_of(self.modules_per_stage)
 

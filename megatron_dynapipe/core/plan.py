@@ -24,6 +24,7 @@ from megatron_dynapipe.core.units import (
     Shape,
     input_positions,
     round_up,
+    sequence_positions,
     target_positions,
 )
 
@@ -166,7 +167,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     def cut(self) -> int:
         """Samples that begin here and go on in another micro-batch."""
         lengths = zip(self.pieces, self.input_lengths, strict=False)
-        return sum(start == 0 and end < input_positions(ModelFamily.GPT, tokens) for (start, end), tokens in lengths)
+        return sum(start == 0 and end < sequence_positions(tokens) for (start, end), tokens in lengths)
 
     @property
     def real_tokens(self) -> int:
@@ -230,7 +231,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Parameters, gradients and optimizer state per pipeline rank."""
     peak_covers_backward: bool
     """Whether a micro-batch's peak counts while its backward runs, too."""
-    layouts: tuple[BatchLayout, ...] = (BatchLayout.PADDED,)
+    batch_layouts: tuple[BatchLayout, ...] = msgspec.field(default=(BatchLayout.PADDED,), name="layouts")
     """Layouts that the run's settings allow its micro-batches."""
     replicas: tuple[ReplicaPlan, ...]
     in_step: int = 1

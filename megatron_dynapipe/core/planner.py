@@ -84,15 +84,7 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        named = msgspec.to_builtins(settings)
-        if settings.split_backward == "off":
-            del named["split_backward"]  # plans that cannot hold halves are those of settings that do not know them
-        if settings.expert_parallel == 1 and not settings.expert_layers:  # nor do plans without experts know of them
-            del named["expert_parallel"], named["expert_imbalance"], named["expert_layers"]
-        for name in ("pattern", "label_experts"):
-            if not named[name]:
-                del named[name]
-        identity = msgspec.json.encode([named, costs_digest])
+        identity = msgspec.json.encode([settings, costs_digest])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
     def under(self, rules: TransferRules) -> "Planner":
@@ -134,7 +126,7 @@ class Planner:
         with timed(seconds, "lowering"):
             plan = IterationPlan(
                 iteration=iteration,
-                family=self.settings.family,
+                family=self.settings.model.family,
                 forward_only=forward_only,
                 settings_digest=self.digest,
                 pipeline_stages=self.layout.stages,
@@ -142,7 +134,7 @@ class Planner:
                 memory_limit_bytes=self.settings.memory_limit_bytes,
                 model_state_bytes=tuple(self.model_state_bytes.tolist()),
                 peak_covers_backward=self._peak_covers_backward,
-                layouts=self.settings.micro_batch_layouts,
+                batch_layouts=self.settings.micro_batch_layouts,
                 in_step=self.settings.replicas_in_step,
                 replicas=replica_plans(self.settings, held, scheduled),
             )
@@ -194,7 +186,7 @@ class Planner:
         """
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
-        samples = Samples.of(batch, self.settings.family)
+        samples = Samples.of(batch, self.settings.model.family)
         if (longest := max(int(samples.inputs.max()), int(samples.targets.max()))) > LARGEST_COORDINATE:
             raise PlanningError(
                 f"expected samples of at most {LARGEST_COORDINATE} positions (2^20), got {longest}",
@@ -214,7 +206,7 @@ class Planner:
             target_positions=samples.target_positions,
             labels=samples.labels,
             label_experts=s.label_experts,
-            layouts=s.micro_batch_layouts,
+            batch_layouts=s.micro_batch_layouts,
             modes=self.tables,
             layout=self.layout,
             model_state_bytes=self.model_state_bytes,
@@ -286,7 +278,7 @@ def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: Schedul
         input_lengths=tuple(samples.input_tokens[members].tolist()),
         target_lengths=tuple(samples.target_tokens[members].tolist()),
         shape=scheduled.shapes[row],
-        layout=scheduled.layouts[row],
+        layout=scheduled.batch_layouts[row],
         recompute=tuple(settings.recompute[mode] for mode in scheduled.modes[row].tolist()),
         stored_bytes=tuple(scheduled.costs.stored_bytes[row].tolist()),
         peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),

@@ -70,10 +70,13 @@ def to_codes(order: PassOrder, chunks: int) -> IntArray:
 
 def from_codes(codes: IntArray, chunks: int) -> PassOrder:
     """The passes of every stage from what `to_codes` makes."""
-    return tuple(
-        tuple(PASS_TYPES[code % 4](code // (4 * chunks), code // 4 % chunks) for code in stage if code >= 0)
-        for stage in codes.tolist()
-    )
+    return tuple(tuple(_pass_of(code, chunks) for code in stage if code >= 0) for stage in codes.tolist())
+
+
+def _pass_of(code: int, chunks: int) -> Pass:
+    place, kind = divmod(code, len(PASS_TYPES))
+    micro_batch, chunk = divmod(place, chunks)
+    return PASS_TYPES[kind](micro_batch, chunk)
 
 
 def native_rules(rules: TransferRules) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class BatchProblem:
     Attributes:
         inputs, targets: int64[samples], padded lengths; targets 0 for decoder-only models.
         input_positions, target_positions: int64[samples], without padding.
-        layouts: that micro-batches may be given.
+        batch_layouts: that micro-batches may be given.
         modes: modules' costs under each recompute mode that may be chosen, in order of preference on ties.
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
@@ -130,7 +133,7 @@ class BatchProblem:
     targets: IntArray
     input_positions: IntArray
     target_positions: IntArray
-    layouts: tuple[BatchLayout, ...]
+    batch_layouts: tuple[BatchLayout, ...]
     modes: tuple[CostTables, ...]
     layout: PipelineLayout
     model_state_bytes: IntArray
@@ -173,8 +176,8 @@ class BatchProblem:
                 targets=np.ascontiguousarray(self.targets),
                 input_positions=np.ascontiguousarray(self.input_positions),
                 target_positions=np.ascontiguousarray(self.target_positions),
-                may_pad=BatchLayout.PADDED in self.layouts,
-                may_pack=BatchLayout.PACKED in self.layouts,
+                may_pad=BatchLayout.PADDED in self.batch_layouts,
+                may_pack=BatchLayout.PACKED in self.batch_layouts,
                 modes=[_mode(tables, doubled) for tables in self.modes],
                 packed=[_packed_mode(tables, doubled) for tables in self.modes],
                 kinds=len(kinds) + (doubled is not None),
@@ -183,7 +186,7 @@ class BatchProblem:
                 labelled=labelled,
                 cuts=layout.cuts,
                 every_quantity=self.every_quantity,
-                even_two=len(layout.model.decoder) > 0 or layout.model.mixes_experts,
+                even_two=bool(layout.model.decoder or layout.model.layers_with_experts),
                 chunks=layout.chunks,
                 model_state=self.model_state_bytes,
                 memory_limit=self.memory_limit_bytes,
@@ -211,13 +214,13 @@ class BatchProblem:
         return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
 
     def costs_of(
-        self, members: Sequence[IntArray], layouts: Sequence[BatchLayout], modes: IntArray
+        self, members: Sequence[IntArray], batch_layouts: Sequence[BatchLayout], modes: IntArray
     ) -> tuple["ScheduleProblem", BoolArray]:
         """`costs` of micro-batches of either layout, given their samples; fillers count as padded ones.
 
         Args:
             members: samples of each micro-batch.
-            layouts: of each.
+            batch_layouts: of each.
             modes: as of `costs`, or of every virtual stage: int64[micro-batches, virtual stages].
         """
         modes = np.broadcast_to(modes.reshape(len(members), -1), (len(members), self.layout.virtual_stages))
@@ -225,18 +228,18 @@ class BatchProblem:
         for mode in np.unique(modes).tolist():
             is_mode = modes == mode
             under = np.flatnonzero(is_mode.any(axis=1))
-            rows_of = [(members[row], layouts[row]) for row in under.tolist()]
+            rows_of = [(members[row], batch_layouts[row]) for row in under.tolist()]
             costs, known = self._costs_under(mode, *zip(*rows_of, strict=True))
             rows[:, under] = np.where(is_mode[under], costs, rows[:, under])
             covered[under] &= known
         return self._schedule_problem(rows), covered
 
     def _costs_under(
-        self, mode: int, members: Sequence[IntArray], layouts: Sequence[BatchLayout]
+        self, mode: int, members: Sequence[IntArray], batch_layouts: Sequence[BatchLayout]
     ) -> tuple[IntArray, BoolArray]:
         """`costs_of` under one mode, `[_COSTS, micro-batches, virtual stages]`."""
         modes = np.full(len(members), mode, np.int64)
-        rows_of = zip(members, layouts, strict=True)
+        rows_of = zip(members, batch_layouts, strict=True)
         packed = np.array([layout is BatchLayout.PACKED and len(samples) > 0 for samples, layout in rows_of], np.bool_)
         rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
         covered = np.zeros(len(members), np.bool_)

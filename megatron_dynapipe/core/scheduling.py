@@ -22,7 +22,7 @@ class ScheduledBatch:
 
     Attributes:
         members: samples of each micro-batch.
-        layouts: of each.
+        batch_layouts: of each.
         shapes: of each.
         modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         costs: its costs on every virtual stage.
@@ -31,7 +31,7 @@ class ScheduledBatch:
     """
 
     members: list[IntArray]
-    layouts: list[BatchLayout]
+    batch_layouts: list[BatchLayout]
     shapes: list[Shape]
     modes: IntArray
     costs: ScheduleProblem
@@ -61,7 +61,7 @@ def schedule_batch(
     """
     candidates = []
     may_reorder = searchable and chosen.method != "adaptive"
-    if may_reorder and BatchLayout.PACKED in problem.layouts:
+    if may_reorder and BatchLayout.PACKED in problem.batch_layouts:
         return _rescheduled(problem, partitioned, chosen)
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
@@ -92,10 +92,10 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     if not solution:
         return None
     members = [micro_batch for replica in solution for micro_batch in replica.members]
-    layouts = [layout for replica in solution for layout in replica.layouts]
-    shapes = [problem.shape(*micro_batch) for micro_batch in zip(members, layouts, strict=True)]
+    batch_layouts = [layout for replica in solution for layout in replica.batch_layouts]
+    shapes = [problem.shape(*micro_batch) for micro_batch in zip(members, batch_layouts, strict=True)]
     modes = np.concatenate([replica.modes for replica in solution])
-    costs, _ = problem.costs_of(members, layouts, modes)
+    costs, _ = problem.costs_of(members, batch_layouts, modes)
     replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
     may_be_plain = problem.chains is None and problem.split_backward != "on"
     schedules = [
@@ -104,7 +104,7 @@ def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: Sch
     ]
     return ScheduledBatch(
         members=members,
-        layouts=layouts,
+        batch_layouts=batch_layouts,
         shapes=shapes,
         modes=modes,
         costs=costs,
@@ -141,9 +141,9 @@ def _scheduled(
         half = len(members[largest]) // 2
         members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
         modes = np.insert(modes, largest, modes[largest])
-    layouts = [partition.layout] * len(members)
+    batch_layouts = [partition.layout] * len(members)
     shapes = [problem.shape(micro_batch, partition.layout) for micro_batch in members]
-    costs, covered = problem.costs_of(members, layouts, modes)
+    costs, covered = problem.costs_of(members, batch_layouts, modes)
     if not covered.all():  # A size that was measured says nothing of its half.
         raise InfeasibleError("a micro-batch that every replica needs a part of cannot be divided")
     if partition.in_turn:
@@ -153,7 +153,7 @@ def _scheduled(
     schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
     return ScheduledBatch(
         members=members,
-        layouts=layouts,
+        batch_layouts=batch_layouts,
         shapes=shapes,
         modes=np.repeat(modes[:, None], problem.layout.virtual_stages, axis=1),
         costs=costs,

@@ -66,13 +66,13 @@ class ReplicaSolution:
 
     Attributes:
         members: samples of each micro-batch.
-        layouts: of each.
+        batch_layouts: of each.
         modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         order: passes per stage; micro-batches are numbered as they enter.
     """
 
     members: list[IntArray]
-    layouts: list[BatchLayout]
+    batch_layouts: list[BatchLayout]
     modes: IntArray
     order: PassOrder
 
@@ -126,7 +126,7 @@ def search(
     if evaluations is None and layout.virtual_stages == 1 and problem.replicas == 1:
         # Nobody waits for anybody: rows of least work are all there is to find, and partitions are those.
         evaluations = 0
-    elif evaluations is None and BatchLayout.PACKED in problem.layouts:
+    elif evaluations is None and BatchLayout.PACKED in problem.batch_layouts:
         evaluations = DEFAULT_EVALUATIONS
     elif evaluations is None:
         evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
@@ -142,7 +142,7 @@ def search(
     return [
         ReplicaSolution(
             members=np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1]),
-            layouts=[BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed],
+            batch_layouts=[BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed],
             modes=np.array(modes, np.int64).reshape(-1, layout.virtual_stages),
             order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
         )

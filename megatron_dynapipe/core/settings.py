@@ -1,18 +1,17 @@
 """The settings of plans: all that they depend on besides the batch and the cost model."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
-from megatron_dynapipe.core.costs import Kind
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import Model, PipelineLayout, Split
+from megatron_dynapipe.core.model import LayerSplit, Model, ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import Partitioner
 from megatron_dynapipe.core.problem import SplitBackward
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
 IMBALANCE = 1.25
 """Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
@@ -25,14 +24,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Model, parallel layout, memory and choices of one run.
 
     Attributes:
-        family: kind of model.
-        encoder_layers: encoder layers; a decoder-only model's layers are counted here.
-        decoder_layers: decoder layers of a T5, 0 for decoder-only.
+        model: its stacks of modules.
         hidden_size: width of the states that cross stage boundaries.
         data_parallel, tensor_parallel, pipeline_parallel: the layout.
         chunks: virtual stages per pipeline rank.
-        layers_per_stage: layers per virtual stage in model order, in halves (of a `pattern`: modules); None splits them
-            equally.
+        modules_per_stage: modules per virtual stage in model order, without the head; None puts as many layers on each.
         memory_limit_bytes: memory of one device that the plan may use, model state included.
         distributed_optimizer: whether optimizer state is sharded over the replicas.
         recompute: modes that a micro-batch may be given on a virtual stage.
@@ -46,8 +42,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         partition: makes the micro-batches in place of the planner's own search, to compare with.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
-        expert_layers: those with experts in a decoder-only model that has others too; empty where all are alike.
-        pattern: kinds of modules of a model that is not made of layers of attention and MLP; empty for others.
         expert_parallel: replicas that share experts.
         expert_imbalance: tokens of the busiest of them over their mean: their experts' time and memory are taken so
             many times.
@@ -60,15 +54,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             is faster, never, or all that can be.
     """
 
-    family: ModelFamily
-    encoder_layers: _AtLeastOne
-    decoder_layers: int = 0
+    model: Model
     hidden_size: _AtLeastOne
     data_parallel: _AtLeastOne = 1
     tensor_parallel: _AtLeastOne = 1
     pipeline_parallel: _AtLeastOne = 1
     chunks: _AtLeastOne = 1
-    layers_per_stage: Split | None = None
+    modules_per_stage: ModuleSplit | None = None
     memory_limit_bytes: _AtLeastOne
     distributed_optimizer: bool = False
     recompute: tuple[Recompute, ...] = tuple(Recompute)
@@ -81,8 +73,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partition: Partitioner | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     transfers: TransferRules = TransferRules()
-    expert_layers: tuple[int, ...] = ()
-    pattern: tuple[Kind, ...] = ()
     expert_parallel: _AtLeastOne = 1
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     label_experts: bool = False
@@ -93,13 +83,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
             raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
-        layouts = self.micro_batch_layouts
-        if not layouts or len(set(layouts)) != len(layouts):
-            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(layouts)}")
-        if self.partition is not None and self.partition.layout not in layouts:
+        batch_layouts = self.micro_batch_layouts
+        if not batch_layouts or len(set(batch_layouts)) != len(batch_layouts):
+            raise ConfigError(f"expected one or two different layouts of micro-batches, got {list(batch_layouts)}")
+        if self.partition is not None and self.partition.layout not in batch_layouts:
             raise ConfigError(
                 f"expected settings that allow {self.partition.layout} micro-batches, which the partition makes,"
-                f" got {', '.join(layouts)}",
+                f" got {', '.join(batch_layouts)}",
                 hint=f"allow the layout {self.partition.layout}, or leave the partition out",
             )
         if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
@@ -137,7 +127,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Why samples cannot be cut under these settings, or None."""
         if self.model.decoder:
             return "every position of a T5's encoder attends to all of them"
-        if self.model.mixes_experts:
+        if self.model.layers_with_experts:
             return "costs of pieces are known where all layers have experts, or none"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
             return "pieces run in packed rows, which the settings do not allow"
@@ -167,22 +157,16 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.effective_split_backward != "off" and self.replicas_in_step < self.data_parallel
 
     @property
-    def model(self) -> Model:
-        """The model's stacks of modules."""
-        return Model.of_layers(
-            self.family,
-            self.encoder_layers,
-            self.decoder_layers,
-            expert_layers=self.expert_layers,
-            pattern=self.pattern,
-        )
-
-    @property
     def layout(self) -> PipelineLayout:
         """The model cut over the pipeline."""
-        if self.layers_per_stage is None:
+        if self.modules_per_stage is None:
             return PipelineLayout.equal(self.model, self.pipeline_parallel * self.chunks, self.chunks)
-        return PipelineLayout.of_layers(self.model, self.layers_per_stage, self.chunks)
+        return PipelineLayout(model=self.model, modules_per_stage=self.modules_per_stage, chunks=self.chunks)
+
+    def with_layers_per_stage(self, split: LayerSplit) -> Self:
+        """The same run with its layers split so, over as many pipeline ranks."""
+        chunks = len(split) // self.pipeline_parallel
+        return msgspec.structs.replace(self, modules_per_stage=self.model.modules_of(split), chunks=chunks)
 
     @property
     def sent_per_position(self) -> int:

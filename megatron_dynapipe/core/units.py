@@ -15,10 +15,15 @@ LENGTH_MULTIPLE = 8
 
 
 class ModelFamily(enum.StrEnum):
-    """The two kinds of model that a run may train."""
+    """The kinds of model that a run may train."""
 
     GPT = "gpt"
     T5 = "t5"
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether a second stack, the decoder, has targets of its own; else a sample is a single sequence."""
+        return self is ModelFamily.T5
 
 
 class Recompute(enum.StrEnum):
@@ -76,12 +81,14 @@ def round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
     return -(-length // multiple) * multiple
 
 
-def input_positions(family: ModelFamily, tokens: int) -> int:
-    """Positions the first stack runs for a sample of `tokens` input tokens.
+def sequence_positions(tokens: int) -> int:
+    """Positions of a decoder-only sample: of n tokens, those numbered 2 to n are predicted from those before them."""
+    return max(tokens - 1, 1)
 
-    A decoder-only sample of n tokens predicts its tokens 2…n from its tokens 1…n-1.
-    """
-    return max(tokens - 1, 1) if family is ModelFamily.GPT else tokens
+
+def input_positions(family: ModelFamily, tokens: int) -> int:
+    """Positions the first stack runs for a sample of `tokens` input tokens."""
+    return tokens if family.is_encoder_decoder else sequence_positions(tokens)
 
 
 def target_positions(family: ModelFamily, tokens: int) -> int:
@@ -90,4 +97,4 @@ def target_positions(family: ModelFamily, tokens: int) -> int:
     A T5 target of n tokens trains on n + 1 positions (start token in, end token out); shapes count n + 2, as the
     published planner does, so that predictions can be compared with its figures.
     """
-    return 0 if family is ModelFamily.GPT else tokens + 2
+    return tokens + 2 if family.is_encoder_decoder else 0

@@ -177,9 +177,9 @@ def check_micro_batches(plan: IterationPlan) -> None:
     for index, replica in enumerate(plan.replicas):
         for row, micro_batch in enumerate(replica.micro_batches):
             where = f"replica {index}, micro-batch {row}"
-            if micro_batch.layout not in plan.layouts:
+            if micro_batch.layout not in plan.batch_layouts:
                 raise PlanError(
-                    f"{where}: expected a layout that the settings allow ({', '.join(plan.layouts)}), got "
+                    f"{where}: expected a layout that the settings allow ({', '.join(plan.batch_layouts)}), got "
                     f"{micro_batch.layout}",
                     hint="plan again with the run's own settings",
                 )
@@ -209,10 +209,10 @@ def check_samples(plan: IterationPlan, expected: Collection[int] | None) -> None
 def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch, virtual_stages: int) -> None:
     shape = micro_batch.shape
     _check_numbers(family, where, micro_batch)
-    if (family is ModelFamily.GPT) != (shape.target_length == 0):
+    if family.is_encoder_decoder != (shape.target_length > 0):
         raise PlanError(f"{where}: shape {shape} is not of a {family} model")
-    if family is ModelFamily.GPT and any(micro_batch.target_lengths):
-        raise PlanError(f"{where}: expected target lengths of 0 for a gpt model, got {micro_batch.target_lengths}")
+    if not family.is_encoder_decoder and any(micro_batch.target_lengths):
+        raise PlanError(f"{where}: expected target lengths of 0 for a {family} model, got {micro_batch.target_lengths}")
     if micro_batch.is_filler:
         if min(shape[1:2]) < 1:
             raise PlanError(f"{where}: expected positions in a micro-batch without samples, got shape {shape}")
@@ -253,11 +253,13 @@ def _check_numbers(family: ModelFamily, where: str, micro_batch: MicroBatch) -> 
     """No number is one that ids, lengths, shapes and bytes cannot be."""
     if (least := min(micro_batch.sample_ids, default=0)) < 0:
         raise PlanError(f"{where}: expected sample ids of 0 or more, got {least}")
-    lengths = micro_batch.input_lengths + (micro_batch.target_lengths if family is ModelFamily.T5 else ())
+    lengths = micro_batch.input_lengths
+    if family.is_encoder_decoder:
+        lengths += micro_batch.target_lengths
     if (least := min(lengths, default=1)) < 1:
         raise PlanError(f"{where}: expected lengths of 1 token or more, got {least}")
     for labels, positions in zip(micro_batch.labels, micro_batch.positions(family), strict=False):
-        most = positions if family is ModelFamily.GPT else 0
+        most = 0 if family.is_encoder_decoder else positions
         if not 0 <= labels <= most:
             raise PlanError(f"{where}: expected 0 to {most} labels of {positions} {family} positions, got {labels}")
     if min(micro_batch.shape) < 0:

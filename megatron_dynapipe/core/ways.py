@@ -76,7 +76,7 @@ class Candidate:
 
     def _scheduled_from(self, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
         # A search that starts with packed rows drops those that stall, and says as little of them as of memory.
-        rows_alone = BatchLayout.PADDED not in self.problem.layouts or self.problem.chains is not None
+        rows_alone = BatchLayout.PADDED not in self.problem.batch_layouts or self.problem.chains is not None
         stalled: StallError | None = None
         for problem in self._problems:
             try:
@@ -135,12 +135,12 @@ def _ahead(candidates: Sequence[Candidate]) -> tuple[Candidate | None, bool]:
     least: int | None = None
     few = False
     for candidate in candidates:
-        begun = candidate.start(least)
-        if begun is None or (least is not None and begun.makespan_ns >= least):
+        started = candidate.start(least)
+        if started is None or (least is not None and started.makespan_ns >= least):
             continue
         ahead = candidate
-        least = begun.makespan_ns
+        least = started.makespan_ns
         if candidate.is_default:
-            few = begun.rows <= FEW_ROWS
+            few = started.rows <= FEW_ROWS
             least = int(least * (1 + MARGIN_OF_FEW if few else 1 - LEAST_GAIN))
     return ahead, few

@@ -17,7 +17,7 @@ _VALIDATE_AGAIN = 1.3
 """Growth of the number of points after which errors are estimated again."""
 
 
-class AdaptiveGrid:
+class RefinedGrid:
     """The points of one surface (forward and backward of a part under one recompute mode).
 
     Candidates are the points of a grid; a measured point makes those near it less worth measuring, and an error of

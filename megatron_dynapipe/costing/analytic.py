@@ -28,8 +28,8 @@ from megatron_dynapipe.core.costs import (
     Quantity,
 )
 from megatron_dynapipe.core.errors import CostModelError
-from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing.division import Division, LayerKind, Rates, division_by_flops
+from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.costing.shape import ModelShape
@@ -158,6 +158,7 @@ class AnalyticCostModel:
         self.rates = rates
         self.name = f"analytic {shape.family}, hidden {shape.hidden}"
         self.family = shape.family
+        self._has_decoder = shape.family.is_encoder_decoder
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
@@ -169,8 +170,7 @@ class AnalyticCostModel:
     def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
         """The computed costs of a combination; raises CostModelError."""
         layer = self.layer_work(tensor_parallel)
-        t5 = self.family is ModelFamily.T5
-        targets = self._lengths if t5 else np.zeros(1, np.int64)
+        targets = self._lengths if self._has_decoder else np.zeros(1, np.int64)
         b = self._sizes[:, None, None].astype(float)
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
@@ -211,31 +211,29 @@ class AnalyticCostModel:
         ends: bool = True,
     ) -> Layers:
         """Costs of every kind of layer and, with `ends`, of the head and the encoder's output."""
-        t5 = self.family is ModelFamily.T5
         works: dict[LayerKind, Workload] = {"encoder": replace(layer, shape=self.shape.dense).encoder(b, s)}
-        if t5:
+        if self._has_decoder:
             works["decoder"] = layer.decoder(b, t, s)
         elif self.shape.kinds > 1:
             works["expert"] = layer.encoder(b, s)
         by_part: dict[Part, Floats] = {kind: costs(work) for kind, work in works.items()}
-        q = t if t5 else s
+        q = t if self._has_decoder else s
         head = layer_costs(layer.head(b, q), self.rates, Recompute.NONE)[:2]
         by_part["postprocess"] = np.stack(np.broadcast_arrays(*head, *layer.head_memory(b, q))) * ends
         grids: dict[tuple[Part, Quantity], Floats] = {
             (part, quantity): values[quantity] for part, values in by_part.items() for quantity in PREFIX_QUANTITIES
         }
-        if t5:
+        if self._has_decoder:
             grids["encoder_output", Quantity.STORED] = np.asarray(layer.encoder(b, s).input_bytes) * ends
         shape = np.broadcast_shapes(b.shape, s.shape, t.shape)
         return {place: _counted(np.broadcast_to(values, shape)) for place, values in grids.items()}
 
     def _packed(self, layer: LayerWork, recompute: Recompute, divisions: Mapping[LayerKind, Division]) -> PackedTables:
         """Packed rows counted exactly: all work but attention's inside over the row, that over each sample."""
-        t5 = self.family is ModelFamily.T5
         rows = geometric(8, min(int(self._lengths[-1]) * 16, LARGEST_COORDINATE), between=True)
         grids = []
         for inputs, inside in ((rows, False), (self._lengths, True)):
-            targets = inputs if t5 else np.zeros(1, np.int64)
+            targets = inputs if self._has_decoder else np.zeros(1, np.int64)
             one, s, t = np.ones((1, 1)), inputs[:, None].astype(float), targets[None, :].astype(float)
             costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
             dividing = Dividing(
@@ -266,7 +264,7 @@ class AnalyticCostModel:
 
     def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         def of(shape: ModelShape) -> dict[LayerKind, Division]:
-            divisions = division_by_flops(
+            divisions = shares_by_flops(
                 shape.hidden,
                 shape.query_channels,
                 shape.mlp_width,
@@ -284,18 +282,19 @@ class AnalyticCostModel:
 
         if self.shape.kinds == 1:
             known = of(self.shape)
-            return known if self.family is ModelFamily.T5 else {"encoder": known["encoder"]}
+            return known if self._has_decoder else {"encoder": known["encoder"]}
         return {"encoder": of(self.shape.dense)["encoder"], "expert": of(self.shape)["encoder"]}
 
     def _state(self, tensor_parallel: int, divisions: Mapping[LayerKind, Division]) -> ModelState:
-        shape, t5 = self.shape, self.family is ModelFamily.T5
+        shape = self.shape
+        has_decoder = self._has_decoder
         attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
         dense = shape.dense.mlp_parameters(tensor_parallel)
         norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
         rows = shape.rows(tensor_parallel) // tensor_parallel
         layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
-        if t5 or shape.kinds > 1:
-            layers["decoder" if t5 else "expert"] = 2 * ((1 + t5) * attention + mlp)
+        if has_decoder or shape.kinds > 1:
+            layers["decoder" if has_decoder else "expert"] = 2 * ((1 + has_decoder) * attention + mlp)
         return ModelState(
             embedding_bytes=2 * rows * shape.hidden,
             modules=parameter_bytes(layers, divisions),
@@ -304,9 +303,9 @@ class AnalyticCostModel:
                 tied=shape.tied,
                 positions=2 * shape.positions * shape.hidden,
                 encoder_tables=2 * tables,
-                decoder_tables=2 * tables if t5 else 0,
+                decoder_tables=2 * tables if has_decoder else 0,
                 norm=2 * norm,
-                head_biases=2 * rows if t5 and shape.tied else 0,
+                head_biases=2 * rows if has_decoder and shape.tied else 0,
             ),
             gradient_bytes=_GRADIENT_BYTES,
         )

@@ -83,7 +83,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("expected parameters of attention or of the MLP above 0")
 
 
-def division_by_flops(
+def shares_by_flops(
     hidden: int,
     channels: int,
     ffn: int,

@@ -20,7 +20,7 @@ from megatron_dynapipe.core.costs import (
     increasing,
 )
 from megatron_dynapipe.core.errors import CostModelError
-from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily, Recompute
+from megatron_dynapipe.core.units import BYTES_PER_MB, Recompute
 from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.format import (
     PARTS,
@@ -140,10 +140,10 @@ _Place = tuple[Part, Quantity]
 
 
 def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
-    t5 = file.family is ModelFamily.T5
+    has_decoder = "decoder" in entry.kinds
     tables = read_points(entry, entry.kinds, where)
-    divisions = entry.division or file.division_by_flops(entry.recompute)
-    grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, t5)
+    divisions = entry.division or file.shares_by_flops(entry.recompute)
+    grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, has_decoder)
     sizes, inputs, targets, layers = grid
     divided = entry.recompute is not Recompute.FULL
     dividing = Dividing(
@@ -154,7 +154,8 @@ def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
     values[:, :, (values == ABSENT).any(axis=(0, 1))] = ABSENT
     packed = None
     if entry.packed is not None:
-        packed = _packed_tables(entry.packed, tables.keys(), entry.packed.division or divisions, divided, t5, where)
+        divisions_of_rows = entry.packed.division or divisions
+        packed = _packed_tables(entry.packed, tables.keys(), divisions_of_rows, divided, has_decoder, where)
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
@@ -184,13 +185,13 @@ def _packed_tables(
     parts: Collection[tuple[str, str]],
     divisions: Mapping[LayerKind, Division],
     divided: bool,
-    t5: bool,
+    has_decoder: bool,
     where: str,
 ) -> PackedTables:
     """Put the packed tables of one key on one grid of a row's positions and one of a sample's."""
     points = {PARTS[quantity][part]: both for (quantity, part), both in read_packed(entry, parts, where).items()}
     (_, row_inputs, row_targets, linear), (_, inputs, targets, attention) = (
-        _on_one_grid({place: both[which] for place, both in points.items() if both[which]}, t5, like=points)
+        _on_one_grid({place: both[which] for place, both in points.items() if both[which]}, has_decoder, like=points)
         for which in range(2)
     )
     if not len(inputs):
@@ -209,13 +210,13 @@ def _packed_tables(
 
 
 def _on_one_grid(
-    points: Mapping[_Place, Points], t5: bool, like: Collection[_Place] = ()
+    points: Mapping[_Place, Points], has_decoder: bool, like: Collection[_Place] = ()
 ) -> tuple[IntArray, IntArray, IntArray, dict[_Place, IntArray]]:
     """Sizes, inputs and targets of all tables, and their values there: int64 `[sizes, inputs, targets]` each.
 
     The union of their axes leaves their interpolation unchanged. Tables that are only in `like` are 0.
     """
-    axes = {place: axes_of(place[0], t5) for place in points}
+    axes = {place: axes_of(place[0], has_decoder) for place in points}
     sizes, inputs, targets = (
         increasing([x[axes[place].index(d)] for place, table in points.items() if d in axes[place] for x in table])
         for d in range(3)

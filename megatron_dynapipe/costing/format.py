@@ -17,7 +17,7 @@ import msgspec
 from megatron_dynapipe.core.costs import LARGEST_COST, Quantity
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
-from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind, division_by_flops
+from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind, shares_by_flops
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Part
 from megatron_dynapipe.costing.shape import Experts
@@ -168,11 +168,11 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         element = 4 if self.provenance.get("dtype") == "float32" else 2
         return msgspec.json.decode(self.model["experts"], type=Experts).per_token * self._number("hidden") * element
 
-    def division_by_flops(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
+    def shares_by_flops(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         """How layers' costs are divided where that was not measured; empty where the file does not say its widths."""
         hidden, ffn = self._number("hidden"), self._number("ffn")
         channels = self._number("heads") * self._number("kv_channels")
-        return division_by_flops(hidden, channels, ffn, recompute) if hidden and ffn and channels else {}
+        return shares_by_flops(hidden, channels, ffn, recompute) if hidden and ffn and channels else {}
 
     def _number(self, name: str) -> int:
         """One of the model's; 0 where the file does not say."""
@@ -318,11 +318,11 @@ def read_packed(
     return points
 
 
-def axes_of(part: Part, t5: bool) -> tuple[int, ...]:
+def axes_of(part: Part, has_decoder: bool) -> tuple[int, ...]:
     """The axes of a part's costs, by their place among sizes, inputs and targets."""
-    if t5 and part == "decoder":
+    if part == "decoder":
         return 0, 1, 2
-    return (0, 2) if t5 and part == "postprocess" else (0, 1)
+    return (0, 2) if has_decoder and part == "postprocess" else (0, 1)
 
 
 def unit_of(quantity: Quantity) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dynapipe.core.costs import ABSENT, ATTENTION, EXPERT_MLP, MLP, CostTables, IntArray, Kind, Quantity
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import PipelineLayout, Split
+from megatron_dynapipe.core.model import LayerSplit, PipelineLayout
 
 FLAG = "--hybrid-layer-pattern"
 ATTENDS, DENSE, EXPERTS, STAGE_END = "*-E|"
@@ -60,18 +60,18 @@ def without_stages(pattern: str) -> str:
     return pattern.replace(STAGE_END, "")
 
 
-def split_of_pattern(pattern: str) -> Split | None:
+def layer_split_of_pattern(pattern: str) -> LayerSplit | None:
     """Modules of each virtual stage; None where the pattern says nothing of stages."""
     return tuple(map(len, pattern.split(STAGE_END))) if STAGE_END in pattern else None
 
 
-def with_stages(pattern: str, split: Split) -> str:
+def with_stages(pattern: str, split: LayerSplit) -> str:
     """The pattern with the stages of a split of its modules."""
     modules, ends = without_stages(pattern), [int(end) for end in accumulate(split, initial=0)]
     return STAGE_END.join(modules[first:end] for first, end in pairwise(ends))
 
 
-def check_stages(pattern: str, *, stages: int, split: Split | None = None) -> None:
+def check_stages(pattern: str, *, stages: int, split: LayerSplit | None = None) -> None:
     """Hold a pattern's stages against the pipeline, and against a split that another flag gives.
 
     Args:
@@ -146,7 +146,7 @@ def pattern_of(layout: PipelineLayout, *, experts: bool = False) -> str:
     return with_stages(modules, layout.modules_per_stage)
 
 
-def megatron_layout(split: Split) -> str:
+def megatron_layout(split: LayerSplit) -> str:
     """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL".
 
     A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts

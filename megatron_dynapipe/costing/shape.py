@@ -281,9 +281,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_parameters(self, tensor_parallel: int) -> int:
         """The parameters of one attention with the norm before it."""
         h, a, g = self.hidden, self.query_channels, self.key_value_channels
-        divided = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
+        sharded = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
         whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
-        return divided // tensor_parallel + whole
+        return sharded // tensor_parallel + whole
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
         """The parameters of a layer's feed-forward network, or router and experts, with the norm before them."""
@@ -301,5 +301,5 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _network_parameters(self, width: int, tensor_parallel: int) -> int:
         inner = (2 if self.gated else 1) * width
-        divided = self.hidden * (inner + width) + self.biases * inner
-        return divided // tensor_parallel + self.biases * self.hidden
+        sharded = self.hidden * (inner + width) + self.biases * inner
+        return sharded // tensor_parallel + self.biases * self.hidden

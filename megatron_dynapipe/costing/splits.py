@@ -3,10 +3,10 @@
 import re
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import Split
+from megatron_dynapipe.core.model import LayerSplit
 
 
-def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
+def even_layer_split(layers: int, stages: int, *, halves: bool = False) -> LayerSplit:
     """Layers per stage, as equal as can be; the first stages have the layers that are left over.
 
     Args:
@@ -28,7 +28,7 @@ def even_split(layers: int, stages: int, *, halves: bool = False) -> Split:
     raise ConfigError(f"{layers} layers cannot be split over {stages} stages", hint=hint)
 
 
-def parse_split(text: str, *, expected: str) -> Split:
+def parse_layer_split(text: str, *, expected: str) -> LayerSplit:
     """Layers per virtual stage from "9,8.5,8,6.5".
 
     Args:

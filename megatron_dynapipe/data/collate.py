@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_dynapipe.core.errors import DataError, PlanError
 from megatron_dynapipe.core.plan import MicroBatch
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, input_positions, round_up
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, round_up, sequence_positions
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
 from megatron_dynapipe.sampling import Cutter
@@ -122,7 +122,7 @@ class Collator:
         required: which tensors the stage reads.
         reader: the split's samples; may be None where the stage needs no text.
         special: pad, start and end tokens.
-        layouts: what the run's settings allow its micro-batches.
+        batch_layouts: what the run's settings allow its micro-batches.
         loss_on: which tokens of a decoder-only sample count.
         cutter: cuts samples that are planned shorter than they are, and knows what counts besides targets.
         task_ids: int16[samples], to say the task of every position; None where nobody asks.
@@ -134,7 +134,7 @@ class Collator:
     required: RequiredFields
     reader: SampleReader | None
     special: SpecialTokens
-    layouts: Sequence[BatchLayout] = tuple(BatchLayout)
+    batch_layouts: Sequence[BatchLayout] = tuple(BatchLayout)
     loss_on: LossOn = LossOn.EVERYTHING
     cutter: Cutter | None = None
     task_ids: npt.NDArray[np.int16] | None = None
@@ -150,14 +150,14 @@ class Collator:
             PlanError: the layout is not allowed, or the shape smaller than a sample, or not that of the packed samples.
             DataError: the dataset has no such sample, or one that cannot have been planned so.
         """
-        if micro_batch.layout not in self.layouts:
+        if micro_batch.layout not in self.batch_layouts:
             raise PlanError(
-                f"micro-batch {index}: expected a layout that the settings allow ({', '.join(self.layouts)}), got "
-                f"{micro_batch.layout}",
+                f"micro-batch {index}: expected a layout that the settings allow ({', '.join(self.batch_layouts)}), "
+                f"got {micro_batch.layout}",
                 hint="plan again with the run's own settings",
             )
         plan = micro_batch
-        has_decoder = family is ModelFamily.T5
+        has_decoder = family.is_encoder_decoder
         rows = SampleRows.of(index, family, plan)
         input_lengths = np.array(plan.positions(family), np.int32)
         check_fits(index, plan, "input", input_lengths, plan.shape.input_length)
@@ -175,12 +175,14 @@ class Collator:
             input_segments=rows.input_segments,
             decoder_segments=rows.target_segments,
             samples=None if samples is None else torch.from_numpy(samples),
-            **self._text(plan, has_decoder, rows),
+            **self._text(plan, family, rows),
         )
 
-    def _text(self, plan: MicroBatch, has_decoder: bool, rows: SampleRows) -> dict[str, Tensor | None]:
+    def _text(self, plan: MicroBatch, family: ModelFamily, rows: SampleRows) -> dict[str, Tensor | None]:
         """The tensors that come out of the dataset."""
         needed = self.required
+        has_decoder = family.is_encoder_decoder
+        cutter = self.cutter or Cutter(family)
         labelled = plan.shape.target_length if has_decoder else plan.shape.input_length
         size = (plan.shape.size, labelled)
         tokens = self._filled(plan, plan.shape.input_length) if needed.tokens else None
@@ -190,7 +192,7 @@ class Collator:
         tasks = np.zeros(size, np.int64) if needed.labels and self.task_ids is not None else None
         read, starts = (self._pair, rows.target_starts) if has_decoder else (self._sequence, rows.input_starts)
         for number, sample in enumerate(plan.sample_ids if needed.text else ()):
-            inputs, decoder_given, targets, counts = read(plan, number)
+            inputs, decoder_given, targets, counts = read(cutter, plan, number)
             put(tokens, rows.input_starts[number], inputs)
             put(decoder_tokens, starts[number], decoder_given)
             put(labels, starts[number], targets)
@@ -203,21 +205,23 @@ class Collator:
             arrays |= _rows_alone(loss_mask, {"labels": labels, "loss_mask": loss_mask, "tasks": tasks})
         return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
-    def _sequence(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
+    def _sequence(
+        self, cutter: Cutter, plan: MicroBatch, number: int
+    ) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
         sample = plan.sample_ids[number]
         planned = plan.input_lengths[number]
-        cutter = self.cutter or Cutter(ModelFamily.GPT)
         tokens, counts = sequence(cutter, sample, self._read(sample), planned, self.loss_on)
-        start, end = plan.pieces[number] if plan.pieces else (0, input_positions(ModelFamily.GPT, planned))
+        start, end = plan.pieces[number] if plan.pieces else (0, sequence_positions(planned))
         following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
         return tokens[start:end], (), tokens[following], counts[following]
 
-    def _pair(self, plan: MicroBatch, number: int) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
+    def _pair(
+        self, cutter: Cutter, plan: MicroBatch, number: int
+    ) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
         """An encoder–decoder sample, likewise."""
         sample = plan.sample_ids[number]
         planned = plan.input_lengths[number], plan.target_lengths[number]
-        cutter = self.cutter or Cutter(ModelFamily.T5)
         inputs, targets = kept_pair(cutter, sample, self._read(sample), planned)
         return inputs, [self.special.bos_id, *targets], [*targets, self.special.eos_id], np.ones(len(targets) + 1)
 

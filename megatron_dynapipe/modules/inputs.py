@@ -97,9 +97,10 @@ def split_batch(batch: Batch, parts: int) -> list[dict[str, Any]]:
     rows = batch_rows(batch)
     parts = min(parts, rows)
     sizes = [rows // parts + (part < rows % parts) for part in range(parts)]
-    divided = {key: torch.split(value, sizes) for key, value in batch.items() if has_rows(value, rows)}
+    parts_of = {key: torch.split(value, sizes) for key, value in batch.items() if has_rows(value, rows)}
     return [
-        {key: divided[key][part] if key in divided else value for key, value in batch.items()} for part in range(parts)
+        {key: parts_of[key][part] if key in parts_of else value for key, value in batch.items()}
+        for part in range(parts)
     ]
 
 

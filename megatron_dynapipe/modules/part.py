@@ -10,7 +10,7 @@ from torch import nn
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.modules.boundary import Part, Run, Specialization, signature
 from megatron_dynapipe.modules.inputs import Batch, Inputs
-from megatron_dynapipe.modules.program import DividedTrace, StageFunction
+from megatron_dynapipe.modules.program import SplitTrace, StageFunction
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import ReadAttributes, containers, trace
 
@@ -33,22 +33,22 @@ def kind_of(
 class _Variant:
     """A division as this rank, which has some virtual stages, runs it."""
 
-    def __init__(self, division: DividedTrace, stages: Sequence[int], resolve: Callable[[str], Any]) -> None:
-        self.division = division
-        self.functions = {stage: division.compile(stage, resolve) for stage in stages}
-        near = {near for stage in stages for near in (stage - 1, stage) if 0 <= near < division.stages - 1}
-        self._boundaries = {stage: division.boundary_after(stage) for stage in near}
-        self._sizes = division.trace.domain.evaluator(division.trace.sizes)
+    def __init__(self, split: SplitTrace, stages: Sequence[int], resolve: Callable[[str], Any]) -> None:
+        self.split = split
+        self.functions = {stage: split.compile(stage, resolve) for stage in stages}
+        near = {near for stage in stages for near in (stage - 1, stage) if 0 <= near < split.stages - 1}
+        self._boundaries = {stage: split.boundary_after(stage) for stage in near}
+        self._sizes = split.trace.domain.evaluator(split.trace.sizes)
 
     def specialize(self, shapes: Mapping[str, tuple[int, ...]]) -> Specialization | None:
         """How micro-batches of these shapes run; None where the trace does not hold for them."""
-        if (symbols := self.division.trace.domain.bind(shapes)) is None:
+        if (symbols := self.split.trace.domain.bind(shapes)) is None:
             return None
         sizes = self._sizes(symbols)
         return Specialization(
             boundaries={stage: boundary(symbols) for stage, boundary in self._boundaries.items()},
             runs={stage: _run(function, sizes) for stage, function in self.functions.items()},
-            keys={stage: self.division.batch_keys(stage) for stage in self.functions},
+            keys={stage: self.split.batch_keys(stage) for stage in self.functions},
         )
 
 
@@ -69,9 +69,9 @@ class Variants:
         self._known: dict[Kind, list[_Variant]] = {}
         self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
 
-    def add(self, kind: Kind, division: DividedTrace) -> None:
+    def add(self, kind: Kind, split: SplitTrace) -> None:
         """Use a division for the batches for which it holds."""
-        self._known.setdefault(kind, []).append(_Variant(division, self._stages, self._resolve))
+        self._known.setdefault(kind, []).append(_Variant(split, self._stages, self._resolve))
 
     def source(self, stage: int) -> str:
         """The code of a virtual stage, as first traced."""
@@ -101,22 +101,22 @@ class Variants:
         specialized = (variant.specialize(shapes) for variant in self._known.get(kind, ()))
         return next(filter(None, specialized), None)
 
-    def _trace(self, batch: Batch, kind: Kind) -> DividedTrace:
-        known = next(iter(self._known.values()))[0].division
+    def _trace(self, batch: Batch, kind: Kind) -> SplitTrace:
+        known = next(iter(self._known.values()))[0].split
         training, autocast, device_type, *_ = kind
         points = known.trace.points
         self._skeleton.train(training)
         traced = trace(self._skeleton, batch, points, device=torch.device(device_type), autocast=autocast)
-        division = DividedTrace(traced, self._stage_of)
+        split = SplitTrace(traced, self._stage_of)
         if traced.points != points or any(
-            not set(division.modules(stage)) <= set(known.modules(stage)) for stage in self._stages
+            not set(split.modules(stage)) <= set(known.modules(stage)) for stage in self._stages
         ):
             raise ConfigError(
                 f"expected the forward to run the same modules on each stage for every batch, in the order "
                 f"{', '.join(points)}; a batch of shapes {signature(batch)} runs others",
                 hint="give split_model an example batch like the batches of training",
             )
-        return division
+        return split
 
 
 def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -134,7 +134,7 @@ class ModelPart(Part):
         self,
         model: nn.Module,
         skeleton: nn.Module,
-        division: DividedTrace,
+        split: SplitTrace,
         example: Batch,
         *,
         ranks: Ranks,
@@ -144,21 +144,21 @@ class ModelPart(Part):
         super().__init__()
         self.ranks = ranks
         self.inputs = inputs
-        self.division = division
-        self.stage_of = division.stage_of
-        self.chunks = division.stages // ranks.stages
-        self._holders = _holders(skeleton, division, names)
+        self.split = split
+        self.stage_of = split.stage_of
+        self.chunks = split.stages // ranks.stages
+        self._holders = _holders(skeleton, split, names)
         self.train(model.training)
         for stage in self.virtual_stages:
-            for name in division.modules(stage):
+            for name in split.modules(stage):
                 self._place(name, model.get_submodule(name))
-            for name in division.weights(stage):
+            for name in split.weights(stage):
                 self._place_weight(name, model)
-        points = division.trace.points
-        reads = division.trace.reads
+        points = split.trace.points
+        reads = split.trace.reads
         self._attributes = ReadAttributes(model, skeleton, reads, containers(model, points))
         self._variants = Variants(skeleton, self.stage_of, self.virtual_stages, self.get_submodule)
-        self._variants.add(self._with_kinds([example], None)[0][1], division)
+        self._variants.add(self._with_kinds([example], None)[0][1], split)
 
     @property
     def virtual_stages(self) -> range:
@@ -228,29 +228,28 @@ class ModelPart(Part):
             holder._non_persistent_buffers_set |= {last} & source._non_persistent_buffers_set
 
 
-def parameter_names(model: nn.Module, division: DividedTrace, stage: int) -> list[str]:
+def parameter_names(model: nn.Module, split: SplitTrace, stage: int) -> list[str]:
     """Names of all parameters that a virtual stage uses; one that has several names there, under each."""
     known = dict(model.named_parameters(remove_duplicate=False))
     inside = [
         f"{module}.{name}"
-        for module in division.modules(stage)
+        for module in split.modules(stage)
         for name, _ in model.get_submodule(module).named_parameters(remove_duplicate=False)
     ]
-    return [*inside, *(name for name in division.weights(stage) if name in known)]
+    return [*inside, *(name for name in split.weights(stage) if name in known)]
 
 
-def segment_parameters(model: nn.Module, division: DividedTrace) -> list[list[nn.Parameter]]:
+def segment_parameters(model: nn.Module, split: SplitTrace) -> list[list[nn.Parameter]]:
     """The parameters that each stage of a division uses, each once."""
     known = dict(model.named_parameters(remove_duplicate=False))
     return [
-        list({id(known[n]): known[n] for n in parameter_names(model, division, s)}.values())
-        for s in range(division.stages)
+        list({id(known[n]): known[n] for n in parameter_names(model, split, s)}.values()) for s in range(split.stages)
     ]
 
 
-def _holders(model: nn.Module, division: DividedTrace, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
+def _holders(model: nn.Module, split: SplitTrace, names: Mapping[str, str]) -> dict[str, list[tuple[int, str]]]:
     holders: dict[str, list[tuple[int, str]]] = {}
-    for stage in range(division.stages):
-        for name in dict.fromkeys(parameter_names(model, division, stage)):
+    for stage in range(split.stages):
+        for name in dict.fromkeys(parameter_names(model, split, stage)):
             holders.setdefault(names[name], []).append((stage, name))
     return {name: places for name, places in holders.items() if len(places) > 1}

@@ -184,7 +184,7 @@ class Pipeline:
                 inside lists or dicts, a batch that differs among the ranks of a pipeline (values on the host are
                 compared in the first steps and then in some), a loss without a graph, a count that cannot be one.
         """
-        return self._train(lambda: self._divided(batch), keep_outputs=return_outputs)
+        return self._train(lambda: self._shared_out(batch), keep_outputs=return_outputs)
 
     def run(
         self, micro_batches: Sequence[Any], plan: Plan | None = None, *, return_outputs: bool = False
@@ -206,7 +206,7 @@ class Pipeline:
         def work() -> StepWork:
             if micro_batches is not None:
                 return self._named(micro_batches), None
-            return self._divided(batch, forward_only=True)
+            return self._shared_out(batch, forward_only=True)
 
         training = self.part.training
         self.part.eval()
@@ -232,7 +232,7 @@ class Pipeline:
     def _extra(self) -> dict[str, float]:
         return {} if self._scale is None else self._scale.state()
 
-    def _divided(self, batch: Any, *, forward_only: bool = False) -> StepWork:
+    def _shared_out(self, batch: Any, *, forward_only: bool = False) -> StepWork:
         """A replica's batch as micro-batches."""
         named = self.part.inputs.name(batch)
         if self._planner is not None:

@@ -17,7 +17,7 @@ from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters
-from megatron_dynapipe.modules.program import DividedTrace
+from megatron_dynapipe.modules.program import SplitTrace
 from megatron_dynapipe.modules.split import trace_model
 from megatron_dynapipe.runtime import Entry, StageGraph
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -58,10 +58,10 @@ def profile_module(
     device = next(model.parameters()).device
     inputs, example, skeleton, traced = trace_model(model, get_batch(max(sizes), max(lengths)), split_points)
     segments = list(range(len(traced.points) + 1))
-    division = DividedTrace(traced, segments)
+    split = SplitTrace(traced, segments)
     kind = kind_of(example, model.training, None, device)
     variants = Variants(skeleton, segments, segments, model.get_submodule)
-    variants.add(kind, division)
+    variants.add(kind, split)
     tables: list[dict[str, Table]] = [{} for _ in segments]
     for length in lengths:
         for size in sizes:
@@ -75,7 +75,7 @@ def profile_module(
                 for quantity, value in quantities.items():
                     table.setdefault(quantity, {}).setdefault(str(length), []).append((size, round(value, 6)))
     model.zero_grad(set_to_none=True)
-    weights = segment_parameters(skeleton, division)
+    weights = segment_parameters(skeleton, split)
     names = ("", *traced.points)
     costs = SegmentCosts(
         kind="segments",

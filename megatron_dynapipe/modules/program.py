@@ -25,7 +25,7 @@ from megatron_dynapipe.modules.trace import TracedForward
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
 
 
-class DividedTrace:
+class SplitTrace:
     """A trace over stages."""
 
     def __init__(self, trace: TracedForward, stage_of: Sequence[int]) -> None:
@@ -116,12 +116,13 @@ class StageFunction:
         self._received = received
         self._sent = sent
         self._inputs = inputs
-        last = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
+        last_user = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
         kept = {*inputs, *(sent or nodes[-1:])}
-        self._steps = [
-            (node, _call(node, resolve), [n for n, user in last.items() if user is node and n not in kept])
-            for node in nodes
-        ]
+        finished: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+        for value, user in last_user.items():
+            if value not in kept:
+                finished[user].append(value)
+        self._steps = [(node, _call(node, resolve), finished[node]) for node in nodes]
 
     def run(
         self, received: Sequence[torch.Tensor], batch: Mapping[str, Any], sizes: Sequence[Any], device: torch.device
@@ -133,14 +134,26 @@ class StageFunction:
             values[node] = call(values)
             for dropped in finished:
                 del values[dropped]
-        return values[self._steps[-1][0]] if self._sent is None else tuple(values[node] for node in self._sent)
+        if self._sent is not None:
+            return tuple(values[node] for node in self._sent)
+        last, _, _ = self._steps[-1]
+        return values[last]
 
     @property
     def source(self) -> str:
         """The nodes, for people."""
-        lines = [f"{', '.join(map(str, self._received))} = received"] if self._received else []
-        lines += [f"{node} = {name_of(node)}({', '.join(map(str, node.args))})" for node, _, _ in self._steps]
-        return "\n".join([*lines, f"return {', '.join(map(str, self._sent))}"] if self._sent is not None else lines)
+        lines = []
+        if self._received:
+            lines.append(f"{_listed(self._received)} = received")
+        for node, _, _ in self._steps:
+            lines.append(f"{node} = {name_of(node)}({_listed(node.args)})")
+        if self._sent is not None:
+            lines.append(f"return {_listed(self._sent)}")
+        return "\n".join(lines)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.Node, Any]], Any]:
@@ -165,7 +178,10 @@ def _call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[[Mapping[fx.
             leaves = [values[argument] if isinstance(argument, fx.Node) else argument for argument in arguments]
         else:
             leaves = _taken(arguments, values)
-        args, kwargs = (leaves, {}) if is_flat else tree_unflatten(leaves, spec)
+        args = leaves
+        kwargs: dict[str, Any] = {}
+        if not is_flat:
+            args, kwargs = tree_unflatten(leaves, spec)
         with nullcontext() if grad else torch.no_grad():
             result = target(*args, **kwargs)
         return args[0] if is_changed else result
@@ -185,7 +201,10 @@ def _anywhere(graph: fx.Graph) -> set[fx.Node]:
     changed = {value for node in graph.nodes if is_in_place(node) for value in node.args[:1]}
     of_batch: set[fx.Node] = {node for node in graph.nodes if node.op == "placeholder"}
     for node in graph.nodes:
-        is_pure = node.op == "call_function" and not any(word in name_of(node) for word in _RANDOM)
-        if is_pure and of_batch.issuperset(node.all_input_nodes) and not changed & {node, *node.all_input_nodes}:
+        is_random = any(word in name_of(node) for word in _RANDOM)
+        is_changed = changed & {node, *node.all_input_nodes}
+        if node.op != "call_function" or is_random or is_changed:
+            continue
+        if of_batch.issuperset(node.all_input_nodes):
             of_batch.add(node)
     return of_batch | {node for node in graph.nodes if node.op == "get_attr"}

@@ -17,7 +17,7 @@ from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.modules.inputs import LABELS, Batch, Inputs
 from megatron_dynapipe.modules.part import ModelPart, parameter_names, segment_parameters
-from megatron_dynapipe.modules.program import DividedTrace
+from megatron_dynapipe.modules.program import SplitTrace
 from megatron_dynapipe.modules.ranks import Ranks
 from megatron_dynapipe.modules.trace import TracedForward, cut_points, resolve_split_points, trace
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, stage_of_each
@@ -75,9 +75,9 @@ def split_model(
         inputs, example, skeleton, traced = trace_model(model, example_batch, split_points, labels)
         names = _first_names(model, shared_weights)
         count = stages or (ranks.stages if split_points is None else len(traced.points) + 1)
-        division = DividedTrace(traced, _stage_of(skeleton, traced, ranks.stages, count, costs, memory_limit_bytes))
-        _require_parameters(skeleton, division, shared_weights)
-        part = ModelPart(model, skeleton, division, example, ranks=ranks, inputs=inputs, names=names)
+        split = SplitTrace(traced, _stage_of(skeleton, traced, ranks.stages, count, costs, memory_limit_bytes))
+        _require_parameters(skeleton, split, shared_weights)
+        part = ModelPart(model, skeleton, split, example, ranks=ranks, inputs=inputs, names=names)
         fill = initialise or initialise_with(model)
         materialise(part, names, state_dict, fill, target, later=part.received_weights())
         return part
@@ -100,12 +100,12 @@ def _description(part: ModelPart, model: nn.Module) -> str:
         f"{name} {tuple(weight.shape)} {weight.dtype} {'trained' if weight.requires_grad else 'frozen'}"
         for name, weight in model.named_parameters()
     ]
-    return "\n".join([part.division.description, *weights])
+    return "\n".join([part.split.description, *weights])
 
 
-def _require_parameters(model: nn.Module, division: DividedTrace, shared_weights: Sequence[tuple[str, str]]) -> None:
+def _require_parameters(model: nn.Module, split: SplitTrace, shared_weights: Sequence[tuple[str, str]]) -> None:
     """Refuse to share a weight that no stage has."""
-    known = {name for stage in range(division.stages) for name in parameter_names(model, division, stage)}
+    known = {name for stage in range(split.stages) for name in parameter_names(model, split, stage)}
     if missing := [name for pair in shared_weights for name in pair if name not in known]:
         raise ConfigError(
             f"expected a stage to hold the shared weight {missing[0]}, but the forward does not use it",
@@ -162,7 +162,7 @@ def _stage_of(
         return divide_segments(costs, traced.points, stages, memory_limit_bytes)
     if segments == stages:
         return list(range(segments))
-    weights = segment_parameters(model, DividedTrace(traced, list(range(segments))))
+    weights = segment_parameters(model, SplitTrace(traced, list(range(segments))))
     return stage_of_each(evenest([sum(weight.numel() for weight in segment) for segment in weights], stages))
 
 

@@ -47,7 +47,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 class ReadAttributes:
     """The attributes and globals that a model's code reads, and their values."""
 
-    def __init__(self, model: nn.Module, skeleton: nn.Module, reads: Iterable[Read], divided: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, skeleton: nn.Module, reads: Iterable[Read], cut: Iterable[str]) -> None:
         self._model = weakref.ref(model)
         self._skeleton = skeleton
         reads_of = {
@@ -56,7 +56,7 @@ class ReadAttributes:
         self._reads = sorted(
             read for read in reads_of.values() if _plain(_value(skeleton, *read)) is not NotImplemented
         )
-        forwards = dict.fromkeys(type(skeleton.get_submodule(name)).forward for name in sorted(divided))
+        forwards = dict.fromkeys(type(skeleton.get_submodule(name)).forward for name in sorted(cut))
         self._globals = [place for forward in forwards for place in _globals_of(forward)]
         self._last = self._values(skeleton)
 

@@ -92,7 +92,7 @@ class _OfUnits(Pipeline):
     part: "_SlicedStage"
 
     @override
-    def _divided(self, batch: Any, *, forward_only: bool = False) -> StepWork:
+    def _shared_out(self, batch: Any, *, forward_only: bool = False) -> StepWork:
         units = self._micro_batches or 1
         most = max(map(len, self.part.ranks.by_stage))
         inputs = len(batch["inputs"])
@@ -102,7 +102,7 @@ class _OfUnits(Pipeline):
                 f"expected as many targets as inputs, at least {units * most} for {units} units over {most} replicas, "
                 f"got {inputs} inputs and {targets} targets"
             )
-        return super()._divided(batch, forward_only=forward_only)
+        return super()._shared_out(batch, forward_only=forward_only)
 
 
 class _UnevenRanks(Ranks):

@@ -60,7 +60,7 @@ class Cutter:
     """Cuts the samples of a split of a dataset.
 
     Attributes:
-        family: kind of model; "gpt" joins input and target into one sequence.
+        family: kind of model; decoder-only ones join input and target into one sequence.
         sides: where inputs lose tokens, by task; or the same side for all.
         spans: parts of inputs that are learned, too.
         task_ids: int16[samples]; needed where there is more than one side.
@@ -83,12 +83,12 @@ class Cutter:
         """
         inputs = inputs.astype(np.int64)
         targets = targets.astype(np.int64)
-        if self.family is ModelFamily.GPT:
-            target = np.minimum(targets, most[0] - 1)
-            room = most[0] - target
-        else:
+        if self.family.is_encoder_decoder:
             target = np.minimum(targets, most[1])
             room = np.broadcast_to(np.asarray(most[0], np.int64), inputs.shape)
+        else:
+            target = np.minimum(targets, most[0] - 1)
+            room = most[0] - target
         kept = np.minimum(inputs, room)
         sides = self._sides(ids)
         tail = np.where(sides == _LEFT, kept, np.where(sides == _MIDDLE, kept // 2, 0))
@@ -102,13 +102,13 @@ class Cutter:
     def lengths(self, cut: Cut) -> tuple[Ints, Ints]:
         """Tokens of inputs and of targets that are kept; of decoder-only samples of both together, and 0."""
         inputs = cut.head + cut.tail
-        if self.family is ModelFamily.GPT:
-            return inputs + cut.target, np.zeros_like(inputs)
-        return inputs, cut.target
+        if self.family.is_encoder_decoder:
+            return inputs, cut.target
+        return inputs + cut.target, np.zeros_like(inputs)
 
     def learned(self, ids: Ints, inputs: npt.NDArray[Any], cut: Cut) -> Ints:
-        """Kept tokens that are to be learned where targets are: those of targets and, of a GPT, of earlier answers."""
-        if self.family is not ModelFamily.GPT or not len(self.spans.rows):
+        """Kept tokens that are learned where targets are: those of targets and, in one sequence, of earlier answers."""
+        if self.family.is_encoder_decoder or not len(self.spans.rows):
             return cut.target
         before = self.spans.tokens_before
         of_tail = before(ids, inputs) - before(ids, inputs - cut.tail)
@@ -116,7 +116,7 @@ class Cutter:
 
     def learned_in_all(self, targets: npt.NDArray[Any]) -> int:
         """Tokens of whole samples that are to be learned where targets are, from the tokens of all targets."""
-        answers = self.spans.tokens if self.family is ModelFamily.GPT else 0
+        answers = 0 if self.family.is_encoder_decoder else self.spans.tokens
         return int(targets.sum(dtype=np.int64)) + answers
 
     def labels(self, ids: Ints, inputs: npt.NDArray[Any], cut: Cut) -> Ints:
@@ -140,13 +140,14 @@ class Cutter:
         Raises:
             DataError: no cut of this sample has these lengths.
         """
-        is_gpt = self.family is ModelFamily.GPT
-        there = (inputs + targets, 0) if is_gpt else (inputs, targets)
+        is_pair = self.family.is_encoder_decoder
+        there = (inputs, targets) if is_pair else (inputs + targets, 0)
         if there == lengths:
             return inputs, 0, targets
         of_sample = np.array([sample]), np.array([inputs]), np.array([targets])
         cut = self.cut(*of_sample, lengths)
-        for what, planned, kept, whole in zip(_WHAT[self.family], lengths, self.lengths(cut), there, strict=False):
+        names = ("input tokens", "target tokens") if is_pair else ("tokens",)
+        for what, planned, kept, whole in zip(names, lengths, self.lengths(cut), there, strict=False):
             if planned != kept[0]:
                 raise DataError(
                     f"expected {planned} {what} of sample {sample} as planned, the dataset has {whole}",
@@ -162,6 +163,3 @@ class Cutter:
             raise DataError(f"expected the samples' tasks for {len(codes)} sides, got none")
         sides: npt.NDArray[np.int8] = codes[self.task_ids[ids]]
         return sides
-
-
-_WHAT = {ModelFamily.GPT: ("tokens",), ModelFamily.T5: ("input tokens", "target tokens")}

@@ -62,7 +62,7 @@ class GlobalBatch:
         """Tokens of all samples, inputs and targets."""
         return int(self.input_lengths.sum() + self.target_lengths.sum())
 
-    def divided(self, tokens: int) -> list["GlobalBatch"]:
+    def parts(self, tokens: int) -> list["GlobalBatch"]:
         """Its samples, in order, as batches of about so many tokens; the batch alone where it is no larger."""
         parts = min(round(self.tokens / tokens), len(self))
         if parts <= 1:

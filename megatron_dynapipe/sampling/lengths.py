@@ -99,7 +99,7 @@ def read_index(prefix: Path) -> IndexFile:
 
 
 def _parse_index(prefix: Path, content: bytes | npt.NDArray[np.uint8]) -> IndexFile:
-    """Split the bytes of an index file into its arrays; refuse any that are not exactly one index."""
+    """LayerSplit the bytes of an index file into its arrays; refuse any that are not exactly one index."""
     path = index_path(prefix)
     if len(content) < HEADER.size:
         raise DataError(f"{path}: expected at least {HEADER.size} bytes, got {len(content)}", hint=_MADE_BY)
@@ -236,7 +236,7 @@ class LengthTable:
 
     def of_family(self, family: ModelFamily, ends: npt.NDArray[np.uint8]) -> Self:
         """The lengths as a family of models has them, of stored ones; `ends` is uint8[2n], as `read_ends` gives it."""
-        if family is ModelFamily.T5:
+        if family.is_encoder_decoder:
             return replace(self, target=self.target - ends[1::2])
         return replace(self, input=self.input - ends[0::2]) if ends[0::2].any() else self
 

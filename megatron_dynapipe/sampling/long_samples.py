@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.cutting import Cut, Cutter, Ints, TruncationSide
 from megatron_dynapipe.sampling.lengths import LengthTable
 
@@ -142,9 +141,9 @@ class UsableSamples:
         """Lengths before truncation, arrays of their own."""
         inputs = self.table.input[ids]
         targets = self.table.target[ids]
-        if self.settings.family is ModelFamily.GPT:
-            return inputs + targets, np.zeros(len(inputs), np.int32)
-        return inputs, targets
+        if self.settings.family.is_encoder_decoder:
+            return inputs, targets
+        return inputs + targets, np.zeros(len(inputs), np.int32)
 
     def _is_long(self, inputs: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         is_long: npt.NDArray[np.bool_] = (inputs > self._most[0]) | (targets > self._most[1])
@@ -202,12 +201,12 @@ def _too_long(lengths: LengthTable, settings: "SamplerSettings", sample: int, re
     """Name the first sample that is too long, its lengths, the maximum, and how many there are."""
     first = int(lengths.input[sample])
     second = int(lengths.target[sample])
-    if settings.family is ModelFamily.GPT:
-        allowed = f"{settings.max_input_length} tokens (input and target)"
-        actual = f"{first + second}"
-    else:
+    if settings.family.is_encoder_decoder:
         allowed = f"{settings.max_input_length} input and {settings.max_target_length} target tokens"
         actual = f"{first} and {second}"
+    else:
+        allowed = f"{settings.max_input_length} tokens (input and target)"
+        actual = f"{first + second}"
     return DataError(
         f"expected samples of at most {allowed}, sample {sample} has {actual}"
         f" ({report.long_samples} of {report.samples} samples are too long)",

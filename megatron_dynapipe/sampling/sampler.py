@@ -28,7 +28,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The settings that decide the order of samples; two ranks with equal settings see equal batches.
 
     Attributes:
-        family: "gpt" joins input and target into one sequence; "t5" keeps them apart.
+        family: kind of model; decoder-only ones join input and target into one sequence.
         seed: seed of every permutation, at least 0.
         samples_per_iteration: samples of one global batch.
         max_input_length: longest input, in tokens (decoder-only: longest input and target together).
@@ -60,8 +60,8 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "seed": 0,
             "samples_per_iteration": 1,
             # A sequence of one token predicts nothing.
-            "max_input_length": 2 if self.family is ModelFamily.GPT else 1,
-            "max_target_length": 0 if self.family is ModelFamily.GPT else 1,
+            "max_input_length": 1 if self.family.is_encoder_decoder else 2,
+            "max_target_length": 1 if self.family.is_encoder_decoder else 0,
         }
         for name, minimum in least.items():
             if not getattr(self, name) >= minimum:

@@ -95,10 +95,15 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
 
     def fields(self) -> dict[str, str]:
-        """Everything but the dataset's folder, which may lie elsewhere on every node, field by field as text."""
+        """Everything but the dataset's folder, which may lie elsewhere on every node, field by field as text.
+
+        The split is in layers, as people write it, and "null" where it is equal.
+        """
+        planner = msgspec.to_builtins(self.planner)
+        is_equal = planner.pop("modules_per_stage") is None
         parts = {
             "costs": self.costs.load().digest,
-            "planner": msgspec.to_builtins(self.planner),
+            "planner": planner | {"layers_per_stage": None if is_equal else self.planner.layout.layers_per_stage},
             "splits": {split.name: msgspec.to_builtins(split) for split in self.splits},
         }
         return dict(_flat("", parts))

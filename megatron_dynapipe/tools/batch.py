@@ -16,21 +16,15 @@ from megatron_dynapipe.core.instructions import Pass, format_instruction
 from megatron_dynapipe.core.plan import MicroBatch, StagePlan
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily
-from megatron_dynapipe.costing import CostModel, TableCostModel
+from megatron_dynapipe.costing import CostModel, LayerSplit, TableCostModel, model_of_layers
 from megatron_dynapipe.sampling import GlobalBatch
 
 _MOST = 100_000
 """Layers, or ranks of one kind, that anybody has."""
-_SET_HERE = {
-    "family",
-    "encoder_layers",
-    "decoder_layers",
-    "memory_limit_bytes",
-    "replicas_in_step",
-    "slices",
-    "pattern",
-}
+_SET_HERE = {"model", "modules_per_stage", "memory_limit_bytes", "replicas_in_step", "slices"}
 """Fields of `PlannerSettings` that follow from the other arguments."""
+_OF_LAYERS = ("layers_per_stage", "expert_layers")
+"""Settings that say in layers what those fields say in modules."""
 _LEAST_TARGET = 3  # a token, the one that starts it and the one that ends it
 
 
@@ -72,7 +66,8 @@ def plan_batch(
         memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
         equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
             alike in time.
-        settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`. Without them `hidden_size` is
+        settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`; `layers_per_stage`, equal
+            without it; and `expert_layers`, those with experts where others have none. Without them `hidden_size` is
             that of the costs, and `micro_batch_layouts` are both.
 
     Raises:
@@ -101,7 +96,7 @@ def plan_batch(
 def _settings(
     model: CostModel, layers: int | tuple[int, int], memory_mb: float, in_step: bool, settings: Mapping[str, Any]
 ) -> PlannerSettings:
-    known = [name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE]
+    known = [*_OF_LAYERS, *(name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE)]
     if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(
             f"expected settings among {', '.join(known)}, got {', '.join(unknown)}",
@@ -116,17 +111,23 @@ def _settings(
             raise ConfigError(f"expected {name} of at most {_MOST}, got {size}")
     if not isinstance(memory_mb, int | float) or not 0 < memory_mb < math.inf:
         raise ConfigError(f"expected memory_mb above 0, in megabytes of one device, got {memory_mb}")
-    chosen = {
-        "hidden_size": model.hidden_size,
-        "micro_batch_layouts": tuple(BatchLayout),
-        **settings,
-        "family": model.family,
-        "encoder_layers": encoder,
-        "decoder_layers": decoder,
-        "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
-        "replicas_in_step": settings.get("data_parallel", 1) if in_step else 1,
-    }
     try:
+        stacks = model_of_layers(
+            model.family,
+            msgspec.convert(encoder, int),
+            msgspec.convert(decoder, int),
+            expert_layers=msgspec.convert(settings.get("expert_layers", ()), tuple[int, ...]),
+        )
+        split = msgspec.convert(settings.get("layers_per_stage"), LayerSplit | None)
+        chosen = {
+            "hidden_size": model.hidden_size,
+            "micro_batch_layouts": tuple(BatchLayout),
+            **{name: value for name, value in settings.items() if name not in _OF_LAYERS},
+            "model": stacks,
+            "modules_per_stage": None if split is None else stacks.modules_of(split),
+            "memory_limit_bytes": round(memory_mb * BYTES_PER_MB),
+            "replicas_in_step": settings.get("data_parallel", 1) if in_step else 1,
+        }
         return msgspec.convert(chosen, PlannerSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
@@ -137,23 +138,23 @@ def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
     positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
-    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((1, 0) if family is ModelFamily.GPT else (0, -2))
+    tokens = np.array(positions, np.int32).reshape(-1, 2) + ((0, -2) if family.is_encoder_decoder else (1, 0))
     return GlobalBatch.of_lengths(*tokens.T)
 
 
 def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
     """A sample's positions of input and target, of which a decoder-only model has none."""
-    gpt = family is ModelFamily.GPT
+    is_pair = family.is_encoder_decoder
     try:
-        first, second = (sample, 0) if gpt else sample
+        first, second = sample if is_pair else (sample, 0)
         positions = operator.index(first), operator.index(second)
     except (TypeError, ValueError):
         positions = 0, 0
     within = all(length <= LARGEST_COORDINATE for length in positions)
-    if within and positions[0] >= 1 and (gpt or positions[1] >= _LEAST_TARGET):
+    if within and positions[0] >= 1 and (not is_pair or positions[1] >= _LEAST_TARGET):
         return positions
     expected = f"an integer from 1 to {LARGEST_COORDINATE}"
-    if not gpt:
+    if is_pair:
         expected = f"a pair: of its input, {expected}, and of its target, from {_LEAST_TARGET}"
     raise ConfigError(
         f"lengths[{place}]: expected the positions of a sample, {expected}, got {sample!r}",

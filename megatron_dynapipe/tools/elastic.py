@@ -280,11 +280,11 @@ def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpa
 
 def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:
     """Sizes that divide the model, and under which the vocabulary is padded to the same size."""
-    divided = (args.num_attention_heads, args.num_query_groups or args.num_attention_heads, args.ffn_hidden_size)
+    sharded = (args.num_attention_heads, args.num_query_groups or args.num_attention_heads, args.ffn_hidden_size)
     return tuple(
         size
         for size in range(1, most + 1)
-        if not any(number % size for number in divided)
+        if not any(number % size for number in sharded)
         and args.padded_vocab_size % (args.make_vocab_size_divisible_by * size) == 0
     )
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.costs import MLP
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.costing import CostModel, Split, even_split
+from megatron_dynapipe.costing import CostModel, LayerSplit, even_layer_split
 from megatron_dynapipe.costing.pattern import megatron_layout, pattern_of
 from megatron_dynapipe.sampling import GlobalBatch
 
@@ -44,14 +42,13 @@ def megatron_flags(
     pattern = {PATTERN: pattern_of(layout, experts=state.expert_kind == MLP)}
     if not settings.model.layers_divide:
         return flags | pattern, ""
-    whole: Split = layout.layers_per_stage
+    whole: LayerSplit = layout.layers_per_stage
     note = ""
     if layout.cuts_layers:
         layers = settings.model.layers
         stages = settings.pipeline_parallel
         chunks = settings.chunks if len(whole) <= layers else 1
-        even = even_split(layers, stages * chunks)
-        begun = msgspec.structs.replace(settings, layers_per_stage=even, chunks=chunks)
+        begun = settings.with_layers_per_stage(even_layer_split(layers, stages * chunks))
         whole = choose_layer_split(begun, cost_model, batches, halves=False)
         planned, chosen = (",".join(map(str, split)) for split in (layout.layers_per_stage, whole))
         note = f"{LAYOUT} is the best split of whole layers, {chosen}; the planned one, {planned}, is the pattern's"

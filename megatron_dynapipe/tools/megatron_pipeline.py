@@ -29,7 +29,7 @@ from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
-from megatron_dynapipe.integration.execution.step_functions import batch_maker, gpt_step, required_fields, t5_step
+from megatron_dynapipe.integration.execution.step_functions import STEPS, batch_maker, required_fields
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.integration.models.specs import packing_obstacle
@@ -118,7 +118,7 @@ class MegatronPipeline:
         optimizer_patches.apply()
         fused_kernels.fuse_adam(optimizer)
         self._configure()
-        self._step_function = gpt_step if self._family is ModelFamily.GPT else t5_step
+        self._step_function = STEPS[self._family]
         self._control = ControlGroup(timeout_s=timeout_s)
         self._required = required_fields(models)
         self._tokens = tokens
@@ -227,7 +227,7 @@ class MegatronPipeline:
 
     @property
     def _family(self) -> ModelFamily:
-        return self.planner.settings.family
+        return self.planner.settings.model.family
 
     @property
     def planner(self) -> Planner:
@@ -293,7 +293,7 @@ def global_batch(
         raise DataError("expected a batch of at least one sample, got none")
     inputs, targets = (np.array([len(tokens) for tokens in side], np.int32) for side in zip(*batch, strict=True))
     labels = None
-    if family is ModelFamily.GPT:
+    if not family.is_encoder_decoder:
         if loss_on is LossOn.TARGETS:
             labels = np.minimum(targets, np.maximum(inputs + targets - 1, 1))
         inputs = inputs + targets

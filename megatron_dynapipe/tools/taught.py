@@ -54,7 +54,7 @@ def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[Ta
     tasks = read_task_ids(folder, split, len(reader))
     for number, task in enumerate(tasks.tolist()):
         inputs, targets = (part.tolist() for part in reader[number])
-        if family is ModelFamily.T5:
+        if family.is_encoder_decoder:
             target = [*targets, meta.eos_id]
             yield TaughtSample(task=meta.tasks[task], given=inputs, tokens=target, learned=[1] * len(target))
             continue

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.core.instructions import EFFECTS, PASS_TYPES, Instruction, Pass, Work
 from megatron_dynapipe.core.plan import MicroBatch, Piece
-from megatron_dynapipe.core.units import ModelFamily, input_positions
+from megatron_dynapipe.core.units import ModelFamily, sequence_positions
 
 
 def cut_entries(micro_batch: MicroBatch) -> Iterator[tuple[int, Piece]]:
     """(place in the row, positions) of a micro-batch's entries that are pieces, not whole samples."""
     for at, (piece, tokens) in enumerate(zip(micro_batch.pieces, micro_batch.input_lengths, strict=False)):
-        if piece != (0, input_positions(ModelFamily.GPT, tokens)):
+        if piece != (0, sequence_positions(tokens)):
             yield at, piece
 
 
@@ -41,7 +41,7 @@ def check_pieces(family: ModelFamily, replica: int, micro_batches: Sequence[Micr
             chains[micro_batch.sample_ids[at]].append((piece, number, micro_batch.input_lengths[at]))
     for sample, pieces in chains.items():
         where = f"replica {replica}, sample {sample}"
-        if family is not ModelFamily.GPT:
+        if family.is_encoder_decoder:
             raise PlanError(f"{where}: expected whole samples of a {family} model, got a piece")
         end = 0
         for piece, number, _ in sorted(pieces):
@@ -51,7 +51,7 @@ def check_pieces(family: ModelFamily, replica: int, micro_batches: Sequence[Micr
                     f"micro-batch {number}"
                 )
             end = piece.end
-        lengths = {input_positions(family, tokens) for _, _, tokens in pieces}
+        lengths = {sequence_positions(tokens) for _, _, tokens in pieces}
         if lengths != {end}:
             raise PlanError(f"{where}: expected pieces up to position {max(lengths)}, got {end}")
         if len({number for _, number, _ in pieces}) < len(pieces):

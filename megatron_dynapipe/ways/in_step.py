@@ -118,9 +118,9 @@ class Lockstep:
             for replica in range(group)
             for members in planned.members
         ]
-        layouts = planned.layouts * group
+        batch_layouts = planned.batch_layouts * group
         modes = np.tile(planned.modes, (group, 1))
-        costs, _ = problem.costs_of(every, layouts, modes)
+        costs, _ = problem.costs_of(every, batch_layouts, modes)
         copies = np.arange(count * group).reshape(group, count)
         replicas = []
         schedules = []
@@ -130,8 +130,8 @@ class Lockstep:
             schedules += [predict(_slowest(costs, positions), passes.order)] * group
         return ScheduledBatch(
             members=every,
-            layouts=layouts,
-            shapes=[problem.shape(*one) for one in zip(every, layouts, strict=True)],
+            batch_layouts=batch_layouts,
+            shapes=[problem.shape(*one) for one in zip(every, batch_layouts, strict=True)],
             modes=modes,
             costs=costs,
             replicas=replicas,

@@ -23,9 +23,9 @@ class WholeSamples:
         rows = OrderedPartitions(order=orders[0])
         padded = partial(partition, problem, orders, improve=len(orders) > 1)
         of_samples = partial(Candidate, samples=samples, problem=problem, is_default=True)
-        if BatchLayout.PADDED not in problem.layouts:
+        if BatchLayout.PADDED not in problem.batch_layouts:
             return [of_samples(partitioned=rows)]
         derived = all(tables.packed is None for tables in problem.modes)
-        if derived and BatchLayout.PACKED in problem.layouts:
+        if derived and BatchLayout.PACKED in problem.batch_layouts:
             return [of_samples(partitioned=rows, fallback=padded)]
         return [of_samples(partitioned=padded())]

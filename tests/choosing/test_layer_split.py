@@ -23,6 +23,7 @@ from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CostTables, ModelState, Network, Quantity
 from tests.core.planner_cases import batch, batch_of, cost_model, planner
+from tests.helpers.settings import settings_in_layers
 from tests.helpers.stage_costs import GPT_KINDS, grid_values
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -85,7 +86,6 @@ def run_settings(
 ) -> PlannerSettings:
     encoder = sum(split) if encoder_layers is None else encoder_layers
     given = {
-        "family": costs.family,
         "encoder_layers": encoder,
         "decoder_layers": sum(split) - encoder,
         "hidden_size": 8,
@@ -95,7 +95,7 @@ def run_settings(
         "recompute": (Recompute.NONE,),
         "network": Network(inter_node_latency_us=0.0),
     }
-    return PlannerSettings(**given | changes)
+    return settings_in_layers(costs.family, **given | changes)
 
 
 ALIKE = [(65, 0)] * 16
@@ -190,10 +190,10 @@ def test_a_layer_is_divided_where_that_evens_stages() -> None:
     """Three layers on two stages; attention is about a third of each."""
     rates = msgspec.structs.replace(A100_RATES, layer_overhead_us=0.0)
     costs = cost_model(GPT, hidden=512, heads=8, vocabulary=512, rates=rates, max_size=16, max_length=512)
-    options = msgspec.structs.replace(run_settings(Costs(GPT), (2, 1)), hidden_size=512, memory_limit_bytes=10**10)
+    options = run_settings(Costs(GPT), (2, 1), hidden_size=512, memory_limit_bytes=10**10)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)]) == (1.5, 1.5)
     assert choose_layer_split(options, costs, [batch_of(*[(400, 0)] * 16)], halves=False) == (2, 1)
-    tight = msgspec.structs.replace(options, layers_per_stage=(1, 1), encoder_layers=2, memory_limit_bytes=105 * 10**6)
+    tight = run_settings(Costs(GPT), (1, 1), hidden_size=512, memory_limit_bytes=105 * 10**6)
     found = choose_layer_split(tight, costs, [batch_of((500, 0), *[(400, 0)] * 8)], chunks=(2,))
     assert found == (1, 1), "an MLP apart keeps its input, too, for which a sample of 500 leaves no room"
 
@@ -203,11 +203,11 @@ def test_halves_begin_with_the_best_of_whole_layers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layer_split, "TRIALS", 2)
     costs = cost_model(T5, hidden=512, heads=8, vocabulary=32_000, max_size=16, max_length=512)
     room = {"hidden_size": 512, "memory_limit_bytes": 3 * 10**9}
-    options = msgspec.structs.replace(run_settings(Costs(T5), (4,) * 4, encoder_layers=8), **room)
+    options = run_settings(Costs(T5), (4,) * 4, encoder_layers=8, **room)
     batch, times = batch_of(*[(n, n // 4) for n in range(40, 290, 9)]), []
     for halves in (False, True):
         split = choose_layer_split(options, costs, [batch], halves=halves)
-        planner = planner_of(msgspec.structs.replace(options, layers_per_stage=split), costs)
+        planner = planner_of(options.with_layers_per_stage(split), costs)
         times.append(planner.plan(batch, 0).totals.predicted_ns)
     assert times[1] < times[0]
 

@@ -14,7 +14,7 @@ from megatron_dynapipe.choosing.planners import planner_over
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import even_split
+from megatron_dynapipe.costing import even_layer_split
 from tests.core.planner_cases import batch_of, of_padded_costs, planner
 
 
@@ -85,7 +85,7 @@ def test_no_plan_is_faster_than_its_limits(
     changes = {"split_backward": split, "micro_batch_layouts": layouts, "slices": "off" if t5 else slices}
     changes |= {"pipeline_parallel": stages, "data_parallel": replicas, "memory_limit_bytes": memory}
     if stages > 1:
-        layers = [int(2 * n) for n in even_split(8 if t5 else 4, stages * chunks, halves=True)]
+        layers = [int(2 * n) for n in even_layer_split(8 if t5 else 4, stages * chunks, halves=True)]
         moved = int(halves and layers[-1] > 1)
         changes |= {
             "chunks": chunks,

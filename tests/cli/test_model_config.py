@@ -11,7 +11,14 @@ from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.model_config import FLAGS, model_shape, read_model, take_model_config
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, Experts, Model, ModelShape, PipelineLayout
+from megatron_dynapipe.costing import (
+    A100_RATES,
+    AnalyticCostModel,
+    Experts,
+    ModelShape,
+    PipelineLayout,
+    model_of_layers,
+)
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import decode_file
 from megatron_dynapipe.costing.state import parameter_bytes
@@ -82,7 +89,7 @@ def test_configurations_of_hugging_face(tmp_path, given, expected, billions):
 
 def parameters(shape: ModelShape, args: argparse.Namespace) -> int:
     layers = (args.layers or args.encoder_layers, args.decoder_layers or 0)
-    layout = PipelineLayout.equal(Model.of_layers(args.model, *layers), 1)
+    layout = PipelineLayout.equal(model_of_layers(args.model, *layers), 1)
     tables = AnalyticCostModel(shape, A100_RATES, max_size=1, max_length=8).tables(
         tensor_parallel=1, recompute=Recompute.NONE
     )

@@ -11,7 +11,8 @@ import yaml
 
 from megatron_dynapipe import config
 from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.cli.tune import _close, _overlap, _usual
+from megatron_dynapipe.cli.tune import _overlap
+from megatron_dynapipe.cli.tuned_layouts import close_ones, usual_ones
 from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
@@ -89,7 +90,7 @@ def test_why_usual_layouts_are_behind() -> None:
         layout(8, 1, 1, bound_ms=150.0, reduction_ms=70.0),
     ]
     tuning = Tuning(layouts=(best, *others), settings=(), plans=3, seconds=1.0)
-    assert _usual(tuning, argparse.Namespace(devices=8), 8) == [
+    assert usual_ones(tuning, 8, 8) == [
         "tensor parallel in a node, 1·8·1: 1.20 times as long, idle for 20% in place of 10%, recomputes none+full in"
         " place of none",
         "replicas alone, 8·1·1: at least 1.50 times as long, 60.0 ms more of reduction",
@@ -104,9 +105,9 @@ def test_what_passes_hide_and_layouts_that_are_not_told_apart() -> None:
 
     times = (100.0, 103.0, 108.0, 108.3, 108.35, 109.0)
     layouts = [layout(8, stages, ms) for stages, ms in enumerate(times, start=1)]
-    (said,) = _close(layouts)
+    (said,) = close_ones(layouts)
     assert "8·1·2 (+3.0%), 8·1·3 (+8.0%), 8·1·4 (+8.3%) and 1 more; measure them" in said
-    assert _close(layouts[:1]) == _close([layouts[0], layouts[5]]) == _close([]) == []
+    assert close_ones(layouts[:1]) == close_ones([layouts[0], layouts[5]]) == close_ones([]) == []
     args = argparse.Namespace(model_config=Path("configs/llama_like_8b.yaml"))
     (said,) = _overlap(layouts, args)
     assert said.startswith(

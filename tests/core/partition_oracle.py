@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from megatron_dynapipe.core.costs import ATTENTION, DECODER_MLP, MLP
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import ABSENT, CostTables, Kind, Model, Network, PipelineLayout, Quantity
+from megatron_dynapipe.costing import (
+    ABSENT,
+    CostTables,
+    Kind,
+    Model,
+    Network,
+    PipelineLayout,
+    Quantity,
+    model_of_layers,
+)
 from megatron_dynapipe.costing.links import links_between
 from tests.helpers.stage_costs import STATE, stage_costs
 
@@ -44,12 +53,14 @@ def pipeline_layouts(draw: st.DrawFn, family: ModelFamily) -> PipelineLayout:
         counts[-1] += 2
     layers = sum(counts) // 2
     encoder = draw(st.integers(1, layers - 1)) if family is ModelFamily.T5 else layers
-    experts = pattern = ()
+    experts: tuple[int, ...] = ()
+    model = None
     if family is ModelFamily.GPT and draw(st.booleans()):  # modules in any order, each of them a layer
-        pattern = tuple(draw(st.sampled_from([ATTENTION, MLP, "another"])) for _ in range(sum(counts)))
+        kinds = tuple(draw(st.sampled_from([ATTENTION, MLP, "another"])) for _ in range(sum(counts)))
+        model = Model(encoder=kinds, modules_per_layer=1)
     elif family is ModelFamily.GPT and layers > 1 and draw(st.booleans()):
         experts = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1, max_size=layers - 1))))
-    model = Model.of_layers(family, encoder, layers - encoder, expert_layers=experts, pattern=pattern)
+    model = model or model_of_layers(family, encoder, layers - encoder, expert_layers=experts)
     return PipelineLayout(model=model, modules_per_stage=tuple(counts), chunks=chunks)
 
 
@@ -70,7 +81,7 @@ def batch_problems(
         targets=targets,
         input_positions=inputs,
         target_positions=targets,
-        layouts=layouts,
+        batch_layouts=layouts,
         modes=tuple(modes),
         layout=layout,
         model_state_bytes=np.full(layout.stages, 10, np.int64),

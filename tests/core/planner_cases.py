@@ -15,6 +15,7 @@ from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, DeviceRates,
 from megatron_dynapipe.costing.analytic import PeakRatios
 from megatron_dynapipe.costing.shape import Experts
 from megatron_dynapipe.sampling import GlobalBatch
+from tests.helpers.settings import settings_in_layers
 
 KERNEL_RATES = msgspec.structs.replace(CPU_RATES, peaks=PeakRatios())
 """A CPU whose recomputed attention takes no memory to speak of, so that recomputing frees most of a layer's."""
@@ -39,7 +40,7 @@ def cost_model(
 def settings(family: ModelFamily, **changes: Any) -> PlannerSettings:
     given = {"encoder_layers": 4, "decoder_layers": 4 if family is ModelFamily.T5 else 0, "hidden_size": 128}
     given |= {"pipeline_parallel": 2, "memory_limit_bytes": 2 * 10**9}
-    return PlannerSettings(family=family, **given | changes)
+    return settings_in_layers(family, **given | changes)
 
 
 def planner(family: ModelFamily, **changes: Any) -> Planner:

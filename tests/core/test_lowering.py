@@ -25,7 +25,7 @@ from megatron_dynapipe.core.lowering import (
 from megatron_dynapipe.core.model import BoundaryTensor, boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.orders import SCHEDULES
 from megatron_dynapipe.core.units import ModelFamily, Shape
-from megatron_dynapipe.costing import Model, PipelineLayout
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from tests.helpers.lists import parse_stages, verify_lists
 from tests.helpers.plans import random_problem
 
@@ -194,7 +194,7 @@ E, D = BoundaryTensor.ENCODER, BoundaryTensor.DECODER
 
 
 def test_gpt_passes_one_tensor():
-    layout = PipelineLayout.of_layers(Model.of_layers(ModelFamily.GPT, 8), (2, 3, 3))
+    layout = PipelineLayout.of_layers(model_of_layers(ModelFamily.GPT, 8), (2, 3, 3))
     assert boundary_tensors(layout) == ((E,), (E,))
 
 

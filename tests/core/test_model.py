@@ -17,8 +17,9 @@ from megatron_dynapipe.costing import (
     ModelState,
     PipelineLayout,
     Quantity,
-    even_split,
-    parse_split,
+    even_layer_split,
+    model_of_layers,
+    parse_layer_split,
     stage_modules,
 )
 from megatron_dynapipe.costing.state import model_state_bytes
@@ -49,7 +50,7 @@ def flat(changes: Mapping[tuple[Kind, Quantity], int] = MappingProxyType({})) ->
 
 
 def t5(*split: float, chunks: int = 1, encoder: int = 3) -> PipelineLayout:
-    model = Model.of_layers(ModelFamily.T5, encoder, round(sum(split)) - encoder)
+    model = model_of_layers(ModelFamily.T5, encoder, round(sum(split)) - encoder)
     return PipelineLayout.of_layers(model, split, chunks)
 
 
@@ -109,8 +110,8 @@ def test_model_state() -> None:
     assert state.tolist() == [8 * (10 + 1000 + 200 + 1000), 8 * (20 + 100)]
 
 
-FOUR = Model.of_layers(ModelFamily.GPT, 4)
-HYBRID = Model.of_layers(ModelFamily.GPT, 3, pattern=(ATTENTION, MLP, EXPERT_MLP))
+FOUR = model_of_layers(ModelFamily.GPT, 4)
+HYBRID = Model(encoder=(ATTENTION, MLP, EXPERT_MLP), modules_per_layer=1)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ HYBRID = Model.of_layers(ModelFamily.GPT, 3, pattern=(ATTENTION, MLP, EXPERT_MLP
     [
         (FOUR, (2, 3), 1, r"layer split of 4 layers .* got \[2, 3\] of 5"),
         (FOUR, (5, -1), 1, "at least 0 on every stage"),
-        (Model.of_layers(ModelFamily.T5, 4, 2), (6, 0), 1, "at least 0.5 on every stage"),
+        (model_of_layers(ModelFamily.T5, 4, 2), (6, 0), 1, "at least 0.5 on every stage"),
         (FOUR, (1.25, 2.75), 1, "in multiples of 0.5"),
         (FOUR, (2, 1, 1), 2, "3 virtual stages cannot be assigned to pipeline stages 2 each"),
         (HYBRID, (1.5, 1.5), 1, r"layer split of 3 layers in multiples of 1, got \[1.5, 1.5\]"),
@@ -129,17 +130,6 @@ def test_refuses_impossible_layouts(model: Model, split: tuple[float, ...], chun
         PipelineLayout.of_layers(model, split, chunks)
 
 
-@pytest.mark.parametrize(("family", "layers"), [(ModelFamily.GPT, (4, 1)), (ModelFamily.T5, (4, 0))])
-def test_a_model_has_the_layers_of_its_family(family: ModelFamily, layers: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="layers of its kinds"):
-        Model.of_layers(family, *layers)
-
-
-def test_layers_with_experts_are_modules_of_a_kind_of_their_own() -> None:
-    model = Model.of_layers(ModelFamily.GPT, 3, expert_layers=(1,))
-    assert model.modules == (ATTENTION, MLP, ATTENTION, EXPERT_MLP, ATTENTION, MLP, HEAD)
-
-
 @pytest.mark.parametrize(
     ("model", "split", "modules", "cuts_layers"),
     [
@@ -147,7 +137,7 @@ def test_layers_with_experts_are_modules_of_a_kind_of_their_own() -> None:
         (FOUR, (2.5, 1.5), (5, 3), True),
         (HYBRID, (2, 1), (2, 1), True),
         (Model(encoder=("block", "block"), modules_per_layer=1), (1, 1), (1, 1), False),
-        (Model.of_layers(ModelFamily.T5, 1, 2), (1.5, 1.5), (3, 3), True),
+        (model_of_layers(ModelFamily.T5, 1, 2), (1.5, 1.5), (3, 3), True),
     ],
 )
 def test_layers_are_modules_and_back(
@@ -163,20 +153,20 @@ def test_layers_are_modules_and_back(
     [(4, 2, (2, 2)), (7, 3, (3, 2, 2)), (3, 1, (3,)), (3, 4, (1, 1, 0.5, 0.5)), (2, 4, (0.5, 0.5, 0.5, 0.5))],
 )
 def test_an_even_split(layers: int, stages: int, split: tuple[float, ...]) -> None:
-    assert even_split(layers, stages, halves=True) == split
+    assert even_layer_split(layers, stages, halves=True) == split
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {layers + 1} stages"):
-        even_split(layers, layers + 1)
+        even_layer_split(layers, layers + 1)
     with pytest.raises(ConfigError, match=f"{layers} layers cannot be split over {2 * layers + 1} stages"):
-        even_split(layers, 2 * layers + 1, halves=True)
+        even_layer_split(layers, 2 * layers + 1, halves=True)
 
 
 def test_a_split_is_numbers_of_layers() -> None:
-    assert parse_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
-    halves = parse_split("9.5,8.0, 7.50", expected="")
+    assert parse_layer_split("9,8, 8,7", expected="") == (9, 8, 8, 7)
+    halves = parse_layer_split("9.5,8.0, 7.50", expected="")
     assert halves == (9.5, 8, 7.5) and isinstance(halves[1], int)
     for text in ("", "9,", "9,-1", "9.25", "auto"):
         with pytest.raises(ConfigError, match="expected numbers, got"):
-            parse_split(text, expected="numbers")
+            parse_layer_split(text, expected="numbers")
 
 
 @pytest.mark.parametrize("row", [Quantity.FORWARD, Quantity.STORED, Quantity.PEAK])
@@ -187,6 +177,6 @@ def test_a_stage_above_the_limit_makes_the_micro_batch_infeasible(row: Quantity)
 
 
 def test_an_equal_split_must_divide() -> None:
-    assert PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 6), 3).layers_per_stage == (2, 2, 2)
+    assert PipelineLayout.equal(model_of_layers(ModelFamily.GPT, 6), 3).layers_per_stage == (2, 2, 2)
     with pytest.raises(ConfigError, match="5 layers cannot be split equally over 2"):
-        PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 5), 2)
+        PipelineLayout.equal(model_of_layers(ModelFamily.GPT, 5), 2)

@@ -68,7 +68,7 @@ def plan(
 def test_every_sample_is_planned_in_allowed_layouts_the_same_way_twice(family, layouts, changes):
     planned, again = (plan(family, layouts, batch(family, 40), **changes) for _ in range(2))
     verify(planned, expected_samples=range(100, 140))
-    assert planned.layouts == layouts and digest(again) == digest(planned)
+    assert planned.batch_layouts == layouts and digest(again) == digest(planned)
     assert all(mb.layout in layouts for replica in planned.replicas for mb in replica.micro_batches)
 
 
@@ -93,6 +93,6 @@ def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: 
     if not found:
         pytest.fail("no rows were found where there are some")
     (replica,) = found
-    costs, _ = problem.costs_of(replica.members, replica.layouts, replica.modes)
+    costs, _ = problem.costs_of(replica.members, replica.batch_layouts, replica.modes)
     makespan = simulate(costs, replica.order).makespan_ns
     assert makespan <= best * 1.1 + 1

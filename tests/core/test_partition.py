@@ -14,7 +14,7 @@ from megatron_dynapipe.core.partition import candidate_orders
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.scheduling import assign, pipeline_time
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import CostTables, Model, Network, PipelineLayout, Quantity
+from megatron_dynapipe.costing import CostTables, Network, PipelineLayout, Quantity, model_of_layers
 from megatron_dynapipe.costing.links import links_between
 from tests.core.partition_oracle import batch_problems, brute_force
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
@@ -131,9 +131,9 @@ def test_a_large_order_is_partitioned_block_by_block() -> None:
         targets=targets,
         input_positions=inputs,
         target_positions=targets,
-        layouts=(BatchLayout.PADDED,),
+        batch_layouts=(BatchLayout.PADDED,),
         modes=(tables,),
-        layout=PipelineLayout.equal(Model.of_layers(ModelFamily.GPT, 2), 2),
+        layout=PipelineLayout.equal(model_of_layers(ModelFamily.GPT, 2), 2),
         model_state_bytes=np.zeros(2, np.int64),
         memory_limit_bytes=100,
         in_flight=np.array([[2, 1]]),

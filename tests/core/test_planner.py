@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, CostModelError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import ScatterGather
@@ -157,6 +159,35 @@ def test_the_same_plan_in_every_process() -> None:
         env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
     )
     assert here == again == elsewhere.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers_per_stage": (2.5, 1.5)},
+        {"encoder_layers": 8},
+        {"expert_imbalance": 2.0},
+        {"label_experts": True},
+        {"split_backward": "auto"},
+    ],
+    ids=str,
+)
+def test_every_setting_is_part_of_the_digest(changes: dict[str, Any]) -> None:
+    """Some were left out where no plan was thought to depend on them."""
+    assert planner(ModelFamily.GPT, **changes).digest != planner(ModelFamily.GPT).digest
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_are_the_same_after_they_have_travelled_as_json(family: ModelFamily) -> None:
+    made = settings(family, layers_per_stage=(3.5, 0.5) if family is ModelFamily.GPT else (5.5, 2.5))
+    assert msgspec.json.decode(msgspec.json.encode(made), type=PlannerSettings) == made
+
+
+def test_another_split_has_its_own_number_of_virtual_stages() -> None:
+    made = settings(ModelFamily.GPT).with_layers_per_stage((1, 1.5, 1, 0.5))
+    assert (made.modules_per_stage, made.chunks) == ((2, 3, 2, 1), 2)
+    with pytest.raises(ConfigError, match=r"layer split of 4 layers .*, got \[1, 1\] of 2"):
+        made.with_layers_per_stage((1, 1))
 
 
 def test_settings_and_costs_are_part_of_the_digest() -> None:

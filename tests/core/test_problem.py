@@ -51,7 +51,7 @@ def test_a_stage_costs_what_it_does_under_its_own_mode(problem: BatchProblem, da
     samples, stages = len(problem.inputs), problem.layout.virtual_stages
     each = st.integers(0, len(problem.modes) - 1)
     members = [np.unique(data.draw(st.lists(st.integers(0, samples - 1), min_size=1))) for _ in range(3)]
-    layouts = [data.draw(st.sampled_from(problem.layouts)) for _ in members]
+    layouts = [data.draw(st.sampled_from(problem.batch_layouts)) for _ in members]
     modes = np.array([data.draw(st.lists(each, min_size=stages, max_size=stages)) for _ in members])
     mixed, covered = problem.costs_of(members, layouts, modes)
     under = [problem.costs_of(members, layouts, np.full(3, mode)) for mode in range(len(problem.modes))]

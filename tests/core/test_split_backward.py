@@ -6,21 +6,21 @@ import pytest
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, TableCostModel
 from megatron_dynapipe.ways.rules import verify
 from tests.core.planner_cases import cost_model, of_lengths
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.helpers.settings import settings_in_layers
 
 COSTS = cost_model(ModelFamily.GPT, hidden=1024, heads=16, vocabulary=32768, rates=A100_RATES, max_size=64)
 LENGTHS = [40 + 37 * i % 700 for i in range(48)]
 
 
 def plan(split_backward="auto", *, forward_only=False, **changes):
-    settings = PlannerSettings(
-        family=ModelFamily.GPT,
-        encoder_layers=8,
+    settings = settings_in_layers(
+        ModelFamily.GPT,
+        8,
         hidden_size=1024,
         memory_limit_bytes=changes.pop("memory_limit_bytes", 4 * 10**9),
         split_backward=split_backward,
@@ -46,8 +46,8 @@ def test_auto_divides_some_passes_and_gains(changes):
 
 def test_a_plan_that_division_gains_nothing_is_searched_without_it_too():
     batch = flan_like_batches()["t5-s1024-t65536-b1"]  # which memory limits
-    settings = PlannerSettings(
-        family=ModelFamily.T5, encoder_layers=24, decoder_layers=24, hidden_size=1024, memory_limit_bytes=36 * 10**9,
+    settings = settings_in_layers(
+        ModelFamily.T5, 24, 24, hidden_size=1024, memory_limit_bytes=36 * 10**9,
         data_parallel=2, tensor_parallel=2, pipeline_parallel=2, distributed_optimizer=True,
         micro_batch_layouts=tuple(BatchLayout), split_backward="off",
     )  # fmt: skip

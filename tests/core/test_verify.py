@@ -164,7 +164,7 @@ def test_packed_rows_where_the_settings_allow_them_of_their_samples_or_longer():
     plan = make_plan((2,), 1, layouts=MIXED)  # one stage: nothing crosses a boundary in the row's shape
     verify(plan_with(plan, shape=Shape(1, 64)))
     with pytest.raises(PlanError, match=r"micro-batch 0: .* layout .* allow \(padded\), got packed\nhint: plan"):
-        verify(replace(plan, layouts=(BatchLayout.PADDED,)))
+        verify(replace(plan, batch_layouts=(BatchLayout.PADDED,)))
 
 
 def test_every_sample_is_planned_once():

@@ -6,14 +6,14 @@ import pytest
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.costing import ABSENT, Quantity, TableCostModel
-from megatron_dynapipe.costing.adaptive import AdaptiveGrid
+from megatron_dynapipe.costing.adaptive import RefinedGrid
 from megatron_dynapipe.costing.format import CostFile, encode_file
 from megatron_dynapipe.costing.tabulate import fitted_entry, lengths_up_to
 
 AXES = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256))
 
 
-def explore(grid: AdaptiveGrid, points: int, bend: int = 0) -> list[tuple[int, ...]]:
+def explore(grid: RefinedGrid, points: int, bend: int = 0) -> list[tuple[int, ...]]:
     """Measure where the grid says; lengths above `bend` cost three times what is expected."""
     chosen = []
     for _ in range(points):
@@ -28,26 +28,26 @@ def explore(grid: AdaptiveGrid, points: int, bend: int = 0) -> list[tuple[int, .
 
 
 def test_it_begins_at_the_ends_and_never_repeats_itself() -> None:
-    chosen = explore(AdaptiveGrid(AXES, most_positions=10**6), 30)
+    chosen = explore(RefinedGrid(AXES, most_positions=10**6), 30)
     assert {(1, 8), (16, 8), (1, 256)} <= set(chosen[:4])
     assert len(chosen) == len(set(chosen)) == 30  # the whole grid, once
 
 
 def test_it_measures_more_where_the_cost_bends() -> None:
-    smooth, bent = (explore(AdaptiveGrid(AXES, most_positions=10**6), 16, bend=bend) for bend in (0, 64))
+    smooth, bent = (explore(RefinedGrid(AXES, most_positions=10**6), 16, bend=bend) for bend in (0, 64))
     assert sum(1 for _, q in bent if q == 256) > sum(1 for _, q in smooth if q == 256)
 
 
 def test_what_is_too_large_too_long_or_out_of_memory_is_left_out() -> None:
-    grid = AdaptiveGrid(AXES, most_positions=512)
+    grid = RefinedGrid(AXES, most_positions=512)
     assert all(b * q <= 512 for b, q in explore(grid, 40))
-    grid = AdaptiveGrid(AXES, most_positions=10**6)
+    grid = RefinedGrid(AXES, most_positions=10**6)
     explore(grid, 6)
     found = grid.next(longest_ms=5.0)
     assert found is None or 3 * (1 + 0.01 * np.prod(found[0])) < 8
     grid.add_infeasible((4, 32))
     assert not any(b >= 4 and q >= 32 for b, q in explore(grid, 40))
-    assert AdaptiveGrid(AXES, most_positions=1).next(longest_ms=1.0) is None
+    assert RefinedGrid(AXES, most_positions=1).next(longest_ms=1.0) is None
 
 
 def test_tables_are_filled_from_measurements() -> None:

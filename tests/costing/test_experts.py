@@ -6,24 +6,24 @@ import pytest
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.costs import EXPERT_MLP
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import (
     A100_RATES,
     AnalyticCostModel,
     CostTables,
     Experts,
-    Model,
     ModelShape,
     Network,
     PipelineLayout,
     Quantity,
+    model_of_layers,
 )
 from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.costing.state import model_state_bytes
 from megatron_dynapipe.tools.tuning import Space, tune
 from megatron_dynapipe.tools.tuning.validate import layout_flags
 from tests.core.planner_cases import batch
+from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
 EXPERTS = Experts(count=8, per_token=2, ffn=512, layers=(1, 3))
@@ -39,8 +39,8 @@ SHAPE = ModelShape(
     experts=EXPERTS,
 )
 COSTS = AnalyticCostModel(SHAPE, A100_RATES, max_size=16, max_length=256)
-SETTINGS = PlannerSettings(
-    family=GPT, encoder_layers=4, hidden_size=256, expert_layers=(1, 3), memory_limit_bytes=10**10, split_backward="off"
+SETTINGS = settings_in_layers(
+    GPT, 4, hidden_size=256, expert_layers=(1, 3), memory_limit_bytes=10**10, split_backward="off"
 )
 
 
@@ -83,7 +83,7 @@ def test_shared_experts_exchange_tokens(ranks: int, per_node: int, recompute: Re
     more[experts, [Quantity.FORWARD, Quantity.BACKWARD]] = 0
     assert not more.any()
     assert shared.state.expert_bytes * ranks == alone.state.expert_bytes
-    layout = PipelineLayout.equal(Model.of_layers(GPT, 4, expert_layers=(1, 3)), 1)
+    layout = PipelineLayout.equal(model_of_layers(GPT, 4, expert_layers=(1, 3)), 1)
     states = [
         model_state_bytes(layout, state, data_parallel=8, distributed_optimizer=True)[0]
         for state in (alone.state, shared.state)
@@ -108,8 +108,8 @@ def test_an_imbalance_multiplies_the_experts_time_and_memory() -> None:
 
 
 def test_costs_of_another_kind_of_model_are_refused() -> None:
-    one_kind = PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=10**10)
+    one_kind = settings_in_layers(GPT, 4, hidden_size=256, memory_limit_bytes=10**10)
     with pytest.raises(CostModelError, match="expected costs of a model with layers of one kind"):
         planner_of(one_kind, COSTS)
     with pytest.raises(ConfigError, match=r"an imbalance of experts of at least 1, got 0\.5"):
-        PlannerSettings(family=GPT, encoder_layers=4, hidden_size=256, memory_limit_bytes=1, expert_imbalance=0.5)
+        settings_in_layers(GPT, 4, hidden_size=256, memory_limit_bytes=1, expert_imbalance=0.5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing import Model, PipelineLayout, TableCostModel
+from megatron_dynapipe.costing import PipelineLayout, TableCostModel, model_of_layers
 from megatron_dynapipe.costing.division import AS_THE_LAYER, Rates
 from megatron_dynapipe.costing.state import model_state_bytes
 from tests.helpers import benchmark_data
@@ -22,7 +22,7 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
     model, theirs = TableCostModel.load(path), scorer.Cost(path)
     layers = encoder + decoder
     split = (layers // 4 - 3, layers // 4 + 5, layers // 4 + 1, layers // 4 - 3)
-    layout = PipelineLayout.of_layers(Model.of_layers(model.family, encoder, decoder), split)
+    layout = PipelineLayout.of_layers(model_of_layers(model.family, encoder, decoder), split)
     run = SimpleNamespace(
         model=str(model.family),
         layers=encoder if not decoder else None,
@@ -58,7 +58,7 @@ def test_equal_to_the_scorer(kind: str, encoder: int, decoder: int, hidden: int,
 
 def test_files_without_divisions_are_divided_by_flops() -> None:
     h, c, f = 1024, 128 * 128, 65536  # of the published T5
-    division = TableCostModel.load(A100_COSTS["t5"]).file.division_by_flops(Recompute.NONE)
+    division = TableCostModel.load(A100_COSTS["t5"]).file.shares_by_flops(Recompute.NONE)
     n, m = 700, 1000  # positions of a piece, and those before it
     linears, inside, mlp = parts_of(division["encoder"].forward, [n, 40], [m + n, 40])
     assert linears / mlp == 8 * h * c * 740 / (4 * h * f * 740)

@@ -12,22 +12,23 @@ from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import (
     CPU_RATES,
     AnalyticCostModel,
-    Model,
     ModelShape,
     PipelineLayout,
     Quantity,
     TableCostModel,
+    model_of_layers,
 )
 from megatron_dynapipe.costing.pattern import (
     check_stages,
     expert_modules,
     kinds_of_pattern,
+    layer_split_of_pattern,
     pattern_of,
-    split_of_pattern,
     with_stages,
 )
 from tests.cli.conftest import cost_model
 from tests.core.planner_cases import batch
+from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
 READ = {
@@ -63,7 +64,7 @@ STAGES = {
 @pytest.mark.parametrize(("pattern", "expected"), READ.items())
 def test_a_pattern_is_read_and_written(pattern, expected):
     kinds, _, split = expected
-    assert (kinds_of_pattern(pattern), expert_modules(pattern), split_of_pattern(pattern)) == expected
+    assert (kinds_of_pattern(pattern), expert_modules(pattern), layer_split_of_pattern(pattern)) == expected
     assert with_stages(pattern.replace("|", ""), split or (len(kinds),)) == pattern
 
 
@@ -95,7 +96,7 @@ def test_stages_are_held_against_the_pipeline_and_the_other_flag(case, message):
     ],
 )
 def test_the_pattern_of_a_gpt(split, expert_layers, experts, pattern):
-    layout = PipelineLayout.of_layers(Model.of_layers(GPT, 3, expert_layers=expert_layers), split)
+    layout = PipelineLayout.of_layers(model_of_layers(GPT, 3, expert_layers=expert_layers), split)
     assert pattern_of(layout, experts=experts) == pattern
 
 
@@ -103,8 +104,8 @@ SHAPE = ModelShape(family=GPT, hidden=64, heads=4, kv_channels=16, ffn=256, voca
 
 
 def settings(**changes: object) -> PlannerSettings:
-    given = {"hidden_size": 64, "memory_limit_bytes": 10**10, "pipeline_parallel": 2, "family": GPT}
-    return PlannerSettings(**(given | changes))
+    given = {"hidden_size": 64, "memory_limit_bytes": 10**10, "pipeline_parallel": 2}
+    return settings_in_layers(GPT, **(given | changes))
 
 
 @pytest.mark.parametrize("mode", Recompute)
@@ -115,7 +116,7 @@ def test_a_gpt_as_a_pattern_has_the_gpt_s_times(mode, split):
     common = {"recompute": (mode,), "chunks": len(split) // 2}
     layers = settings(encoder_layers=4, layers_per_stage=split, **common)
     counts = tuple(int(2 * layers) for layers in split)
-    modules = settings(encoder_layers=8, layers_per_stage=counts, pattern=kinds_of_pattern("*-" * 4), **common)
+    modules = settings(encoder_layers=8, layers_per_stage=counts, pattern="*-" * 4, **common)
     plans = [planner_of(each, costs).plan(batch(GPT, 60), 0) for each in (layers, modules)]
     times = [plan.totals.predicted_ns for plan in plans]
     assert times[1] == pytest.approx(times[0], rel=0.01)
@@ -128,7 +129,7 @@ def test_a_gpt_as_a_pattern_has_the_gpt_s_times(mode, split):
 
 def test_an_mlp_after_an_mlp_has_a_peak_of_its_own():
     costs = AnalyticCostModel(SHAPE, CPU_RATES, max_size=64, max_length=1024)
-    (tables,) = tables_of(settings(encoder_layers=2, pattern=(ATTENTION, MLP), recompute=(Recompute.FULL,)), costs)
+    (tables,) = tables_of(settings(encoder_layers=2, pattern="*-", recompute=(Recompute.FULL,)), costs)
     attention, mlp = (tables.values[tables.kinds.index(kind)] for kind in (ATTENTION, MLP))
     known = (mlp >= 0).all(axis=0)
     assert (mlp[Quantity.STORED][known] == attention[Quantity.STORED][known]).all()
@@ -137,6 +138,6 @@ def test_an_mlp_after_an_mlp_has_a_peak_of_its_own():
 
 def test_a_pattern_needs_costs_of_attention_and_mlp_apart():
     costs = TableCostModel.decode(json.dumps(cost_model()).encode())
-    pattern = settings(encoder_layers=4, hidden_size=32, pattern=kinds_of_pattern("*--*"), recompute=(Recompute.NONE,))
+    pattern = settings(encoder_layers=4, hidden_size=32, pattern="*--*", recompute=(Recompute.NONE,))
     with pytest.raises(CostModelError, match="expected costs of attention and MLP apart, for a pattern of them; tiny"):
         planner_of(pattern, costs)

@@ -134,7 +134,7 @@ def test_only_what_the_stage_needs(folder: Path, required: RequiredFields, prese
 
 
 def test_what_a_collator_does_not_do() -> None:
-    collator = Collator(required=RequiredFields(), reader=None, special=None, layouts=(BatchLayout.PADDED,))
+    collator = Collator(required=RequiredFields(), reader=None, special=None, batch_layouts=(BatchLayout.PADDED,))
     plan = micro_batch([2, 1], Shape(1, 8, 8), layout=BatchLayout.PACKED)
     with pytest.raises(PlanError, match=r"expected a layout that the settings allow \(padded\), got packed"):
         collator(0, plan, ModelFamily.T5)

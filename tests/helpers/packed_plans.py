@@ -20,7 +20,7 @@ LAYOUTS: dict[str, Callable[[int], bool]] = {
 def relaid(plan: IterationPlan, layout: str, *, sequence_parallel: int = 1) -> IterationPlan:
     """The plan with its micro-batches in a layout; `sequence_parallel` ranks share the rows."""
     replicas = tuple(_relaid(plan.family, replica, LAYOUTS[layout], sequence_parallel) for replica in plan.replicas)
-    return msgspec.structs.replace(plan, replicas=replicas, layouts=tuple(BatchLayout))
+    return msgspec.structs.replace(plan, replicas=replicas, batch_layouts=tuple(BatchLayout))
 
 
 def _relaid(family: ModelFamily, replica: ReplicaPlan, packs: Callable[[int], bool], ranks: int) -> ReplicaPlan:

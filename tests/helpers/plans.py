@@ -13,7 +13,7 @@ from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, 
 from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
-from megatron_dynapipe.costing import Model, PipelineLayout
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.store.entry import StageEntry
 from tests.helpers.lists import micro_batch, packed_shape
 
@@ -80,7 +80,7 @@ def layout_of(family: ModelFamily, virtual_stages: int, *, encoder_layers: int |
     """A layer to a virtual stage (two to a single one); half of a T5's are in the encoder, unless said otherwise."""
     layers = max(virtual_stages, 2)
     decoder = layers - (encoder_layers or layers // 2) if family is ModelFamily.T5 else 0
-    return PipelineLayout.equal(Model.of_layers(family, layers - decoder, decoder), virtual_stages)
+    return PipelineLayout.equal(model_of_layers(family, layers - decoder, decoder), virtual_stages)
 
 
 def make_plan(
@@ -132,7 +132,7 @@ def make_plan(
         memory_limit_bytes=NO_LIMIT,
         model_state_bytes=(10,) * stages,
         peak_covers_backward=False,
-        layouts=tuple(dict.fromkeys(layouts)),
+        batch_layouts=tuple(dict.fromkeys(layouts)),
         replicas=tuple(replicas),
     )
 

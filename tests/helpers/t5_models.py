@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Model, PipelineLayout
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -14,9 +14,7 @@ from megatron_dynapipe.integration.models.specs import CoreAttention
 def t5_model(**changes: object) -> ModelConfig:
     """A T5 of local layers with learned positions; Megatron's own configuration is made by the test."""
     fields = {
-        "family": ModelFamily.T5,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
+        "stacks": model_of_layers(ModelFamily.T5, 2, 2),
         "hidden": 32,
         "heads": 4,
         "ffn": 128,
@@ -50,7 +48,7 @@ def t5_layout(
     encoder: int, decoder: int, stages: int, split: Sequence[float] | None = None, *, chunks: int = 1
 ) -> PipelineLayout:
     """The layers of a T5 over `stages` ranks with `chunks` virtual stages each; the same number on each if None."""
-    model = Model.of_layers(ModelFamily.T5, encoder, decoder)
+    model = model_of_layers(ModelFamily.T5, encoder, decoder)
     if split is None:
         return PipelineLayout.equal(model, stages * chunks, chunks)
     return PipelineLayout.of_layers(model, tuple(split), chunks)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.modules.program import DividedTrace
+from megatron_dynapipe.modules.program import SplitTrace
 from megatron_dynapipe.modules.trace import CutPoint, cut_points, resolve_split_points, trace
 from tests.modules.models import SMALL, of_transformers, quiet
 
@@ -33,10 +33,10 @@ class Steps(nn.Module):
         return x * self.scale
 
 
-def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Tensor, DividedTrace]:
+def run_divided(model: nn.Module, example: dict, batch: dict) -> tuple[torch.Tensor, SplitTrace]:
     """The model's stages one after another, on a batch of other sizes than the example's."""
     traced = trace(model, example, cut_points(model))
-    division = DividedTrace(traced, list(range(len(traced.points) + 1)))
+    division = SplitTrace(traced, list(range(len(traced.points) + 1)))
     shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
     symbols = traced.domain.bind(shapes)
     assert symbols is not None

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.core.errors import DynaPipeError, InfeasibleError, PlanError, PlannerFailedError
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, SplitSettings
 from tests.helpers.processes import in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
+from tests.helpers.settings import settings_in_layers
 
 
 def _control():
@@ -84,7 +84,7 @@ def _same_runs(*, rank: int, world_size: int, cases: list[tuple[list[str], list[
         inputs = PlanInputs(
             data_folder=folders[rank],
             splits=(SplitSettings(name="train", sampler=sampler),),
-            planner=PlannerSettings(family=ModelFamily.GPT, encoder_layers=2, hidden_size=32, memory_limit_bytes=10**9),
+            planner=settings_in_layers(ModelFamily.GPT, 2, hidden_size=32, memory_limit_bytes=10**9),
             costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=4, max_length=128),
         )
         with pytest.raises(DynaPipeError, match=said) if said else nullcontext():

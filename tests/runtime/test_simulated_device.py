@@ -35,7 +35,7 @@ def plans(request):
     about = dict(CASES[request.param])
     layers = {"encoder_layers": 8, "decoder_layers": 8 if about["family"] is ModelFamily.T5 else 0}
     made = planner(about.pop("family"), **layers, **about, transfers=CUDA_RULES)
-    given = batch(made.settings.family, 80)
+    given = batch(made.settings.model.family, 80)
     return [made.plan(given, 0), made.plan(given, 0, forward_only=True)]
 
 

@@ -63,7 +63,7 @@ def test_positions_that_count() -> None:
     batch = Sampler(table(PAIRS), settings(**gpt, labels=True), spans=spans).batch(0)
     assert batch.labels is not None and batch.labels.dtype == np.int32
     assert dict(zip(batch.sample_ids.tolist(), batch.labels.tolist(), strict=True)) == {0: 3, 1: 4, 2: 4, 3: 5, 4: 6}
-    assert np.concatenate([part.labels for part in batch.divided(10)]).tolist() == batch.labels.tolist()
+    assert np.concatenate([part.labels for part in batch.parts(10)]).tolist() == batch.labels.tolist()
     assert Sampler(table(PAIRS), settings(**gpt)).batch(0).labels is None
 
 
@@ -91,7 +91,7 @@ GOLDEN = [[0, 3, 1, 4, 2, 6, 5], [2, 4, 3, 5, 1, 6, 0]]
 def test_a_divided_batch_has_the_same_samples_in_order_in_parts_of_about_that_size(pairs, tokens):
     lengths = table(pairs)
     whole = GlobalBatch.of_lengths(lengths.input, lengths.target, iteration=3)
-    parts = whole.divided(tokens)
+    parts = whole.parts(tokens)
     assert np.concatenate([part.sample_ids for part in parts]).tolist() == list(range(len(pairs)))
     assert sum(part.tokens for part in parts) == whole.tokens
     longest = max(sum(pair) for pair in pairs)

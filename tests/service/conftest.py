@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import Store, StoreAddress, StoreServer, new_job_name, open_store
 from tests.helpers.samples import write_samples
+from tests.helpers.settings import settings_in_layers
 
 type Settings = Callable[..., ServiceSettings]
 
@@ -59,10 +59,10 @@ def settings(server: StoreServer, data_folder: Path) -> Settings:
                 SplitSettings(name="train", sampler=sampler, iterations=iterations),
                 SplitSettings(name="valid", sampler=sampler, evaluation=3),
             ),
-            planner=PlannerSettings(
-                family=ModelFamily.T5,
-                encoder_layers=2,
-                decoder_layers=2,
+            planner=settings_in_layers(
+                ModelFamily.T5,
+                2,
+                2,
                 hidden_size=64,
                 data_parallel=2,
                 pipeline_parallel=2,

@@ -35,6 +35,14 @@ def test_bad_settings_are_refused_by_name(settings, old: bytes, new: bytes, said
         decode_settings(encode_settings(settings()).replace(old, new, 1))
 
 
+def test_fields_say_the_split_in_layers(settings) -> None:
+    inputs = settings().inputs
+    assert inputs.fields()["planner.layers_per_stage"] == "null", "equal"
+    split = msgspec.structs.replace(inputs, planner=inputs.planner.with_layers_per_stage((2.5, 1.5)))
+    fields = split.fields()
+    assert fields["planner.layers_per_stage"] == "[2.5,1.5]" and "planner.modules_per_stage" not in fields
+
+
 def test_the_digest_names_what_plans_depend_on(settings) -> None:
     inputs = settings().inputs
     replace = msgspec.structs.replace

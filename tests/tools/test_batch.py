@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe import plan_batch
-from megatron_dynapipe.core.errors import ConfigError, PlanningError
+from megatron_dynapipe.core.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
@@ -43,6 +43,18 @@ def test_replicas_in_step_have_equal_counts_and_like_positions() -> None:
     assert len({len(replica) for replica in planned.samples}) == 1
 
 
+def test_layers_are_split_as_they_are_counted() -> None:
+    equal, uneven = (
+        plan_batch([600] * 4, costs(), **LAYOUT, **split).micro_batches[0][0].stored_bytes
+        for split in ({}, {"layers_per_stage": [1.5, 6.5]})
+    )
+    assert equal[0] > 2 * uneven[0] and equal[1] < uneven[1]
+    with pytest.raises(ConfigError, match=r"layer split of 8 layers .*, got \[6, 1\] of 7"):
+        plan_batch(LENGTHS, costs(), **LAYOUT, layers_per_stage=(6, 1))
+    with pytest.raises(CostModelError, match=r"costs of a model with experts in layers \[1, 3\]"):
+        plan_batch(LENGTHS, costs(), **LAYOUT, expert_layers=(1, 3))
+
+
 def test_pairs_may_be_those_of_json() -> None:
     layout, model = LAYOUT | {"layers": (4, 4)}, costs(ModelFamily.T5)
     pairs = [(n, n // 4 + 3) for n in LENGTHS]
@@ -56,7 +68,12 @@ def test_pairs_may_be_those_of_json() -> None:
     [
         ([10, 20, 30], {}, PlanningError, "3 samples cannot be divided into equally many"),
         ([900] * 5, ONE_BY_ONE, PlanningError, "5 samples cannot be divided into equally many"),
-        (LENGTHS, {"stages": 2}, ConfigError, "expected settings among hidden_size, .*, got stages"),
+        (
+            LENGTHS,
+            {"stages": 2},
+            ConfigError,
+            "expected settings among layers_per_stage, expert_layers, hidden_size, .*, got stages",
+        ),
         (
             LENGTHS,
             {"slices": 256, "replicas_in_step": 2},
@@ -65,10 +82,12 @@ def test_pairs_may_be_those_of_json() -> None:
         ),
         (LENGTHS, {"memory_mb": float("nan")}, ConfigError, "expected memory_mb above 0, .* got nan"),
         (LENGTHS, {"family": "t5"}, ConfigError, "got family"),
+        (LENGTHS, {"layers_per_stage": "4,4"}, ConfigError, "Expected `array | null`, got `str`"),
+        (LENGTHS, {"expert_layers": 3}, ConfigError, "Expected `array`, got `int`"),
         (LENGTHS, {"recompute": ("some",)}, ConfigError, "Invalid enum value 'some'"),
         (None, {}, ConfigError, "expected the lengths of samples, got None"),
         (LENGTHS, {"memory_mb": None}, ConfigError, "expected memory_mb above 0, .* got None"),
-        (LENGTHS, {"layers": None}, ConfigError, "Expected `int`, got `null` - at `.*encoder_layers`"),
+        (LENGTHS, {"layers": None}, ConfigError, "Expected `int`, got `null`"),
         (LENGTHS, {"layers": 10**9}, ConfigError, "expected layers of at most 100000, got 1000000000"),
         (LENGTHS, {"pipeline_parallel": 10**6}, ConfigError, "expected pipeline_parallel of at most 100000"),
         ([5, [812, 3]], {}, ConfigError, r"lengths\[1\]: .* an integer from 1 to 1048576, got \[812, 3\]"),

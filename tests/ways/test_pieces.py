@@ -21,7 +21,7 @@ from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, TableCostModel, even_split
+from megatron_dynapipe.costing import A100_RATES, TableCostModel, even_layer_split
 from megatron_dynapipe.costing.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.sampling import GlobalBatch
@@ -33,24 +33,25 @@ from tests.core.planner_cases import cost_model, of_lengths
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS
 from tests.helpers.packed_costs import packed_costs
+from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
 COSTS = TableCostModel.load(A100_COSTS["gpt"])
 LENGTHS = [100, 6553, 40, 300, 220, 3000, 90, 64, 700, 512, 1200, 33, 80, 410, 77, 150] * 2
-SETTINGS = PlannerSettings(
-    family=GPT,
-    encoder_layers=32,
-    hidden_size=4096,
-    pipeline_parallel=4,
-    tensor_parallel=2,
-    memory_limit_bytes=36_000_000_000,
-    micro_batch_layouts=tuple(BatchLayout),
-    slices="auto",
-)
+USUAL = {
+    "family": GPT,
+    "encoder_layers": 32,
+    "hidden_size": 4096,
+    "pipeline_parallel": 4,
+    "tensor_parallel": 2,
+    "memory_limit_bytes": 36_000_000_000,
+    "micro_batch_layouts": tuple(BatchLayout),
+    "slices": "auto",
+}
 
 
 def settings(**changes: object) -> PlannerSettings:
-    return msgspec.structs.replace(SETTINGS, **changes)
+    return settings_in_layers(**(USUAL | changes))
 
 
 def batch(lengths: list[int]) -> GlobalBatch:
@@ -67,7 +68,7 @@ def cut_samples(planned: IterationPlan) -> int:
 
 def test_pieces_of_several_chunks_start_their_transfers_earlier_where_they_would_stall() -> None:
     """Turned chains of several chunks wait for one another where transfers start in order, on three stages or more."""
-    layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_split(32, 6)}
+    layout = {"pipeline_parallel": 3, "chunks": 2, "layers_per_stage": even_layer_split(32, 6)}
     limits = {"transfers": CUDA_RULES, "memory_limit_bytes": 80 * 10**9}
     whole, planned = (plan(slices=slices, **limits, **layout) for slices in ("off", "auto"))
     assert cut_samples(planned) and planned.totals.predicted_ns < whole.totals.predicted_ns

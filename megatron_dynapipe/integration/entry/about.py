@@ -20,13 +20,14 @@ def about(run: RunConfig) -> dict[str, str]:
     meta = read_meta(run.data)
     model = run.model
     plans = run.planner
-    stacks = f"{model.encoder_layers} + {model.decoder_layers}" if model.decoder_layers else f"{model.encoder_layers}"
-    kind = f"HybridModel {model.pattern}" if model.pattern else f"{run.family.value.upper()}, {stacks} layers"
+    stacks = [len(stack) for stack in (model.stacks.encoder, model.stacks.decoder) if stack]
+    layers = " + ".join(map(str, model.stacks.layers_of(stacks)))
+    kind = f"HybridModel {model.pattern}" if model.pattern else f"{run.family.value.upper()}, {layers} layers"
     layout = f"{plans.data_parallel} × {plans.tensor_parallel} × {plans.pipeline_parallel} (data × tensor × pipeline)"
     if plans.chunks > 1:
         layout += f", {plans.chunks} chunks a rank"
-    if plans.layers_per_stage is not None:
-        layout += f", layers per stage {'+'.join(map(str, plans.layers_per_stage))}"
+    if plans.modules_per_stage is not None:
+        layout += f", layers per stage {'+'.join(map(str, plans.layout.layers_per_stage))}"
     experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
     if plans.replicas_in_step > 1:
         layout += f", experts over {plans.replicas_in_step} replicas"

@@ -13,7 +13,7 @@ import msgspec
 from megatron_dynapipe import core as planning
 from megatron_dynapipe import costing as cost
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.costing import Split, parse_split
+from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded, user_cache_folder
 from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
@@ -21,7 +21,7 @@ from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import replace_bytes
 
 
-def choose_or_recall(run: RunConfig) -> tuple[Split, bool]:
+def choose_or_recall(run: RunConfig) -> tuple[LayerSplit, bool]:
     """The layers per virtual stage that are predicted to be fastest, and whether they were chosen at an earlier start.
 
     A cache folder that cannot be read or written costs time, never the run. Raises as `chosen_layer_split`.
@@ -29,11 +29,11 @@ def choose_or_recall(run: RunConfig) -> tuple[Split, bool]:
     path = user_cache_folder() / f"split-{_identity(run)}.txt"
     if (kept := _read(path)) is not None:
         return kept, True
-    split = chosen_layer_split(run)
+    layer_split = chosen_layer_split(run)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path, (",".join(map(str, split)) + "\n").encode())
-    return split, False
+        replace_bytes(path, (",".join(map(str, layer_split)) + "\n").encode())
+    return layer_split, False
 
 
 def _identity(run: RunConfig) -> str:
@@ -46,8 +46,8 @@ def _identity(run: RunConfig) -> str:
     return state.hexdigest()
 
 
-def _read(path: Path) -> Split | None:
+def _read(path: Path) -> LayerSplit | None:
     try:
-        return parse_split(read_bounded(path).decode().strip(), expected="numbers of layers")
+        return parse_layer_split(read_bounded(path).decode().strip(), expected="numbers of layers")
     except (OSError, UnicodeDecodeError, ConfigError):
         return None

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.core.units import ModelFamily, amount
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
@@ -60,7 +60,7 @@ def check_run(run: RunConfig) -> None:
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
     if missing := meta.missing_ends:
         notes.append(f"dataset: {missing}")
-    if run.family is ModelFamily.GPT and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
+    if not run.family.is_encoder_decoder and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
             "loss: of what the model will have to write alone: targets, and what assistants say"
             f" (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"

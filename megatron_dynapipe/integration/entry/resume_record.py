@@ -18,13 +18,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.costing import Split, even_split
+from megatron_dynapipe.costing import LayerSplit, even_layer_split
 from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded
@@ -39,7 +39,13 @@ if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before th
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
+VERSION: Final = "dynapipe-run/3"
 _OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
+_OF_MODEL = "planner.model."
+_OF_MODEL_IN_2 = {
+    f"planner.{name}" for name in ("family", "encoder_layers", "decoder_layers", "expert_layers", "pattern")
+}
+"""Settings that repeat what `ResumeRecord.model` says: planners', and those in records of version 2."""
 _LAYOUT = tuple(
     f"planner.{name}"
     for name in (
@@ -55,7 +61,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A run, as far as a checkpoint of it depends on it; every value is text.
 
     Attributes:
-        format: name and version of this form.
+        format: name and version of this form; in version 2 settings repeated the model.
         model: what makes it this model, and its vocabulary's size.
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
@@ -65,7 +71,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
-    format: Literal["dynapipe-run/2"] = "dynapipe-run/2"
+    format: Literal["dynapipe-run/2", "dynapipe-run/3"] = VERSION
     model: dict[str, str]
     tokenizer: str
     dataset: dict[str, str]
@@ -82,12 +88,16 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     training = {**run.checkpoints.training, "loss": str(run.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
-    fields = inputs.fields().items()
+    settings = {
+        name: value
+        for name, value in inputs.fields().items()
+        if not name.startswith(_OF_MODEL) and not name.endswith(_OF_A_START)
+    }
     return ResumeRecord(
         model=model,
         tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
         dataset=files or check_files(run.data, splits, {}),
-        settings={name: value for name, value in fields if not name.endswith(_OF_A_START)} | training,
+        settings=settings | training,
         schedule=dict(run.checkpoints.schedule),
         optimizer=run.checkpoints.optimizer,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
@@ -219,7 +229,7 @@ def resumed(checkpoints: "CheckpointConfig") -> Path | None:
     return checkpoint_of(folder, lasting)
 
 
-def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> Split | None:
+def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> LayerSplit | None:
     """The layers per stage in which the checkpoint to go on from has to be loaded; None where any will do.
 
     Raises:
@@ -228,7 +238,7 @@ def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> 
     folder = resumed(checkpoints)
     if not checkpoints.one_layout or folder is None or not folder.is_dir():
         return None
-    even = even_split(layers, stages)
+    even = even_layer_split(layers, stages)
     record = read_record(folder / NAME)
     with suppress(msgspec.DecodeError):  # "null": equal
         text = "" if record is None else record.settings.get("planner.layers_per_stage", "")
@@ -289,12 +299,14 @@ def read_record(path: Path) -> ResumeRecord | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=ResumeRecord)
+        record = msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=ResumeRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read what the checkpoint says of its run, {path}: {error}",
             hint="delete this file to resume without a comparison",
         ) from error
+    settings = {name: value for name, value in record.settings.items() if name not in _OF_MODEL_IN_2}
+    return msgspec.structs.replace(record, format=VERSION, settings=settings)
 
 
 def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent: str = "absent") -> dict[str, str]:

@@ -18,7 +18,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Split, parse_split
+from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import calibration, start
@@ -71,13 +71,16 @@ def gpt_run(
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     clock = StartClock()
     args, run, flags = _checked(ModelFamily.GPT, fit, clock)
-    if run.plans_layer_split and run.planner.layers_per_stage is not None:
+    if run.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
-        set_stages(args, run.planner.layers_per_stage)
+        set_stages(args, run.planner.layout.layers_per_stage)
     session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     layout = run.planner.layout
-    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.divided_layout)
+    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
+
+
+RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
 
 
 def _pretrain_arguments(
@@ -165,15 +168,13 @@ def _settled(
         measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = from_megatron.run_config(args, run.family)
+        run = calibration.with_measured_costs(run, args)
     clock.ends("costs")
     if run.plans_layer_split:
-        split = _planned_layer_split(run)
-        chunks = len(split) // run.planner.pipeline_parallel
-        if chunks != run.planner.chunks:  # of several Megatron checks and settles more
-            set_chunks(chunks)
-            run = from_megatron.run_config(args, run.family)
-        run = run.with_layers_per_stage(split)
+        chunks = run.planner.chunks
+        run = run.with_layers_per_stage(_planned_layer_split(run))
+        if run.planner.chunks != chunks:  # of several Megatron checks and settles more
+            set_chunks(run.planner.chunks)
     clock.ends("layer split")
     if (folder := resumed(run.checkpoints)) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
@@ -197,11 +198,10 @@ def _data_checked(run: RunConfig) -> str:
     return "done"
 
 
-def _kept_split(run: RunConfig) -> Split | None:
+def _kept_split(run: RunConfig) -> LayerSplit | None:
     """The layers per stage of the checkpoint to go on from, where it loads in no others."""
-    layers = run.model.encoder_layers + run.model.decoder_layers
     stages = run.planner.pipeline_parallel if run.plans_chunks else run.planner.layout.virtual_stages
-    return split_to_keep(run.checkpoints, layers, stages)
+    return split_to_keep(run.checkpoints, run.planner.model.layers, stages)
 
 
 def _preflight(run: RunConfig) -> None:
@@ -217,21 +217,21 @@ def _preflight(run: RunConfig) -> None:
         lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 
-def _planned_layer_split(run: RunConfig) -> Split:
+def _planned_layer_split(run: RunConfig) -> LayerSplit:
     """The layers per virtual stage that are predicted to be fastest, or that the run's checkpoint has."""
 
     def choose() -> str:
-        split = _kept_split(run)
+        layer_split = _kept_split(run)
         why = " (the checkpoint loads in no others)"
-        if split is None:
-            split, is_kept = choose_or_recall(run)
+        if layer_split is None:
+            layer_split, is_kept = choose_or_recall(run)
             why = " (chosen at an earlier start of the same run)" if is_kept else ""
-        text = ",".join(map(str, split))
+        text = ",".join(map(str, layer_split))
         say(f"layers per stage: {text}{why}")
         return text
 
-    split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
-    return parse_split(split, expected="numbers of layers")
+    layer_split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
+    return parse_layer_split(layer_split, expected="numbers of layers")
 
 
 def patched_session(args: argparse.Namespace) -> Session:

@@ -272,7 +272,7 @@ class Session:
 
 def _maximum(inputs: PlanInputs) -> Shape:
     """The shape that a run without planning would pad every sample to."""
-    family = inputs.planner.family
+    family = inputs.planner.model.family
     sampler = inputs.splits[0].sampler
     return Shape(
         1, input_positions(family, sampler.max_input_length), target_positions(family, sampler.max_target_length)

@@ -14,6 +14,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import unwrap_model
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import gathered
 from megatron_dynapipe.data.segments import RowSegments, causal_mask
@@ -183,6 +184,10 @@ def t5_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[Any
     batch = next(batches)
     loss = partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"], task_rows=batch["task_rows"])
     return model(batch["inputs"]), loss
+
+
+STEPS = {ModelFamily.GPT: gpt_step, ModelFamily.T5: t5_step}
+"""Megatron's forward step of each family."""
 
 
 def _task_rows(host: HostMicroBatch) -> int | None:

@@ -54,7 +54,7 @@ def open_runner(
     if staged:
         transport: Transport = _through_the_host(control, settings, wire)
     else:
-        transport = _divided(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
+        transport = _sharded(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
     return step_runner(
         transport,
         device,
@@ -77,7 +77,7 @@ def _through_the_host(control: ControlGroup, settings: PlannerSettings, wire: Tr
     return HostStagedTransport(wire)
 
 
-def _divided(
+def _sharded(
     control: ControlGroup,
     settings: PlannerSettings,
     wire: Transport,

@@ -149,15 +149,15 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
     """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
-    family = settings.family
-    layouts = settings.micro_batch_layouts
+    family = settings.model.family
+    batch_layouts = settings.micro_batch_layouts
     micro_batches = []
     longer = [min(LENGTH, length) for length in longest[1:]]
     for lengths in (longer, [round_up(length // 2) for length in longer]):
-        sizes = (1, 2) if BatchLayout.PADDED in layouts else ()
+        sizes = (1, 2) if BatchLayout.PADDED in batch_layouts else ()
         micro_batches += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
-    for positions in ROWS if BatchLayout.PACKED in layouts else ():
-        shape = Shape(1, positions, positions if family is ModelFamily.T5 else 0)
+    for positions in ROWS if BatchLayout.PACKED in batch_layouts else ():
+        shape = Shape(1, positions, positions if family.is_encoder_decoder else 0)
         samples = -(-positions // min(filter(None, longest[1:])))
         micro_batches.append(_micro_batch(family, shape, required, samples=samples))
     return micro_batches
@@ -165,20 +165,20 @@ def _micro_batches(settings: PlannerSettings, longest: Shape, required: Required
 
 def _micro_batch(family: ModelFamily, shape: Shape, required: RequiredFields, *, samples: int = 0) -> HostMicroBatch:
     """Samples of padding tokens that fill their rows, in a packed row so many; every label counts."""
-    t5 = family is ModelFamily.T5
+    has_decoder = family.is_encoder_decoder
     size, inputs, outputs = shape
     row = torch.zeros(size, inputs, dtype=torch.int64)
-    targets = torch.zeros(size, outputs, dtype=torch.int64) if t5 else row
+    targets = torch.zeros(size, outputs, dtype=torch.int64) if has_decoder else row
     return HostMicroBatch(
         index=0,
         family=family,
         shape=shape,
         input_lengths=torch.full((size,), inputs, dtype=torch.int32),
-        decoder_lengths=torch.full((size,), outputs, dtype=torch.int32) if t5 else None,
+        decoder_lengths=torch.full((size,), outputs, dtype=torch.int32) if has_decoder else None,
         input_segments=_segments(inputs, samples) if samples else None,
-        decoder_segments=_segments(outputs, samples) if samples and t5 else None,
+        decoder_segments=_segments(outputs, samples) if samples and has_decoder else None,
         tokens=row if required.tokens else None,
-        decoder_tokens=targets if t5 and required.decoder_tokens else None,
+        decoder_tokens=targets if has_decoder and required.decoder_tokens else None,
         labels=targets if required.labels else None,
         loss_mask=torch.ones(targets.shape) if required.labels else None,
     )

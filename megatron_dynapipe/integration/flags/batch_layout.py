@@ -48,7 +48,7 @@ def describe(layouts: Layouts) -> str:
     return " or ".join(allowed) + (", whichever a plan finds faster" if len(allowed) > 1 else "")
 
 
-def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Layouts:
+def batch_layouts(args: argparse.Namespace, *, on_cpu: bool) -> Layouts:
     """The layouts that a run's flags ask for and its model takes.
 
     Raises:
@@ -61,7 +61,7 @@ def batch_layouts(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool
         if impossible:
             raise ConfigError(f"{FLAG} packed cannot be honoured: {impossible}", hint=f"pass {FLAG} auto or padded")
         return (BatchLayout.PACKED,), ""
-    if reason := impossible or first_reason(_packs_slowly(args, family, on_cpu=on_cpu)):
+    if reason := impossible or first_reason(_packs_slowly(args, on_cpu=on_cpu)):
         return (BatchLayout.PADDED,), reason
     return (BatchLayout.PADDED, BatchLayout.PACKED), ""
 
@@ -94,7 +94,7 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     asked: Slices = args.dynapipe_slices
     reason = first_reason(
         (
-            (family is ModelFamily.T5, "every position of a T5's encoder attends to all of them"),
+            (family.is_encoder_decoder, "every position of a T5's encoder attends to all of them"),
             (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
@@ -204,12 +204,12 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
     )
 
 
-def _packs_slowly(args: argparse.Namespace, family: ModelFamily, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
+def _packs_slowly(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """Models that packed rows can compute, but not in one kernel: each length for itself, or waiting for the device."""
     engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
-    biased = kernel and family is ModelFamily.T5 and args.position_embedding_type == "relative"
+    biased = kernel and args.position_embedding_type == "relative"
     unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
         (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),

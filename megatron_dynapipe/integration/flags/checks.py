@@ -284,7 +284,7 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
         ConfigError: a length is missing, or not a multiple of what shapes are rounded up to.
     """
     lengths = {"--seq-length": args.seq_length}
-    if family is ModelFamily.T5:
+    if family.is_encoder_decoder:
         lengths["--decoder-seq-length"] = args.decoder_seq_length
     for flag, length in lengths.items():
         if length is None or length % LENGTH_MULTIPLE:
@@ -294,9 +294,9 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
                 f"expected {flag} to be at most {LARGEST_COORDINATE} (2^20 positions), got {length}",
                 hint="no plan has longer samples; --dynapipe-long-samples says what becomes of those in the data",
             )
-    if family is ModelFamily.GPT:
-        return args.seq_length + 1, 0  # n tokens train n - 1 positions
-    return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
+    if family.is_encoder_decoder:
+        return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
+    return args.seq_length + 1, 0  # n tokens train n - 1 positions
 
 
 def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:

@@ -17,11 +17,14 @@ from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, Experts, ModelShape, Network, ScatterGather
-from megatron_dynapipe.costing.devices import rates_of
-from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.format import located
-from megatron_dynapipe.costing.pattern import kinds_of_pattern, without_stages
+from megatron_dynapipe.costing import (
+    Experts,
+    ModelShape,
+    Network,
+    ScatterGather,
+    model_of_layers,
+)
+from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import layer_split, machine
@@ -45,7 +48,7 @@ from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 
 _LAYER_COSTS = (
@@ -59,12 +62,12 @@ _LAYER_COSTS = (
 """Arguments that layers' costs depend on."""
 _FIRST_BATCHES = 16
 """Batches by tokens whose mean number of samples stands for all."""
-_MOST_BY_TOKENS = 4096
-"""Samples of a micro-batch at most, where an iteration has any number of them."""
 
 
 def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
-    """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron.
+    """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron: made once in a start.
+
+    What the start finds out follows from it: `calibration.with_measured_costs`, `RunConfig.with_layers_per_stage`.
 
     Raises:
         ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
@@ -75,11 +78,11 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         # Also before it is current: asking for the current one makes a context on GPU 0.
         device = torch.device("cpu") if cpu.is_enabled() else torch.device("cuda", int(args.local_rank or 0))
     cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
-    layouts = batch_layouts(args, family, on_cpu=device.type == "cpu")
+    layouts = batch_layouts(args, on_cpu=device.type == "cpu")
     backward = split_backward(args)
     model = model_config(args, family)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
-    costs = _costs(args, model, shape, device)
+    costs = machine.costs_of(args, model, shape, device)
     network = machine.network(costs.load().links, cluster)
     return RunConfig(
         model=model,
@@ -139,26 +142,6 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts, 
     return tuple(notes)
 
 
-def _costs(
-    args: argparse.Namespace, model: ModelConfig, shape: ModelShape, device: torch.device
-) -> MeasuredCosts | AnalyticCosts:
-    """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
-    if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
-        fields = msgspec.structs.asdict(shape)
-        tensor_parallel = args.tensor_model_parallel_size
-        check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
-        return costs
-    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
-    by_tokens = args.tokens_per_global_batch is not None
-    return AnalyticCosts(
-        shape=shape,
-        rates=msgspec.structs.replace(rates, element_bytes=model.dtype.itemsize),
-        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
-        max_length=model.longest,
-    )
-
-
 def _labels_reach_experts(args: argparse.Namespace) -> bool:
     """Whether there are experts, and their routers do nothing that asks for positions without a label."""
     kinds = args.moe_router_load_balancing_type
@@ -178,20 +161,19 @@ def _planner(
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
+    split = layer_split.layers_per_stage(args, model.family)
     limit_mb = args.dynapipe_device_memory_limit
     on_cpu = device.type == "cpu"
     in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
-        family=model.family,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
+        model=model.stacks,
         hidden_size=model.hidden,
         data_parallel=args.data_parallel_size,
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=layer_split.layers_per_stage(args, model.family),
+        modules_per_stage=None if split is None else model.stacks.modules_of(split),
         memory_limit_bytes=limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=recompute_modes(args),
@@ -200,8 +182,6 @@ def _planner(
         micro_batch_layouts=layouts[0],
         slices=slices(args, model.family, layouts),
         schedule=schedule(args),
-        expert_layers=model.experts.layers if model.experts else (),
-        pattern=kinds_of_pattern(model.pattern) if model.pattern else (),
         expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
@@ -215,11 +195,11 @@ def _planner(
 
 def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
     """The model that Megatron's checked arguments describe."""
-    is_t5 = family is ModelFamily.T5
+    experts = Experts.of_megatron(vars(args))
+    pattern = without_stages(args.hybrid_layer_pattern or "")
+    layers = layer_split.layers_of_stacks(args, family)
     return ModelConfig(
-        family=family,
-        encoder_layers=args.encoder_num_layers if is_t5 else args.num_layers,
-        decoder_layers=(args.decoder_num_layers or args.encoder_num_layers) if is_t5 else 0,
+        stacks=model_of_layers(family, *layers, expert_layers=experts.layers if experts else (), pattern=pattern),
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
         kv_channels=args.kv_channels,
@@ -249,8 +229,8 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
-        pattern=without_stages(args.hybrid_layer_pattern or ""),
-        experts=Experts.of_megatron(vars(args)),
+        pattern=pattern,
+        experts=experts,
         megatron=partial(layer_split.megatron_config, args),
     )
 
@@ -361,7 +341,7 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         max_target_length=longest_target,
         long_samples=long,
         sides=meta.task_sides if side is None else (TruncationSide(side),),
-        labels=family is ModelFamily.GPT and LossOn(loss_on) is LossOn.TARGETS,
+        labels=not family.is_encoder_decoder and LossOn(loss_on) is LossOn.TARGETS,
     )
 
 

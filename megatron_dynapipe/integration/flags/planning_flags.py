@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
-from megatron_dynapipe.costing import parse_split
+from megatron_dynapipe.costing import parse_layer_split
 
 TRAINING = "--dynapipe-"
 """How training's flags begin."""
@@ -69,12 +69,12 @@ def layers_per_stage(text: str) -> str | tuple[float, ...]:
         return text
     expected = "layers as 5,2.5,0.5 (multiples of 0.5; the first or the last may be 0), auto or equal"
     try:
-        split = parse_split(text, expected=expected)
+        layer_split = parse_layer_split(text, expected=expected)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(error.message) from None
-    if 0 in split[1:-1] or not any(split):
+    if 0 in layer_split[1:-1] or not any(layer_split):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return split
+    return layer_split
 
 
 class _Schedules:

@@ -10,7 +10,7 @@ import torch
 from megatron_dynapipe.core.costs import EXPERT_MLP, MLP
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import ModelShape, PipelineLayout, Split
+from megatron_dynapipe.costing import LayerSplit, ModelShape, PipelineLayout
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
@@ -151,14 +151,13 @@ class RunConfig:
         """Settings of the sampler of training iterations."""
         return self.inputs.splits[0].sampler
 
-    def with_layers_per_stage(self, split: Split) -> "RunConfig":
-        """The same run, its layers split so."""
-        chunks = len(split) // self.planner.pipeline_parallel
-        planner = msgspec.structs.replace(self.planner, layers_per_stage=split, chunks=chunks)
+    def with_layers_per_stage(self, layer_split: LayerSplit) -> "RunConfig":
+        """The same run, its layers split so, in as many virtual stages of a rank as that makes."""
+        planner = self.planner.with_layers_per_stage(layer_split)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
 
     @property
-    def divided_layout(self) -> PipelineLayout | None:
+    def cut_layout(self) -> PipelineLayout | None:
         """The layout of a GPT's layers, where one of them is divided."""
         return self.planner.layout if self.planner.layout.cuts_layers else None
 

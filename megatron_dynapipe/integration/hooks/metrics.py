@@ -12,7 +12,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.plan import Event
-from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, input_positions
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, sequence_positions
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.runtime import DevicePlatform
@@ -76,10 +76,10 @@ def count_flops(item: PlannedIteration, device: torch.device) -> bool:
     rank calls it in every training iteration: what is told is reduced over all ranks.
     """
     update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # not in Megatron 0.18
-    if update is None or item.entry.family is not ModelFamily.GPT:
+    if update is None or item.entry.family.is_encoder_decoder:
         return False
     lengths = [
-        input_positions(ModelFamily.GPT, tokens)
+        sequence_positions(tokens)
         for batch in item.entry.micro_batches
         for place, tokens in enumerate(batch.input_lengths)
         if not batch.pieces or batch.pieces[place].start == 0  # else it is counted with its first piece

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Experts
+from megatron_dynapipe.costing import Experts, Model
 from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
@@ -24,8 +24,7 @@ class ModelConfig:
     """A model, and how its layers are computed.
 
     Attributes:
-        family: kind of model.
-        encoder_layers, decoder_layers: depths; a GPT's layers count as encoder layers.
+        stacks: modules, as plans count them.
         hidden, heads, kv_channels, ffn: sizes of a layer.
         vocabulary: tokens, padded; 0 until Megatron knows them.
         max_positions: positions that can be embedded.
@@ -50,9 +49,7 @@ class ModelConfig:
         megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
     """
 
-    family: ModelFamily
-    encoder_layers: int
-    decoder_layers: int
+    stacks: Model
     hidden: int
     heads: int
     kv_channels: int
@@ -78,6 +75,11 @@ class ModelConfig:
     pattern: str
     experts: Experts | None
     megatron: Callable[[], TransformerConfig]
+
+    @property
+    def family(self) -> ModelFamily:
+        """Kind of model."""
+        return self.stacks.family
 
     @property
     def transformer_engine(self) -> bool:

@@ -59,33 +59,34 @@ def group_segments(
     """
     together = [0 if segment in apart else length for segment, length in enumerate(queries)]
     like = [*like_segments(together, keys), *([segment] for segment in sorted(apart))]
-    longest = [(max(queries[s] for s in segments), max(keys[s] for s in segments)) for segments in like]
-    counts = [len(segments) for segments in like]
+    most_queries = [max(queries[segment] for segment in segments) for segments in like]
+    most_keys = [max(keys[segment] for segment in segments) for segments in like]
+    counts = np.array([len(segments) for segments in like], np.int64)
     order = np.array([segment for segments in like for segment in segments], np.int64)
-    widths = np.repeat(np.array(longest, np.int64).reshape(-1, 2), counts, axis=0)
-    query_places, is_query = _places(queries, order, widths[:, 0])
-    key_places, is_key = _places(keys, order, widths[:, 1])
+    query_places, is_query = _places(queries, order, np.repeat(np.array(most_queries, np.int64), counts))
+    key_places, is_key = _places(keys, order, np.repeat(np.array(most_keys, np.int64), counts))
     back = np.zeros(sum(queries), np.int64)
     back[query_places[is_query]] = np.flatnonzero(is_query)
-    of_keys = [count * most for count, (_, most) in zip(counts, longest, strict=True)]
-    parts = zip(
-        _on(device, query_places).split([count * most for count, (most, _) in zip(counts, longest, strict=True)]),
-        _on(device, key_places).split(of_keys),
-        _on(device, is_key).split(of_keys),
-        strict=True,
-    )
-    groups = [
-        SegmentGroup(
-            count=len(segments),
-            queries=most_queries,
-            keys=most_keys,
-            query_places=query,
-            key_places=key,
-            real_keys=real.view(-1, 1, 1, most_keys) if any(keys[s] < most_keys for s in segments) else None,
-            apart=segments[0] if segments[0] in apart else None,
+    of_queries = (counts * most_queries).tolist()
+    of_keys = (counts * most_keys).tolist()
+    query_places_of = _on(device, query_places).split(of_queries)
+    key_places_of = _on(device, key_places).split(of_keys)
+    is_key_of = _on(device, is_key).split(of_keys)
+    groups = []
+    for group, segments in enumerate(like):
+        width = most_keys[group]
+        is_padded = any(keys[segment] < width for segment in segments)
+        groups.append(
+            SegmentGroup(
+                count=len(segments),
+                queries=most_queries[group],
+                keys=width,
+                query_places=query_places_of[group],
+                key_places=key_places_of[group],
+                real_keys=is_key_of[group].view(-1, 1, 1, width) if is_padded else None,
+                apart=segments[0] if segments[0] in apart else None,
+            )
         )
-        for segments, (most_queries, most_keys), (query, key, real) in zip(like, longest, parts, strict=True)
-    ]
     return groups, _on(device, back)
 
 

@@ -45,7 +45,6 @@ Floats = npt.NDArray[np.float64]
 Prefix = npt.NDArray[np.float64]
 """[forward, backward, stored, peak; once, times m, times m · n] in ns and bytes."""
 
-
 Halves = tuple[Division, Floats]
 """How the costs of a kind of layer are divided, and `[4, 4]`, its MLP's `Values` by each of `_terms`."""
 HalvesByMode = Mapping[tuple[LayerKind, Recompute], Halves]
@@ -53,8 +52,14 @@ HalvesByMode = Mapping[tuple[LayerKind, Recompute], Halves]
 
 def padded_halves(scope: Scope) -> HalvesByMode:
     """Halves of padded micro-batches of every kind under every mode; none where some do not fit the device."""
-    by_kind = [_halves_of_kind(scope, kind) for kind in LAYER_KINDS if kind in scope.parts]
-    return {place: halves for by_mode in by_kind for place, halves in by_mode.items()} if all(by_kind) else {}
+    halves: dict[tuple[LayerKind, Recompute], Halves] = {}
+    for kind in LAYER_KINDS:
+        if kind in scope.parts:
+            by_mode = _halves_of_kind(scope, kind)
+            if not by_mode:
+                return {}
+            halves |= by_mode
+    return halves
 
 
 def packed_halves(scope: Scope, measured: MeasuredRows, padded: HalvesByMode) -> HalvesByMode:
@@ -69,12 +74,15 @@ def packed_halves(scope: Scope, measured: MeasuredRows, padded: HalvesByMode) ->
     for (kind, mode), (known, mlp) in padded.items():
         rows = measured.get((kind, mode), [])[: ROWS[kind]]
         part = scope.parts[kind]
-        attention = _all(scope, [partial(_values, scope, of_row(part, row), mode, "attention") for row, _ in rows])
+        measures = [partial(_values, scope, of_row(part, row), mode, "attention") for row, _ in rows]
+        attention = _all(scope, measures)
         if not rows or attention is None:
             return {}
+        terms = _terms([row for row, _ in rows])
         layer = np.array([values.stored_bytes for _, values in rows], float)
-        division = _divided(_terms([row for row, _ in rows]), layer, attention, mlp, known.parameters, packed=True)
-        packed[kind, mode] = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille), mlp
+        division = _divided(terms, layer, attention, mlp, known.parameters, packed=True)
+        division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
+        packed[kind, mode] = (division, mlp)
     return packed
 
 
@@ -89,8 +97,11 @@ def prefixes(scope: Scope) -> dict[Recompute, Prefix]:
     if prepare is None or longest < LONG_FOR_PIECES:
         return {}
     longest = min(longest, scope.most_positions)
-    pieces = [(round_up(longest * piece // 8), round_up(longest * before // 8)) for piece, before in _PREFIXES]
-    points = [*pieces, *sorted({(piece, 0) for piece, _ in pieces})]
+    pieces = []
+    for piece, before in _PREFIXES:
+        pieces.append((round_up(longest * piece // 8), round_up(longest * before // 8)))
+    without_prefix = sorted({(piece, 0) for piece, _ in pieces})
+    points = [*pieces, *without_prefix]
     part = replace(part, prepare=prepare, alone=None)
     terms = np.array([(1, before, before * piece) for piece, before in pieces], float)
     by_mode: dict[Recompute, Prefix] = {}
@@ -108,10 +119,12 @@ def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
     part = scope.parts[kind]
     points = _points(scope, kind)
     by_mode = dict[tuple[LayerKind, Recompute], Halves]()
-    small = (1, *(round_up(max(column) // SHARE) for column in list(zip(*points, strict=True))[1:]))
+    _, *lengths = zip(*points, strict=True)
+    small = (1, *(round_up(max(column) // SHARE) for column in lengths))
     terms = _terms([_row(kind, point) for point in (*points, small)])
     layers = [partial(_values, scope, part, Recompute.NONE, None, point) for point in points]
-    trained = _all(scope, [*layers, *(partial(_frozen_values, scope, part, point) for point in points)])
+    frozen = [partial(_frozen_values, scope, part, point) for point in points]
+    trained = _all(scope, [*layers, *frozen])
     for mode in scope.modes:
         timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
         values = _all(scope, [
@@ -170,8 +183,11 @@ def _terms(rows: Sequence[Row]) -> Floats:
     terms = []
     for row in rows:
         inputs, targets = (np.array(lengths, float) for lengths in row)
-        queries, keys, memory = (targets, targets + inputs, inputs.sum()) if len(targets) else (inputs, inputs, 0.0)
-        terms.append((1.0, queries.sum(), (queries * keys).sum(), memory))
+        if len(targets):
+            pairs = (targets * (targets + inputs)).sum()
+            terms.append((1.0, targets.sum(), pairs, inputs.sum()))
+        else:
+            terms.append((1.0, inputs.sum(), (inputs * inputs).sum(), 0.0))
     return np.array(terms)
 
 
@@ -196,20 +212,24 @@ def _divided(
     """
     mlps = terms @ mlp.T
     timed = attention[:, 0] > 0
-    forward, backward = (_rates(terms[timed], attention[timed, at], mlps[timed, at]) for at in (0, 1))
+    forward = _rates(terms[timed], attention[timed, 0], mlps[timed, 0])
+    backward = _rates(terms[timed], attention[timed, 1], mlps[timed, 1])
     stored = (
         _rates(terms, attention[:, 2], np.maximum(layer - attention[:, 2], 0)),
         _rates(terms, np.maximum(layer - mlps[:, 2], 0), mlps[:, 2]),
     )
-    peak = _peak(_solved(terms * _LINEAR if packed else terms, attention[:, 3])), _peak(mlp[3])
+    terms_of_peak = terms * _LINEAR if packed else terms
+    peak = (_peak(_solved(terms_of_peak, attention[:, 3])), _peak(mlp[3]))
     return Division(forward=forward, backward=backward, stored=stored, peak=peak, parameters=parameters)
 
 
 def _of_mlp(terms: Floats, values: Floats) -> Floats:
     """Times by own position, where they were measured; memory by all but attention's inside."""
     timed = values[:, 0] > 0
-    times = [(0.0, values[timed, at].sum() / terms[timed, 1].sum(), 0.0, 0.0) for at in (0, 1)]
-    return np.array([*times, *(_solved(terms * _LINEAR, values[:, at]) for at in (2, 3))])
+    forward, backward = values[timed, :2].sum(axis=0) / terms[timed, 1].sum()
+    times = [(0.0, forward, 0.0, 0.0), (0.0, backward, 0.0, 0.0)]
+    memory = [_solved(terms * _LINEAR, values[:, 2]), _solved(terms * _LINEAR, values[:, 3])]
+    return np.array([*times, *memory])
 
 
 def _peak(of_terms: Floats) -> Peak:
@@ -219,7 +239,8 @@ def _peak(of_terms: Floats) -> Peak:
 
 def _rates(terms: Floats, attention: Floats, mlp: Floats) -> Rates:
     linear, inner, memory = _solved(terms[:, 1:], attention)
-    return Rates(*(_scaled(linear, inner, float(mlp.sum() / terms[:, 1].sum()), memory)))
+    of_mlp = float(mlp.sum() / terms[:, 1].sum())
+    return Rates(*_scaled(linear, inner, of_mlp, memory))
 
 
 def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
@@ -231,7 +252,8 @@ def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
     linears = terms @ [0, forward.linear + forward.mlp, 0, forward.memory]
     share = linears / (linears + terms[:, 2] * forward.inner)
     weights = float((layer[:, 1] - frozen[:, 1]).sum())
-    return max(round(1000 * weights / float((layer[:, 0] * share).sum())), 0)
+    forward_ns = float((layer[:, 0] * share).sum())
+    return max(round(1000 * weights / forward_ns), 0)
 
 
 def _parameters(part: MeasuredModule) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
-from megatron_dynapipe.costing import Model, PipelineLayout
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
@@ -170,8 +170,8 @@ def _t5_parts(
     model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
 ) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
-    inner = PipelineLayout.equal(Model.of_layers(ModelFamily.T5, 3 * chained, 3 * chained), 6)
-    whole = PipelineLayout.equal(Model.of_layers(ModelFamily.T5, 1, 1), 1)
+    inner = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 3 * chained, 3 * chained), 6)
+    whole = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 1, 1), 1)
     build = partial(T5Stage, config, model=model, pg_collection=groups)
     encoder = build(layout=inner, stage=1)
     decoder = build(layout=inner, stage=4)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.core.units import NS_PER_MS, Recompute
-from megatron_dynapipe.costing.adaptive import AdaptiveGrid
+from megatron_dynapipe.costing.adaptive import RefinedGrid
 from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.costing.tabulate import grid_axes
 from megatron_dynapipe.integration.profiling.layers import Point
@@ -39,12 +39,12 @@ class Profiler:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._grids: dict[Surface, AdaptiveGrid] = {}
+        self._grids: dict[Surface, RefinedGrid] = {}
         self.measurements: Measurements = {}
         for name in scope.parts:
             for mode in scope.modes if name in LAYER_KINDS else [Recompute.NONE]:
                 axes = grid_axes(name, scope.within)
-                self._grids[name, mode] = AdaptiveGrid(axes, most_positions=scope.most_positions)
+                self._grids[name, mode] = RefinedGrid(axes, most_positions=scope.most_positions)
 
     def run(self, budget_s: float, *, seconds: Callable[[], float] = time.monotonic) -> Iterator[Surface]:
         """Measure until the budget is spent or every surface is known well enough; the surface of each measurement."""

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
-from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, ModelFamily, Recompute, Shape
+from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Recompute, Shape
 from megatron_dynapipe.costing.check import validated_errors
 from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.costing.format import (
@@ -183,7 +183,6 @@ def _model(setup: ProfileSetup) -> dict[str, Any]:
 def _points(
     measurements: Measurements, mode: Recompute, setup: ProfileSetup, parts: Collection[str]
 ) -> dict[tuple[str, str], Points]:
-    t5 = setup.family is ModelFamily.T5
     points: dict[tuple[str, str], Points] = {}
     for kind in (*(kind for kind in LAYER_KINDS if kind in parts), "postprocess"):
         surface = kind, Recompute.NONE if kind == "postprocess" else mode
@@ -192,7 +191,7 @@ def _points(
         points["time_ms", f"{kind}.backward"] = {at: costs.backward_ns / NS_PER_MS for at, costs in values.items()}
         points["stored_activation_mb", kind] = {at: costs.stored_bytes / BYTES_PER_MB for at, costs in values.items()}
         points["peak_activation_mb", kind] = {at: costs.peak_bytes / BYTES_PER_MB for at, costs in values.items()}
-    if t5:  # not measured: its size is known
+    if setup.family.is_encoder_decoder:  # not measured: its size is known
         position_mb = _position_mb(setup)
         shapes = points["stored_activation_mb", "encoder"]
         points["stored_activation_mb", "encoder_output"] = {(b, s): b * s * position_mb for b, s in shapes}
@@ -210,7 +209,7 @@ def _packed_entry(
         quantity: {part: PackedPart(linear=linear, attention=attention) for part, (linear, attention) in table.items()}
         for quantity, table in tables.items()
     }
-    if setup.family is ModelFamily.T5:
+    if setup.family.is_encoder_decoder:
         output = {f"{positions}": positions * _position_mb(setup) for positions in (LENGTH_MULTIPLE, LONGEST_ROW)}
         parts["stored_activation_mb"]["encoder_output"] = PackedPart(linear=output)
     if prefix is not None:

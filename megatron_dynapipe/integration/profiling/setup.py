@@ -119,7 +119,7 @@ def prepared(
             model=model,
             layout=t5_layout,
             within=Shape(args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout else 0),
-            packs=BatchLayout.PACKED in batch_layouts(args, family, on_cpu=device.type == "cpu")[0],
+            packs=BatchLayout.PACKED in batch_layouts(args, on_cpu=device.type == "cpu")[0],
             device=device,
             tensor_parallel=tensor_parallel,
         )

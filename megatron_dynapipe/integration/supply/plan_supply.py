@@ -121,7 +121,7 @@ class PlanSupply:
                 required=required,
                 reader=reader,
                 special=meta,
-                layouts=self._inputs.planner.micro_batch_layouts,
+                batch_layouts=self._inputs.planner.micro_batch_layouts,
                 loss_on=self._settings.loss_on or LossOn(meta.loss),
                 cutter=Cutter(split.sampler.family, split.sampler.sides, SpanTable.read(folder / split.name), tasks),
                 task_ids=tasks if by_task else None,

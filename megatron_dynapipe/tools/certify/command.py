@@ -10,6 +10,7 @@ import torch
 
 from megatron_dynapipe import config
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.costing import family_of_flags
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.tools.certify import flags as command_lines
 from megatron_dynapipe.tools.certify.records import read_records
@@ -47,7 +48,7 @@ def certify(
     """
     words, rates = command_lines.with_rates(_words(flags, said, full=full))
     said(f"steps: {rates}, the same in every iteration, in place of the run's own rates")
-    family = "t5" if any(word.startswith("--encoder-num-layers") for word in words) else "gpt"
+    family = family_of_flags({word.partition("=")[0].removeprefix("--") for word in words})
     exact = command_lines.exact(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

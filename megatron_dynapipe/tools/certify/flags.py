@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dynapipe import config
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import amount
-from megatron_dynapipe.costing import even_split
+from megatron_dynapipe.costing import even_layer_split
 from megatron_dynapipe.costing.pattern import ATTENDS, DENSE, EXPERTS, STAGE_END, with_stages, without_stages
 
 MOST_BYTES = 4_000_000_000
@@ -175,7 +175,7 @@ def reduced(words: Sequence[str], *, vocabulary: int) -> tuple[list[str], list[s
     layers = sizes["num_layers"]
     if pattern:
         before["hybrid_layer_pattern"] = args.hybrid_layer_pattern
-        sizes["hybrid_layer_pattern"] = with_stages(pattern, even_split(layers, stages * chunks))
+        sizes["hybrid_layer_pattern"] = with_stages(pattern, even_layer_split(layers, stages * chunks))
         before["num_layers"] = layers
     changed = {name: size for name, size in sizes.items() if size != before[name]}
     added = changed | {name: sizes[name] for name in ("kv_channels", "ffn_hidden_size")}

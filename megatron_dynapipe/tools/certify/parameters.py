@@ -20,8 +20,11 @@ def entries(model: nn.Module) -> list[ShardedTensor]:
     Copies of a tied weight share name and place.
     """
     names = {name for name, _ in model.named_parameters()}
-    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    sharded = model.sharded_state_dict(metadata={"non_homogeneous_layers": True, **groups})  # type: ignore[operator]
+    metadata = {
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     kept = {name: entry for name, entry in sharded.items() if name in names}
     assert kept.keys() == names, "every parameter is in checkpoints"
     apply_factories(kept)
@@ -31,8 +34,12 @@ def entries(model: nn.Module) -> list[ShardedTensor]:
 def _leaves(node: object) -> Iterator[ShardedTensor]:
     if isinstance(node, ShardedTensor):
         yield node
-    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _leaves(inner)
+    elif isinstance(node, dict):
+        for inner in node.values():
+            yield from _leaves(inner)
+    elif isinstance(node, list):
+        for inner in node:
+            yield from _leaves(inner)
 
 
 def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch.Tensor]) -> list[Part]:
@@ -45,7 +52,9 @@ def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch
         kept = [(module, dict(module._parameters)) for module in model.modules()]
         try:
             for module, parameters in kept:
-                module._parameters.update({name: others[p] for name, p in parameters.items() if p is not None})
+                for name, parameter in parameters.items():
+                    if parameter is not None:
+                        module._parameters[name] = others[parameter]
             for entry in entries(model):
                 copied = entry.data.detach().clone(memory_format=torch.contiguous_format).cpu()
                 parts.append((entry.key, list(entry.global_offset), list(entry.global_shape), copied))
@@ -64,8 +73,15 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
 def gradients_of(models: Sequence[nn.Module]) -> list[Part]:
     """Gradients of this rank, which Megatron's wrapper has added up and finished, without the loss scale."""
     scale_loss = get_model_config(models[0]).grad_scale_func
-    scale = 1.0 if scale_loss is None else float(scale_loss(torch.ones(1, device=next(models[0].parameters()).device)))
-    return parts_of(unwrap_model(list(models)), lambda parameter: parameter.main_grad.float() / scale)  # type: ignore[attr-defined]
+    scale = 1.0
+    if scale_loss is not None:
+        device = next(models[0].parameters()).device
+        scale = float(scale_loss(torch.ones(1, device=device)))
+
+    def gradient(parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.main_grad.float() / scale  # type: ignore[attr-defined, no-any-return]
+
+    return parts_of(unwrap_model(list(models)), gradient)
 
 
 def weights_of(models: Sequence[nn.Module]) -> list[Part]:
@@ -81,14 +97,15 @@ def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]
         optimizer: Megatron's; one that divides its state among replicas gathers it, so all of them have to call this.
         before: the weights before the first step, from `weights_of`.
     """
-    after = weights_of(models)
-    moved = [(*new[:3], new[3] - old[3]) for new, old in zip(after, before, strict=True)]
+    moved: list[Part] = []
+    for new, old in zip(weights_of(models), before, strict=True):
+        *place, weight = new
+        moved.append((*place, weight - old[3]))  # type: ignore[arg-type]
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    moments = {
-        name: parts_of(unwrap_model(list(models)), partial(_moment, optimizers, key))
-        for key, name in MOMENTS[optimizers[0].config.optimizer].items()
-    }
-    return {UPDATES: moved, **moments}
+    made = {UPDATES: moved}
+    for key, name in MOMENTS[optimizers[0].config.optimizer].items():
+        made[name] = parts_of(unwrap_model(list(models)), partial(_moment, optimizers, key))
+    return made
 
 
 def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> torch.Tensor:

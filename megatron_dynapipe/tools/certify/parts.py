@@ -26,19 +26,23 @@ def whole(ranks: Sequence[Sequence[Part]], *, tolerance: float = 1e-5) -> dict[s
     for rank, parts in enumerate(ranks):
         for name, offset, shape, part in parts:
             other, known = first.setdefault((name, tuple(offset)), (rank, part))
-            same = torch.allclose(part, known, rtol=0, atol=0, equal_nan=True)
-            if not same and not (error := relative_error(part, known)) < tolerance:
-                raise DataError(f"{name}: the copies of ranks {other} and {rank} differ by {error:.1e}")
+            if not torch.allclose(part, known, rtol=0, atol=0, equal_nan=True):
+                error = relative_error(part, known)
+                if not error < tolerance:
+                    raise DataError(f"{name}: the copies of ranks {other} and {rank} differ by {error:.1e}")
             tensor = tensors.setdefault(name, torch.zeros(shape))
-            lengths = (*[1] * (len(offset) - part.dim()), *part.shape)
-            tensor[tuple(slice(at, at + n) for at, n in zip(offset, lengths, strict=True))] = part
+            leading = [1] * (len(offset) - part.dim())
+            lengths = (*leading, *part.shape)
+            place = tuple(slice(at, at + length) for at, length in zip(offset, lengths, strict=True))
+            tensor[place] = part
     return tensors
 
 
 def errors_by_name(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """The relative error of every tensor above rounding; names must agree."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    return {name: relative_error(actual[name], tensor) for name, tensor in above_rounding(expected).items()}
+    compared = above_rounding(expected)
+    return {name: relative_error(actual[name], tensor) for name, tensor in compared.items()}
 
 
 def above_rounding(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -46,7 +46,8 @@ class ProbedSession(Session):
         """One planned iteration; the first is run before by itself, as often as it is looked at."""
         models = model if isinstance(model, list) else [model]
         if not self.record.parts:
-            item: PlannedIteration = next(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+            iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            item: PlannedIteration = next(iterator)
             self._record_first(_Probe(self, models, forward_step_func, item))
             data_iterator = iter((item,))
         for chunk in models:
@@ -94,7 +95,7 @@ class _Probe:
         for index, micro_batch in enumerate(item.entry.micro_batches):
             cut = {at for at, _ in cut_entries(micro_batch)}
             for at, sample in enumerate(micro_batch.sample_ids):
-                how = "in pieces" if at in cut else micro_batch.layout
+                how: str = "in pieces" if at in cut else micro_batch.layout
                 self.places[sample] = f"micro-batch {index} of replica {item.entry.replica}, {how}"
         self._index = {sample: index for index, sample in enumerate(self.places)}
         self._ids = list(self.places)
@@ -135,9 +136,10 @@ class _Probe:
 
     def _keep(self, reports: Sequence[Mapping[str, Tensor]], record: RankRecord) -> None:
         for report in reports:
-            for sample, (total, tokens) in zip(self._ids, report.get(BY_TASK, torch.zeros(0)).tolist(), strict=False):
-                before = record.samples.get(sample, (0.0, 0.0))
-                record.samples[sample] = before[0] + total, before[1] + tokens
+            losses = report.get(BY_TASK, torch.zeros(0)).tolist()
+            for sample, (total, tokens) in zip(self._ids, losses, strict=False):
+                before_total, before_tokens = record.samples.get(sample, (0.0, 0.0))
+                record.samples[sample] = before_total + total, before_tokens + tokens
 
     def _host(self, index: int, parity: int | None) -> HostMicroBatch:
         """A micro-batch whose tasks are its samples, so that its report has the loss of each."""
@@ -151,10 +153,12 @@ class _Probe:
         if parity is not None:
             vocabulary = read_meta(self.session._run.data).vocabulary_size
             for name, numbers in (("tokens", inputs), ("decoder_tokens", targets)):
-                if (tokens := getattr(host, name)) is not None:
-                    is_replaced = torch.from_numpy((numbers % 2 == parity) & (numbers < len(self._ids))).T
-                    other = (tokens + 1 + vocabulary // 2) % vocabulary
-                    changes[name] = torch.where(is_replaced, other, tokens)
+                tokens = getattr(host, name)
+                if tokens is None:
+                    continue
+                is_of_parity = (numbers % 2 == parity) & (numbers < len(self._ids))
+                other = (tokens + 1 + vocabulary // 2) % vocabulary
+                changes[name] = torch.where(torch.from_numpy(is_of_parity).T, other, tokens)
         return replace(host, **changes)
 
     def _numbers(self, index: int) -> list[Any]:
@@ -168,8 +172,10 @@ class _Probe:
         extra = 0 if planned.layout is BatchLayout.PACKED else -1  # a packed row has room for one more
         targets = [target_positions(family, tokens) + extra for tokens in planned.target_lengths]
         index_of = np.array([*(self._index[sample] for sample in planned.sample_ids), len(self._ids)])
-        lengths = (planned.positions(family), targets)
-        return [index_of[sample_numbers(of, size, n)] if n else [] for of, n in zip(lengths, positions, strict=True)]
+        numbers: list[Any] = []
+        for lengths, length in zip((planned.positions(family), targets), positions, strict=True):
+            numbers.append(index_of[sample_numbers(lengths, size, length)] if length else [])
+        return numbers
 
     def compare(self, before: States, after: States, parity: int, record: RankRecord) -> None:
         """Note the sample that moved furthest at the end of each virtual stage, of those that were left as they are."""
@@ -187,7 +193,8 @@ class _Probe:
                 places = torch.from_numpy(np.ascontiguousarray(of_positions))
                 if stage != last and len(old) < len(places):  # sequence parallel
                     places = places.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-                moved = (new - old).abs().view(*places.shape, -1).amax(-1) / old.abs().max().clamp_min(1e-30)
+                distance = (new - old).abs().view(*places.shape, -1).amax(-1)
+                moved = distance / old.abs().max().clamp_min(1e-30)
                 moved = torch.where((places < len(self._ids)) & (places % 2 != parity), moved, -1.0)
                 furthest = float(moved.max())
                 if furthest > record.moved.get(stage, (-1.0, ""))[0]:
@@ -197,6 +204,10 @@ class _Probe:
 
 def _most(some: Sequence[Part], others: Sequence[Part]) -> tuple[float, str]:
     """The largest relative difference of any parameter's gradient, and which parameter's."""
-    before, after = ({f"{name} {offset}": values for name, offset, _, values in parts} for parts in (some, others))
+    before = {f"{name} {offset}": values for name, offset, _, values in some}
+    after = {f"{name} {offset}": values for name, offset, _, values in others}
     errors = errors_by_name(after, before)
-    return max(((error, part.partition(" ")[0]) for part, error in errors.items()), default=(0.0, ""))
+    if not errors:
+        return 0.0, ""
+    furthest = max(errors, key=errors.__getitem__)
+    return errors[furthest], furthest.partition(" ")[0]

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-from megatron_dynapipe.core.units import ModelFamily, Shape
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
@@ -51,8 +51,10 @@ def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Te
         mask = causal_mask(length, device) if takes_mask([model]) else None
         losses: Tensor = model(tokens, torch.arange(length, device=device)[None], mask, labels=labels)
         return losses
-    s, t = (torch.tensor([size], dtype=torch.int32, device=device) for size in (inputs.size(1), length))
-    attention = padded_attention(Shape(1, inputs.size(1), length), s, t, RowFormat.of([model]))
+    shape = Shape(1, inputs.size(1), length)
+    s = torch.tensor([inputs.size(1)], dtype=torch.int32, device=device)
+    t = torch.tensor([length], dtype=torch.int32, device=device)
+    attention = padded_attention(shape, s, t, RowFormat.of([model]))
     losses = model(T5StageInputs(tokens=inputs, decoder_tokens=tokens, labels=labels, **attention))
     return losses
 
@@ -111,27 +113,29 @@ class ReferenceSession(Session):
         samples: list[Sample] = []
         for number, s, t in zip(batch.sample_ids.tolist(), batch.input_lengths, batch.target_lengths, strict=True):
             inputs, targets = (part.astype(np.int64) for part in reader[number])
-            if run.family is ModelFamily.GPT:
-                words, counts = sequence(sampler.cutter, number, (inputs, targets), int(s), loss_on)
-                samples.append((number, words[:-1].tolist(), words[1:].tolist(), counts[1:].tolist(), None))
-            else:
+            if run.family.is_encoder_decoder:
                 words, target = kept_pair(sampler.cutter, number, (inputs, targets), (int(s), int(t)))
                 labels = [*target.tolist(), meta.eos_id]
                 given = [meta.bos_id, *target.tolist()]
                 samples.append((number, given, labels, [1.0] * len(labels), words.tolist()))
+            else:
+                words, counts = sequence(sampler.cutter, number, (inputs, targets), int(s), loss_on)
+                read = words[:-1].tolist()
+                labels = words[1:].tolist()
+                samples.append((number, read, labels, counts[1:].tolist(), None))
         return [sample for sample in samples if sample[1]]
 
     def _run_all(self, models: list[Any], samples: Sequence[Sample], *, keeps: bool = False) -> dict[str, Tensor]:
         """Forward and backward of every sample, and Megatron's finalisation; the report of the whole iteration."""
-        (model,), config, reports = models, get_model_config(models[0]), list[dict[str, Tensor]]()
+        (model,) = models
+        config = get_model_config(model)
+        reports: list[dict[str, Tensor]] = []
         vectors = vectors_of(model) if keeps else []
         before = [torch.zeros_like(vector.main_grad) for vector in vectors]
         tokens = torch.zeros([], dtype=torch.int, device=self._device)
-        for number, *rows in samples:
-            words, labels, counts, inputs = (
-                None if row is None else torch.tensor(row, device=self._device)[None] for row in rows
-            )
-            assert words is not None and labels is not None and counts is not None
+        for number, *values, encoded in samples:
+            words, labels, counts = map(self._row, values)
+            inputs = None if encoded is None else self._row(encoded)
             for router in routers_of(models):
                 router.begin(torch.zeros_like(words[0]), 1)
             with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
@@ -140,19 +144,28 @@ class ReferenceSession(Session):
                 model, losses, partial(masked_loss, counts), config, vp_stage=None, collect_non_loss_data=False,
                 num_microbatches=1, forward_data_store=reports, cp_group_size=1, is_last_stage=True,
             )  # fmt: skip
-            (loss if config.grad_scale_func is None else config.grad_scale_func(loss)).backward()
+            if config.grad_scale_func is None:
+                loss.backward()
+            else:
+                config.grad_scale_func(loss).backward()
             tokens += count
             if keeps:
                 total, counted = self.record.samples.get(number, (0.0, 0.0))
                 self.record.samples[number] = total + float(loss.detach()), counted + float(count)
                 after = [vector.main_grad.clone() for vector in vectors]
-                row = torch.cat([a - b for a, b in zip(after, before, strict=True)]).float().cpu()
-                self.record.parts.setdefault(SAMPLES, []).append(("", [number], [len(row)], row))
+                added = [new - old for new, old in zip(after, before, strict=True)]
+                row = torch.cat(added).float().cpu()
+                rows = self.record.parts.setdefault(SAMPLES, [])
+                rows.append(("", [number], [len(row)], row))
                 before = after
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=False)
         finish_iteration(models, groups)
         return {name: torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]}
+
+    def _row(self, values: object) -> Tensor:
+        """Numbers of a sample's positions as a batch of one, [1, positions], on the device."""
+        return torch.tensor(values, device=self._device)[None]
 
 
 def vectors_of(model: nn.Module) -> list[Any]:

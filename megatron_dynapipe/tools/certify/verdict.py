@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -55,7 +55,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, float]]:
     """The certificate of a run in fp32, and every parameter's relative gradient difference."""
-    ranks, (alone,) = read_records(planned), read_records(reference)
+    ranks = read_records(planned)
+    (alone,) = read_records(reference)
     gradients, errors = _gradients(planned, reference)
     still = 0.0 if alone.device == "cpu" else STILL
     return [
@@ -72,7 +73,9 @@ def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, 
 
 def checks_half(planned: Path, reference: Path, exact: Path, half: str) -> list[Check]:
     """In half precision a run is at most twice as far from fp32 as one process is, whichever order its samples have."""
-    ranks, (alone,), (truth,) = map(read_records, (planned, reference, exact))
+    ranks = read_records(planned)
+    (alone,) = read_records(reference)
+    (truth,) = read_records(exact)
     expected = whole(read_parts(exact, GRADIENTS))
     noise = max(_distance(whole(read_parts(reference, name)), expected) for name in (GRADIENTS, REVERSED))
     actual = _distance(whole(read_parts(planned, GRADIENTS), tolerance=1e-2), expected)
@@ -89,8 +92,10 @@ def _losses(ranks: Sequence[RankRecord]) -> list[float]:
 
 
 def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    both = (torch.cat([of[name].flatten() for name in sorted(expected)]) for of in (actual, expected))
-    return relative_error(*both)
+    names = sorted(expected)
+    actual_vector = torch.cat([actual[name].flatten() for name in names])
+    expected_vector = torch.cat([expected[name].flatten() for name in names])
+    return relative_error(actual_vector, expected_vector)
 
 
 def _sequence(name: str, actual: Sequence[float], expected: Sequence[float]) -> Check:
@@ -139,7 +144,10 @@ def _samples(ranks: Sequence[RankRecord], alone: RankRecord) -> Check:
 
 def _isolation(ranks: Sequence[RankRecord]) -> list[Check]:
     """How far samples move when others' tokens are replaced: at the end of the first, the middle, the last stages."""
-    moved = {stage: max(r.moved[stage] for r in ranks if stage in r.moved) for r in ranks for stage in r.moved}
+    moved: dict[int, tuple[float, str]] = {}
+    for record in ranks:
+        for stage, furthest in record.moved.items():
+            moved[stage] = max(furthest, moved.get(stage, furthest))
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for stage, (error, sample) in sorted(moved.items()):
         if stage == max(moved):
@@ -177,16 +185,16 @@ def _gradients(planned: Path, reference: Path) -> tuple[Check, dict[str, float]]
 def _steps(planned: Path, reference: Path) -> list[Check]:
     """How far every parameter has moved after the last step, and the optimizer's means of its gradients."""
     gradients = above_rounding(whole(read_parts(reference, GRADIENTS)))
-    sure = {name: (of == 0) | (of.abs() >= SURE * of.square().mean().sqrt()) for name, of in gradients.items()}
+    sure = {name: _is_sure(gradient) for name, gradient in gradients.items()}
     (alone,) = read_records(reference)
     checks = []
     for kind in alone.parts:
         if kind in (GRADIENTS, SAMPLES):
             continue
-        sets = ([part for part in parts if part[0] in sure] for parts in read_parts(planned, kind))
-        expected = {name: of for name, of in whole(read_parts(reference, kind)).items() if name in sure}
+        parts = [[part for part in of_rank if part[0] in sure] for of_rank in read_parts(planned, kind)]
+        expected = {name: tensor for name, tensor in whole(read_parts(reference, kind)).items() if name in sure}
         try:
-            actual = whole(list(sets), tolerance=STEPS)
+            actual = whole(parts, tolerance=STEPS)
         except DataError as error:
             checks.append(Check(name=kind, error=float("inf"), allowed=STEPS, where=error.message))
             continue
@@ -197,14 +205,21 @@ def _steps(planned: Path, reference: Path) -> list[Check]:
     return checks
 
 
+def _is_sure(gradient: Tensor) -> Tensor:
+    """Which elements of a gradient are so large that their update counts, or exactly zero; see `SURE`."""
+    root_mean_square = gradient.square().mean().sqrt()
+    return (gradient == 0) | (gradient.abs() >= SURE * root_mean_square)
+
+
 def _step(kind: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Check:
     """The worst parameter; on a miss, how large what it has is along what it should have."""
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = where = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= STEPS:
         others = sum(not error <= STEPS for error in errors.values()) - 1
+        has = actual[worst].flatten().double()
         should = expected[worst].flatten().double()
-        times = float(actual[worst].flatten().double() @ should / (should @ should).clamp_min(1e-300))
+        times = float(has @ should / (should @ should).clamp_min(1e-300))
         where = f"{worst} and {amount(others, 'other parameter')}: {times:.2f} times what it should be"
     return Check(name=kind, error=errors[worst], allowed=STEPS, where=where)
 
@@ -214,23 +229,35 @@ def _weights(actual: Mapping[str, Tensor], planned: Path, reference: Path) -> st
 
     Gradients of norms are solved for the weights of the samples, which are 1 in a right one.
     """
-    ranks, (alone,) = read_records(planned), read_records(reference)
-    gradient = torch.cat([actual[name].flatten() for name in sorted(actual) if "norm" in name]).double()
+    ranks = read_records(planned)
+    (alone,) = read_records(reference)
+    norms = [actual[name].flatten() for name in sorted(actual) if "norm" in name]
+    gradient = torch.cat(norms).double()
     numbers = list(alone.samples)
+    all_tokens = sum(tokens for _, tokens in alone.samples.values())
     columns = torch.zeros(len(gradient), len(numbers), dtype=torch.float64)
     for _, (number,), _, row in read_parts(reference, SAMPLES)[0]:
-        columns[:, numbers.index(number)] += row.double() / sum(tokens for _, tokens in alone.samples.values())
+        columns[:, numbers.index(number)] += row.double() / all_tokens
     weights = torch.linalg.lstsq(columns, gradient[:, None], driver="gelsd").solution.flatten()
     if relative_error(columns @ weights, gradient) > 1e-3:
         return ""
     off = {number: weight for number, weight in zip(numbers, weights.tolist(), strict=True) if abs(weight - 1) > 0.05}
-    low = min(off.values(), default=1.0)
-    high = max(off.values(), default=1.0)
-    places = {sample: place for record in ranks for sample, place in record.places.items()}
-    replicas = {number: re.sub(r".*(replica \d+).*", r"samples of \1", places.get(number, "")) for number in numbers}
-    alike = [
-        name for name in sorted(set(replicas.values())) if off.keys() == {n for n in numbers if replicas[n] == name}
-    ]
-    if alike and high - low < 0.05:
-        return f"{alike[0]} count {low:.2f} times"
-    return f"{len(off)} samples count {low:.2f} to {high:.2f} times: means of means" if off else ""
+    if not off:
+        return ""
+    low = min(off.values())
+    high = max(off.values())
+    replica = _replica_of(off.keys(), numbers, ranks)
+    if replica and high - low < 0.05:
+        return f"samples of {replica} count {low:.2f} times"
+    return f"{len(off)} samples count {low:.2f} to {high:.2f} times: means of means"
+
+
+def _replica_of(some: Set[int], numbers: Sequence[int], ranks: Sequence[RankRecord]) -> str:
+    """The replica that ran some of the samples and no others; "" if there is none."""
+    members: dict[str, set[int]] = defaultdict(set)
+    for record in ranks:
+        for sample, place in record.places.items():
+            ran_on = re.search(r"replica \d+", place)
+            if ran_on and sample in numbers:
+                members[ran_on.group()].add(sample)
+    return next((name for name in sorted(members) if members[name] == some), "")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.entry import bootstrap
 
 
@@ -23,7 +24,7 @@ def train(role: str, family: str, folder: Path) -> None:
     from megatron_dynapipe.tools.certify.records import RankRecord
     from megatron_dynapipe.tools.certify.reference import ReferenceSession
 
-    make: Any = runs.t5_run if family == "t5" else runs.gpt_run
+    make: Any = runs.RUNS[ModelFamily(family)]
     session, arguments = make(session_type=ReferenceSession if role == "reference" else ProbedSession)
     session.record = record = RankRecord()
     session.folder = folder

@@ -5,7 +5,7 @@ Reads the staging files in pieces, so that memory depends on the number of sampl
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +129,23 @@ def write_dataset(
         counts = np.bincount(tasks[chosen], minlength=len(names))
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
-    longest = np.max([_write_split(staging, folder, at, splits, tasks, len(tokenizer)) for at in range(3)], axis=0)
+    longest = np.zeros(2, np.int32)
+    for place in range(len(SPLITS)):
+        longest = np.maximum(longest, _write_split(staging, folder, place, splits, tasks, len(tokenizer)))
     files = {path.name: FileDigests.of(path) for split in SPLITS for path in files_of(folder, split)}
-    state = hashlib.blake2b(fingerprint.encode(), digest_size=16)
-    for name in sorted(files):
-        state.update(f"\0{name}\0{files[name].quick}".encode())
     samples = {split: by_task(splits == place) for place, split in enumerate(SPLITS)}
     sides = {name: spec.side for spec, of in zip(mixture.tasks, entries, strict=False) for name in of}
-    skipped = Counter({str(reason): int((statuses == status_of(reason)).sum()) for reason in Skipped})
+    skipped = Counter({reason: int((statuses == status_of(reason)).sum()) for reason in Skipped})
     read = Counter(by_task(slice(None)))
     for (reason, task), count in staging.bad.items():
-        skipped[str(reason)] += count
+        skipped[reason] += count
         read[task] += count
     return DatasetMeta(
         source=settings.source,
         tasks=tuple(names),
         samples=samples,
         read=dict(read),
-        skipped={reason: count for reason, count in skipped.items() if count},
+        skipped={str(reason): count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
         sides={name: side for name, side in sides.items() if side is not TruncationSide.RIGHT},
@@ -159,10 +158,18 @@ def write_dataset(
         max_input_length=settings.max_input_length or max(int(longest[0]), 1),
         max_target_length=settings.max_target_length or max(int(longest[1]), 1),
         tokenizer=fingerprint,
-        content_hash=state.hexdigest(),
+        content_hash=_content_hash(fingerprint, files),
         recipe=recipe,
         files=files,
     )
+
+
+def _content_hash(fingerprint: str, files: Mapping[str, FileDigests]) -> str:
+    """A digest of the tokenizer's and of all files'."""
+    state = hashlib.blake2b(fingerprint.encode(), digest_size=16)
+    for name in sorted(files):
+        state.update(f"\0{name}\0{files[name].quick}".encode())
+    return state.hexdigest()
 
 
 def _tasks_of_entries(staging: Staging, tasks: Array, names: Sequence[str]) -> list[list[str]]:
@@ -183,8 +190,10 @@ def _histogram(staging: Staging, chosen: npt.NDArray[np.bool_]) -> dict[str, dic
     lengths = staging.column("lengths").reshape(-1, 2)
     histogram: dict[str, dict[str, int]] = {}
     for part, name in enumerate(("input", "target")):
-        bins = np.ceil(np.log2(np.maximum(lengths[:, part][chosen], 1))).astype(np.int64)
-        histogram[name] = {str(2**at): int(count) for at, count in enumerate(np.bincount(bins)) if count}
+        at_least_one = np.maximum(lengths[chosen, part], 1)
+        bins = np.ceil(np.log2(at_least_one)).astype(np.int64)
+        counts = np.bincount(bins)
+        histogram[name] = {str(2**power): int(count) for power, count in enumerate(counts) if count}
     return histogram
 
 
@@ -193,7 +202,9 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
     prefix = folder / SPLITS[at]
     dtype = token_dtype(vocabulary)
     chosen = splits == at
-    lengths, ends = (staging.column(name).reshape(-1, 2) for name in ("lengths", "ends"))
+    lengths = staging.column("lengths").reshape(-1, 2)
+    ends = staging.column("ends").reshape(-1, 2)
+    counted = lengths - ends * [0, 1]  # a target's end token does not count towards the longest
     longest = np.zeros(2, np.int32)
     with data_path(prefix).open("wb") as data, (staging.folder / "tokens").open("rb") as source:
         for part in _pieces(len(lengths)):
@@ -201,16 +212,18 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
             tokens = np.fromfile(source, dtype, int(lengths[part].sum(dtype=np.int64)))
             keep = chosen[part]
             data.write(tokens[np.repeat(keep, lengths[part].sum(1))].tobytes())
-            longest = np.maximum(longest, np.max((lengths[part] - ends[part] * [0, 1])[keep], axis=0, initial=0))
+            longest = np.maximum(longest, np.max(counted[part][keep], axis=0, initial=0))
         sync(data)
     save_array(task_ids_path(folder, SPLITS[at]), tasks[chosen])
     save_array(checksums_path(prefix), staging.column("checksums")[chosen])
     if ends.any():
         save_array(ends_path(prefix), ends[chosen].reshape(-1))
     spans = staging.column("spans").reshape(-1, 3)
-    if len(spans) and (kept := chosen[spans[:, 0]]).any():
-        spans = np.array(spans[kept])
-        spans[:, 0] = (np.cumsum(chosen) - 1)[spans[:, 0]]
+    if len(spans):
+        spans = np.array(spans[chosen[spans[:, 0]]])
+    if len(spans):
+        new_numbers = np.cumsum(chosen) - 1
+        spans[:, 0] = new_numbers[spans[:, 0]]
         save_array(spans_path(prefix), spans)
     pieces = list(_pieces(len(chosen)))
     count = int(chosen.sum())

@@ -331,8 +331,8 @@ def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) ->
             hint="take a T5's tokenizer, train one on the mixture, or give the task a smaller length",
         )
     random = np.random.Generator(np.random.PCG64(seed))
-    noisy = _divided(random, removed, spans)
-    kept = _divided(random, len(tokens) - removed, spans)
+    noisy = _random_parts(random, removed, spans)
+    kept = _random_parts(random, len(tokens) - removed, spans)
     inputs: list[int] = []
     targets: list[int] = []
     at = 0
@@ -343,7 +343,7 @@ def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) ->
     return inputs, targets
 
 
-def _divided(random: np.random.Generator, total: int, parts: int) -> npt.NDArray[Any]:
+def _random_parts(random: np.random.Generator, total: int, parts: int) -> npt.NDArray[Any]:
     """A number divided at random into parts of at least one."""
     cuts = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

@@ -8,6 +8,7 @@ measured  stage 0  ▐F0▐F1▐▒▒▒▒▐B0▐B1▐
           stage 1  ▒▒▐F0▐B0▐▒▐F1▐B1▐        ▒ a transfer's instruction, mostly waiting
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,38 @@ LEAST_SHARE = 1 / 5_000
 FAR_ABOVE = 4
 """Times the fullest stage's memory: a limit's line there would flatten the bars."""
 
-FORWARD, BACKWARD, BUBBLE, TRANSFER = "#4f8fd0", "#e08a3c", "#a3abb5", "#8c6bb1"
-PLAN_WAIT, OTHER, BETWEEN, LIMIT = "#d9534f", "#c2a878", "#6aa57a", "#d9534f"
-REDUCTION, OPTIMIZER = "#3c7d7a", "#b5c94c"
+FORWARD = "#4f8fd0"
+BACKWARD = "#e08a3c"
+BUBBLE = "#a3abb5"
+TRANSFER = "#8c6bb1"
+PLAN_WAIT = "#d9534f"
+OTHER = "#c2a878"
+REDUCTION = "#3c7d7a"
+OPTIMIZER = "#b5c94c"
+BETWEEN = "#6aa57a"
+LIMIT = "#d9534f"
+
+PARTS = (
+    ("forward", FORWARD),
+    ("backward", BACKWARD),
+    ("bubble", BUBBLE),
+    ("transfer", TRANSFER),
+    ("other", OTHER),
+    ("plan_wait", PLAN_WAIT),
+    ("reduction", REDUCTION),
+    ("optimizer", OPTIMIZER),
+    ("between", BETWEEN),
+)
+"""What the bars of an iteration show, from below, with their colours."""
+LABELS = {
+    "bubble": "bubble: peer not ready",
+    "transfer": "transfer wait",
+    "other": "loads and frees",
+    "plan_wait": "plan wait",
+    "reduction": "gradient reduction",
+    "between": "host: log, evaluation, checkpoint",
+}
+"""Names of parts that say more than their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +84,8 @@ class Chart:
 
 def run_charts(run: Run) -> list[Chart]:
     """The charts that the run's records have something for."""
-    drawn = [
-        _loss(run),
-        *(_evaluation(run, split, losses) for split, losses in run.evaluations.items() if any(losses.values())),
-        _efficiency(run),
-        _prediction(run),
-        _stages(run),
-        _memory(run),
-    ]
+    evaluations = [_evaluation(run, split, losses) for split, losses in run.evaluations.items() if any(losses.values())]
+    drawn = [_loss(run), *evaluations, _efficiency(run), _prediction(run), _stages(run), _memory(run)]
     charts = [chart for chart in drawn if chart.traces or chart.table]
     for chart in charts:
         if chart.layout.get("xaxis", {}).get("title") != ITERATION:
@@ -86,9 +110,12 @@ def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
 def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[float]]:
     """At most `MOST_POINTS` points: means over equally many neighbours, at the first one's place."""
     stride = -(-len(xs) // MOST_POINTS) or 1
-    starts = range(0, len(xs), stride)
-    means = [sum(ys[at : at + stride]) / len(ys[at : at + stride]) for at in starts]
-    return [xs[at] for at in starts], [float(f"{mean:.6g}") for mean in means]
+    means = []
+    for first in range(0, len(xs), stride):
+        neighbours = ys[first : first + stride]
+        mean = sum(neighbours) / len(neighbours)
+        means.append(float(f"{mean:.6g}"))
+    return list(xs[::stride]), means
 
 
 def _line(name: str, xs: Sequence[int], ys: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -119,19 +146,26 @@ def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]])
     whole = next(iter(losses))
     times = sorted({iteration for values in losses.values() for iteration in values})
     tasks = {name.removeprefix(f"{whole} "): line for name, line in losses.items() if name != whole and line}
-    shown = {"all tasks": losses[whole], **(tasks if len(tasks) <= MOST_LINES else {})}
-    lines = [_line(name, list(values), list(values.values())) for name, values in shown.items() if len(times) > 1]
+    shown = {"all tasks": losses[whole]}
+    if len(tasks) <= MOST_LINES:
+        shown |= tasks
+    lines = []
+    if len(times) > 1:
+        lines = [_line(name, list(values), list(values.values())) for name, values in shown.items()]
     ranked = sorted(tasks.items(), key=lambda task: -task[1][max(task[1])])
     note = "Mean over tokens. Samples are the split's, tokens those that count; a click on a column's head sorts by it."
     columns = sorted({times[0], times[-1]})
-    samples = {} if run.run is None else run.run.samples.get(split, {})
-    samples = samples | {"all tasks": sum(samples.values())} if samples else {}
+    samples: dict[str, int] = {}
+    if run.run is not None:
+        samples |= run.run.samples.get(split, {})
+        samples["all tasks"] = sum(samples.values())
     counted = {name.removeprefix(f"{whole} "): count for name, count in run.tokens.get(split, {}).items()}
     counted["all tasks"] = counted.pop(whole, 0)
     table = [["task", "samples", "tokens", *(f"after iteration {at}" for at in columns)]]
     for name, values in [("all tasks", losses[whole]), *ranked]:
         sizes = [f"{of[name]:,}" if of.get(name) else "" for of in (samples, counted)]
-        table.append([name, *sizes, *(f"{values[at]:.4f}" if at in values else "" for at in columns)])
+        cells = [f"{values[at]:.4f}" if at in values else "" for at in columns]
+        table.append([name, *sizes, *cells])
     title = "Training by task" if split == "train" else f"Evaluation: {split}"
     layout = _by_iteration("loss")
     return Chart(name=f"loss-{split}", title=title, note=note, traces=lines, table=table, layout=layout)
@@ -152,9 +186,13 @@ def _prediction(run: Run) -> Chart:
     layout = _by_iteration("ms")
     note = "Of an iteration's list, on the slowest replica."
     first = {start.first_iteration for start in run.starts} or {run.iterations[0].iteration}
-    others = [max(pair) for record, *pair in zip(run.iterations, measured, predicted, strict=True)
-              if record.iteration not in first]  # fmt: skip
-    if others and max(measured) > (top := 1.08 * max(others)):
+    others = [
+        max(record.measured_ns, record.predicted_ns) / NS_PER_MS
+        for record in run.iterations
+        if record.iteration not in first
+    ]
+    top = 1.08 * max(others, default=math.inf)
+    if max(measured) > top:
         layout["yaxis"]["range"] = [0, round(top, 3)]
         note += f" A start's first iteration, here up to {max(measured):,.0f} ms, pays for starting up, and is cut off."
     return Chart(
@@ -171,21 +209,18 @@ def _prediction(run: Run) -> Chart:
 
 def _stages(run: Run) -> Chart:
     medians = stage_medians(run)
-    parts = (
-        ("forward", FORWARD), ("backward", BACKWARD), ("bubble", BUBBLE), ("transfer", TRANSFER), ("other", OTHER),
-        ("plan_wait", PLAN_WAIT), ("reduction", REDUCTION), ("optimizer", OPTIMIZER), ("between", BETWEEN),
-    )  # fmt: skip
-    labels = {
-        "bubble": "bubble: peer not ready", "transfer": "transfer wait", "other": "loads and frees",
-        "plan_wait": "plan wait", "reduction": "gradient reduction",
-        "between": "host: log, evaluation, checkpoint",
-    }  # fmt: skip
-    traces = [
-        {"type": "bar", "name": labels.get(part, part), "x": [*medians],
-         "y": [round(row[part] / NS_PER_MS, 4) for row in medians.values()], "marker": {"color": colour},
-         "hovertemplate": "stage %{x}: %{y:.3g} ms"}
-        for part, colour in parts
-    ] if medians else []  # fmt: skip
+    traces = []
+    for part, colour in PARTS if medians else ():
+        traces.append(
+            {
+                "type": "bar",
+                "name": LABELS.get(part, part),
+                "x": [*medians],
+                "y": [round(row[part] / NS_PER_MS, 4) for row in medians.values()],
+                "marker": {"color": colour},
+                "hovertemplate": "stage %{x}: %{y:.3g} ms",
+            }
+        )
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(medians))}, "yaxis": {"title": "ms"}}
     note = "Medians per iteration. Bubble and transfer come from the recorded timelines."
     return Chart(name="stages", title="Where time went", note=note, traces=traces, layout=layout)
@@ -202,11 +237,17 @@ def _memory(run: Run) -> Chart:
     bars = [("planned activations", planned, FORWARD)]
     if counted:
         bars.insert(0, ("model state", state, BETWEEN))
-    traces = [
-        {"type": "bar", "name": name, "x": at, "y": _mb(values), "marker": {"color": colour},
-         "hovertemplate": "stage %{x}: %{y:,.0f} MB"}
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": at,
+            "y": _mb(values),
+            "marker": {"color": colour},
+            "hovertemplate": "stage %{x}: %{y:,.0f} MB",
+        }
         for name, values, colour in bars
-    ]  # fmt: skip
+    ]
     for name, field_name, symbol in (
         ("held by the allocator", "reserved_bytes", "diamond"),
         ("tensors at their peak", "allocated_bytes", "circle"),
@@ -219,14 +260,22 @@ def _memory(run: Run) -> Chart:
             )
     note = "The most of any iteration." + ("" if counted else " Model state is not counted here.")
     limit = run.run.memory_limit_bytes if run.run else 0
-    if limit > FAR_ABOVE * max(sum(values) for values in zip(*(values for _, values, _ in bars), strict=True)):
+    stacked = [sum(values) for values in zip(*(values for _, values, _ in bars), strict=True)]
+    if limit > FAR_ABOVE * max(stacked):
         note += f" The limit, {limit / BYTES_PER_MB:,.0f} MB, is far above."
     elif limit:
         ends = [min(at) - 0.5, max(at) + 0.5]
         traces.append(
-            {"type": "scatter", "mode": "lines", "name": f"limit: {limit / BYTES_PER_MB:,.0f} MB", "x": ends,
-             "y": _mb([limit, limit]), "line": {"color": LIMIT, "dash": "dash"}, "hoverinfo": "name"}
-        )  # fmt: skip
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"limit: {limit / BYTES_PER_MB:,.0f} MB",
+                "x": ends,
+                "y": _mb([limit, limit]),
+                "line": {"color": LIMIT, "dash": "dash"},
+                "hoverinfo": "name",
+            }
+        )
     layout = {"barmode": "stack", "xaxis": {"title": "stage", **_whole(len(at))}, "yaxis": {"title": "MB"}}
     return Chart(name="memory", title="Memory by stage", note=note, traces=traces, layout=layout)
 

@@ -162,14 +162,14 @@ def fastest_run(planner: Planner, samples: Samples, row_sizes: Iterable[int]) ->
     runs = []
     for positions in row_sizes:
         micro_batches = dynamic_cp(lengths, positions, planner.settings.data_parallel)
-        problem, rows = _divided(planner, samples, micro_batches)
+        problem, rows = _sharded(planner, samples, micro_batches)
         runs += [run] if (run := fastest_mode(problem, rows)) is not None else []
     if not runs:
         raise InfeasibleError("no rows of default_dynamic_cp fit the memory")
     return min(runs, key=lambda run: run.makespan_ns)
 
 
-def _divided(
+def _sharded(
     planner: Planner, samples: Samples, micro_batches: list[list[Group]]
 ) -> tuple[BatchProblem, list[list[IntArray]]]:
     """The problem of all shares, and for every rank the shares of its rows: indices into the problem's samples."""
@@ -222,8 +222,8 @@ def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> RowsRu
     schedules = []
     shapes = []
     for replica_rows in rows:
-        layouts = [BatchLayout.PACKED] * len(replica_rows)
-        costs, covered = problem.costs_of(replica_rows, layouts, np.full(len(replica_rows), mode, np.int64))
+        batch_layouts = [BatchLayout.PACKED] * len(replica_rows)
+        costs, covered = problem.costs_of(replica_rows, batch_layouts, np.full(len(replica_rows), mode, np.int64))
         if not covered.all():
             return None
         try:

@@ -131,7 +131,7 @@ def predict(
     """
     if method == DYNAMIC_CP or method in PADDED:
         return _predict_rows(method, batch, longest, settings, cost_model)
-    planned = rows_of_longest(batch, longest, settings.family) if method == "packing" else batch
+    planned = rows_of_longest(batch, longest, settings.model.family) if method == "packing" else batch
     planner = planner_of(method_settings(method, longest, settings), cost_model)
     plan = planner.plan(planned, 0)
     prediction = prediction_of(plan, tokens=batch.tokens)
@@ -225,6 +225,7 @@ def rows_of_longest(batch: GlobalBatch, longest: Longest, family: ModelFamily) -
         return batch
     inputs = np.array([input_positions(family, n) for n in batch.input_lengths.tolist()], np.int64)
     targets = np.array([target_positions(family, n) for n in batch.target_lengths.tolist()], np.int64)
-    gpt = family is ModelFamily.GPT
-    rows = [longest.inputs + gpt] * len(pack(inputs, targets, *longest))
-    return GlobalBatch.of_lengths(rows, 0 if gpt else longest.targets - 2, iteration=batch.iteration)
+    count = len(pack(inputs, targets, *longest))
+    if family.is_encoder_decoder:
+        return GlobalBatch.of_lengths([longest.inputs] * count, longest.targets - 2, iteration=batch.iteration)
+    return GlobalBatch.of_lengths([longest.inputs + 1] * count, 0, iteration=batch.iteration)

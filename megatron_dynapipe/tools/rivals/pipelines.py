@@ -8,11 +8,9 @@ by work    4 5 5 2               the busiest virtual stage has the least work; t
 from collections.abc import Iterator
 from dataclasses import replace
 
-import msgspec
-
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.costing import CostModel, even_split
+from megatron_dynapipe.costing import CostModel, even_layer_split
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.bounds import layer_work, least_work
 
@@ -32,8 +30,8 @@ def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch
         stages = settings.pipeline_parallel * chunks
         if stages > layers:
             return
-        equal = even_split(layers, stages)
-        divided = msgspec.structs.replace(settings, chunks=chunks, layers_per_stage=equal)
-        *others, last = evenest(layer_work(divided, [work]), stages)
+        equal = even_layer_split(layers, stages)
+        interleaved = settings.with_layers_per_stage(equal)
+        *others, last = evenest(layer_work(interleaved, [work]), stages)
         for split in dict.fromkeys((equal, (*others, last - 1))):
-            yield msgspec.structs.replace(divided, layers_per_stage=split)
+            yield settings.with_layers_per_stage(split)

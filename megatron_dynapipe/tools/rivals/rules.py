@@ -70,14 +70,18 @@ def verl(lengths: Sequence[int], room: Room) -> Rows:
     work = [_VERL_LINEAR * length + length**2 for length in lengths]
     equal = len(lengths) % room.replicas == 0
     replicas = differencing(work, room.replicas, equal_counts=equal)
-    counts = [min(len(ids), -(-sum(lengths[i] for i in ids) // room.positions)) for ids in replicas]
-    count = min(-(-max(counts) // room.group) * room.group, min(map(len, replicas)))
+    count = 0
+    for members in replicas:
+        positions = sum(lengths[sample] for sample in members)
+        count = max(count, min(len(members), -(-positions // room.positions)))
+    count = min(-(-count // room.group) * room.group, min(map(len, replicas)))
     columns = []
     for members in replicas:
-        parts = differencing([work[i] for i in members], count)
-        parts.sort(key=lambda part: (-sum(work[members[i]] for i in part), -part[0]))
-        columns.append([[members[i] for i in part] for part in [*parts[::2][::-1], *parts[1::2]]])
-    return [row for ids in zip(*columns, strict=True) for row in ids]
+        parts = differencing([work[sample] for sample in members], count)
+        parts.sort(key=lambda part: (-sum(work[members[place]] for place in part), -part[0]))
+        light_at_both_ends = [*parts[::2][::-1], *parts[1::2]]
+        columns.append([[members[place] for place in part] for part in light_at_both_ends])
+    return [row for rows_in_turn in zip(*columns, strict=True) for row in rows_in_turn]
 
 
 def slime(lengths: Sequence[int], room: Room) -> Rows:
@@ -88,22 +92,35 @@ def slime(lengths: Sequence[int], room: Room) -> Rows:
     hidden = room.hidden_size
     count = -(-sum(lengths) // room.positions)
     work = [16 * hidden * length + length**2 for length in lengths]  # FLOPs / (2 · hidden), FFN 4 · hidden, no head
-    rows = differencing(work, count) if count < len(lengths) else [[sample] for sample in range(len(lengths))]
+    if count < len(lengths):
+        rows = differencing(work, count)
+    else:
+        rows = [[sample] for sample in range(len(lengths))]
     multiple = room.replicas * room.group
+
+    def extent(row: int) -> tuple[bool, int, int]:
+        return len(rows[row]) > 1, sum(lengths[sample] for sample in rows[row]), row
+
     while len(rows) % multiple:
-        longest = max(range(len(rows)), key=lambda row: (len(rows[row]) > 1, sum(lengths[i] for i in rows[row]), row))
+        longest = max(range(len(rows)), key=extent)
         if len(rows[longest]) == 1:
             return []
-        halves: tuple[list[int], list[int]] = ([], [])
-        sums = [0, 0]
-        for sample in sorted(rows[longest], key=lambda i: -lengths[i]):
-            half = int(sums[1] < sums[0])
-            halves[half].append(sample)
-            sums[half] += lengths[sample]
-        rows[longest], added = halves
+        rows[longest], added = _halves(rows[longest], lengths)
         rows.append(added)
-    replicas = differencing([sum(work[i] for i in row) for row in rows], room.replicas, equal_counts=True)
+    work_of_rows = [sum(work[sample] for sample in row) for row in rows]
+    replicas = differencing(work_of_rows, room.replicas, equal_counts=True)
     return [rows[index] for indices in zip(*replicas, strict=True) for index in indices]
+
+
+def _halves(row: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A row's samples in two, the longest first, each to the shorter of both."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    sums = [0, 0]
+    for sample in sorted(row, key=lambda sample: -lengths[sample]):
+        half = int(sums[1] < sums[0])
+        halves[half].append(sample)
+        sums[half] += lengths[sample]
+    return halves
 
 
 def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
@@ -131,12 +148,14 @@ def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
         return next((sample for sample in of if lengths[sample] <= room_left), None)
 
     for row in range(len(rows)):
-        if (sample := largest(medium, free[row])) is not None:
+        sample = largest(medium, free[row])
+        if sample is not None:
             put(row, sample, medium)
     for row in reversed(range(len(rows))):
         if len(rows[row]) == 1 and len(small) > 1 and lengths[small[0]] + lengths[small[1]] <= free[row]:
             put(row, small[0], small)
-            if (sample := largest(reversed(small), free[row])) is not None:
+            sample = largest(reversed(small), free[row])
+            if sample is not None:
                 put(row, sample, small)
     rest = sorted([*medium, *small, *tiny], key=lambda sample: -lengths[sample])
     for row in range(len(rows)):
@@ -144,10 +163,13 @@ def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
             put(row, sample, rest)
     emptiest: list[tuple[int, int, list[int]]] = []  # positions, of equal ones the first to have as many, samples
     for number, sample in enumerate(rest):
-        fits = emptiest and emptiest[0][0] + lengths[sample] <= most
-        used, _, samples = heapq.heappop(emptiest) if fits else (0, 0, [])
+        used = 0
+        samples: list[int] = []
+        if emptiest and emptiest[0][0] + lengths[sample] <= most:
+            used, _, samples = heapq.heappop(emptiest)
         heapq.heappush(emptiest, (used + lengths[sample], number, [*samples, sample]))
-    return _to_multiple([*rows, *(samples for *_, samples in sorted(emptiest))], room.replicas * room.group)
+    rows += [samples for *_, samples in sorted(emptiest)]
+    return _to_multiple(rows, room.replicas * room.group)
 
 
 def _to_multiple(rows: Rows, multiple: int) -> Rows:

@@ -51,7 +51,7 @@ class LeastWork:
 
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
-    samples = Samples.of(batch, settings.family)
+    samples = Samples.of(batch, settings.model.family)
     lengths = samples.input_positions, samples.target_positions
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
     tables = tables_of(settings, cost_model)
@@ -121,7 +121,7 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
     return float((busy + before.min(axis=0, initial=np.inf) + crossed).max()) if len(first) else 0.0
 
 
-def even_work_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
+def even_work_layer_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
     """Layers per virtual stage; at least one on each."""
     *layers, head = layer_work(settings, works)
     layers[-1] += head

@@ -27,7 +27,7 @@ from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, Recompute
 from megatron_dynapipe.costing import CostModel, Network
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.segments import SegmentCosts, divide_segments, segment_settings
-from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
+from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_layer_split, least_ns, least_work
 from megatron_dynapipe.tools.tuning.evaluate import (
     Evaluator,
     Outcome,
@@ -37,7 +37,7 @@ from megatron_dynapipe.tools.tuning.evaluate import (
     step_ns,
     token_flops,
 )
-from megatron_dynapipe.tools.tuning.space import Candidate, Space, Split, Status, TunedLayout, Tuning, candidates
+from megatron_dynapipe.tools.tuning.space import Candidate, Space, SplitMethod, Status, TunedLayout, Tuning, candidates
 
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
@@ -56,7 +56,7 @@ class _Evaluation:
         self.optimizer_ns = 0
         self.full_use: float | None = None
         """Tokens per second at the peak of all devices."""
-        self.unsplit = candidate.split is Split.AUTO
+        self.unsplit = candidate.split is SplitMethod.AUTO
 
     @property
     def bound_ns(self) -> int:
@@ -171,7 +171,7 @@ def tune_segments(
         segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
     )
     evaluated = [
-        _divided(settings_of, costs, stages, devices // stages, batches)
+        _evaluated(settings_of, costs, stages, devices // stages, batches)
         for stages in range(1, devices + 1)
         if devices % stages == 0
     ]
@@ -185,7 +185,7 @@ def tune_segments(
     return msgspec.structs.replace(tuning, layouts=tuple(layouts))
 
 
-def _divided(
+def _evaluated(
     settings_of: Callable[..., PlannerSettings],
     costs: SegmentCosts,
     stages: int,
@@ -255,7 +255,7 @@ class _Search:
             except DynaPipeError as error:
                 one.error = error.message
                 return
-            one.settings = msgspec.structs.replace(one.settings, layers_per_stage=split)
+            one.settings = one.settings.with_layers_per_stage(split)
             one.unsplit = False
         workers.start(at, one.settings, len(one.outcomes))
 
@@ -285,7 +285,7 @@ def _evaluations(
     seen: set[PlannerSettings | Candidate] = set()
     for candidate in candidates:
         if candidate.error is not None:
-            alike = msgspec.structs.replace(candidate, split=Split.EQUAL)
+            alike = msgspec.structs.replace(candidate, split=SplitMethod.EQUAL)
             if alike not in seen:
                 evaluations.append(_Evaluation(candidate, []))
             seen.add(alike)
@@ -293,14 +293,14 @@ def _evaluations(
         shared = candidate.tensor_parallel, candidate.expert_parallel
         if shared not in works:
             works[shared] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
-        if candidate.split is Split.EVEN:
-            split = even_work_split(candidate.settings, works[shared])
-            settings = msgspec.structs.replace(candidate.settings, layers_per_stage=split)
+        if candidate.split is SplitMethod.EVEN:
+            split = even_work_layer_split(candidate.settings, works[shared])
+            settings = candidate.settings.with_layers_per_stage(split)
             candidate = msgspec.structs.replace(candidate, settings=settings)
-        if candidate.split is not Split.AUTO and candidate.settings in seen:
+        if candidate.split is not SplitMethod.AUTO and candidate.settings in seen:
             continue
         seen.add(candidate.settings)
-        any_split = candidate.split is Split.AUTO
+        any_split = candidate.split is SplitMethod.AUTO
         bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
         one = _Evaluation(candidate, bounds)
         state = tables_of(candidate.settings, cost_model)[0].state

@@ -10,10 +10,10 @@ import msgspec
 from megatron_dynapipe.core.costs import ATTENTION
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.costing import CostModel, even_split
+from megatron_dynapipe.costing import CostModel, even_layer_split
 
 
-class Split(enum.StrEnum):
+class SplitMethod(enum.StrEnum):
     """How layers are split over stages."""
 
     EQUAL = "equal"
@@ -40,7 +40,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: int
     chunks: tuple[int, ...] = (1,)
-    splits: tuple[Split, ...] = (Split.EQUAL, Split.EVEN)
+    splits: tuple[SplitMethod, ...] = (SplitMethod.EQUAL, SplitMethod.EVEN)
     distributed_optimizer: bool | None = None
     tensor_sizes: tuple[int, ...] | None = None
     global_batch_size: int | None = None
@@ -81,7 +81,7 @@ class Candidate(Layout, frozen=True, kw_only=True):
     """
 
     settings: PlannerSettings
-    split: Split = Split.EQUAL
+    split: SplitMethod = SplitMethod.EQUAL
     error: str | None = None
 
 
@@ -183,12 +183,14 @@ def divisions(devices: int) -> Iterator[tuple[int, int, int]]:
             yield from ((rest // pipeline, tensor, pipeline) for pipeline in range(1, rest + 1) if rest % pipeline == 0)
 
 
-def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, Split]]:
+def _variants(base: PlannerSettings, space: Space, pipeline: int) -> Iterator[tuple[int, SplitMethod]]:
     for chunks in space.chunks if pipeline > 1 else (1,):
-        yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [Split.EQUAL]))
+        yield from ((chunks, split) for split in (space.splits if pipeline > 1 else [SplitMethod.EQUAL]))
 
 
-def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: Split) -> Candidate:
+def _candidate(
+    base: PlannerSettings, space: Space, cost_model: CostModel, layout: Layout, split: SplitMethod
+) -> Candidate:
     data = layout.data_parallel
     tensor = layout.tensor_parallel
     experts = layout.expert_parallel
@@ -209,12 +211,13 @@ def _candidate(base: PlannerSettings, space: Space, cost_model: CostModel, layou
             raise ConfigError(
                 "costs of one division into stages do not tell the costs of another: give the costs of layers"
             )
-        halves = split is Split.AUTO and base.model.layers_divide
+        halves = split is SplitMethod.AUTO and base.model.layers_divide
+        even = even_layer_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves)
         settings = msgspec.structs.replace(
             base,
             **layout.sizes,
             replicas_in_step=experts,
-            layers_per_stage=even_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves),
+            modules_per_stage=base.model.modules_of(even),
             distributed_optimizer=data > 1 if distributed is None else distributed,
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )

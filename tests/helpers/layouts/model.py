@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import Model, PipelineLayout, stage_modules
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers, stage_modules
 from megatron_dynapipe.costing.pattern import megatron_layout, with_stages
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
@@ -145,7 +145,7 @@ def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) ->
         return partial(HybridModel, hybrid_stack_spec=hybrid_stack(layer, None, norm), hybrid_layer_pattern=pattern)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if layout.split is not None:
-        pipeline = PipelineLayout.of_layers(Model.of_layers(layout.kind, layout.depth), layout.split, layout.chunks)
+        pipeline = PipelineLayout.of_layers(model_of_layers(layout.kind, layout.depth), layout.split, layout.chunks)
         modules = stage_modules(pipeline)[chunk * layout.stages + stage].encoder
         layers = layers_of(modules, [layer] * layout.depth)
     else:

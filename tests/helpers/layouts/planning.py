@@ -7,14 +7,13 @@ from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.core.planner import Planner
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, ScatterGather
-from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.ways import ways_of
 from megatron_dynapipe.ways.rules import RULES
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.packed_plans import halved, relaid
+from tests.helpers.settings import settings_in_layers
 
 
 class LayoutPlanner(Planner):
@@ -52,10 +51,10 @@ class LayoutPlanner(Planner):
 
 def planner(layout: Layout) -> LayoutPlanner:
     encoder, decoder = layout.layers
-    settings = PlannerSettings(
-        family=layout.kind,
-        encoder_layers=encoder,
-        decoder_layers=decoder,
+    settings = settings_in_layers(
+        layout.kind,
+        encoder,
+        decoder,
         hidden_size=layout.hidden,
         data_parallel=layout.replicas,
         tensor_parallel=layout.tensor,
@@ -63,7 +62,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         pipeline_parallel=layout.stages,
         chunks=layout.chunks,
         layers_per_stage=layout.split,
-        pattern=kinds_of_pattern(layout.pattern) if layout.pattern else (),
+        pattern=layout.pattern,
         memory_limit_bytes=10**9,
         recompute=(Recompute.NONE,),
         element_bytes=4,

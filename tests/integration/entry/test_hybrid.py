@@ -95,7 +95,9 @@ def test_what_flags_say_of_a_pattern(data):
     cases = [["gpt", f"{TWO} {flags} --train-iters 1"] for flags in REFUSED]
     cases += [["t5", f"{TWO} --hybrid-layer-pattern *-*- --train-iters 1"]]
     read = [["gpt", f"{TWO} {EXPERTS} {flags} --train-iters 1"] for flags in READ]
-    names = [*[""] * len(cases), *["planner.layers_per_stage"] * len(read), *["planner.pattern"] * len(read)]
+    names = [""] * len(cases)
+    names += ["planner.layout.layers_per_stage"] * len(read)
+    names += ["planner.model.encoder"] * len(read)
     given = {"data": str(data), "cases": cases + read + read, "read": names, "ranks": 2}
     (said,) = run_ranks(parse_each, 1, given, deadline_s=120)
     for flags, message, refusal in zip(REFUSED, REFUSED.values(), said, strict=False):

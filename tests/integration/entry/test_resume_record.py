@@ -107,6 +107,25 @@ def test_other_data_needs_a_flag_that_says_so(checkpoints: Path) -> None:
     assert resume(checkpoints, replace(RECORD, dataset=RECORD.dataset | {"valid.bin": "v"})) is None, "now evaluated"
 
 
+def test_a_record_of_version_2_is_compared_as_one_of_today(checkpoints: Path) -> None:
+    """It repeated the model among the settings of plans."""
+    model = {"family": '"gpt"', "encoder_layers": "4", "decoder_layers": "0", "expert_layers": "[]", "pattern": "[]"}
+    settings = RECORD.settings | {f"planner.{name}": text for name, text in model.items()}
+    file = checkpoints / "iter_0000003" / NAME
+    file.write_bytes(msgspec.json.encode(replace(RECORD, format="dynapipe-run/2", settings=settings)))
+    assert resume(checkpoints, RECORD) is None
+    other = replace(RECORD, settings=RECORD.settings | {"planner.layers_per_stage": "[2.5,1.5]"})
+    assert str(resume(checkpoints, other)).endswith("settings: planner.layers_per_stage [2.5,1.5] (was null)")
+
+
+def test_a_record_of_another_version_is_refused_by_its_name(checkpoints: Path) -> None:
+    file = checkpoints / "iter_0000003" / NAME
+    file.write_bytes(file.read_bytes().replace(b"dynapipe-run/3", b"dynapipe-run/9"))
+    with pytest.raises(ConfigError, match="'dynapipe-run/9'") as caught:
+        resume(checkpoints, RECORD)
+    assert "delete this file to resume without a comparison" in str(caught.value.hint)
+
+
 def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
     settings = {"planner.pipeline_parallel": "1", "planner.layers_per_stage": "null"}
     said = resume(checkpoints, replace(RECORD, settings=settings))

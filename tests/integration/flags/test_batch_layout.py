@@ -6,7 +6,7 @@ import pytest
 from packaging.version import Version
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.integration.flags import batch_layout
 from megatron_dynapipe.integration.flags.batch_layout import (
     batch_layouts,
@@ -81,7 +81,7 @@ ALLOWED = [
 
 @pytest.mark.parametrize(("changes", "on_cpu", "layouts"), ALLOWED, ids=str)
 def test_layouts_that_nothing_is_in_the_way_of(changes: dict[str, object], on_cpu: bool, layouts) -> None:
-    allowed, reason = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=on_cpu)
+    allowed, reason = batch_layouts(args(**changes), on_cpu=on_cpu)
     assert allowed == layouts and not reason
     said = "padded or packed, whichever a plan finds faster" if layouts == BOTH else str(layouts[0])
     assert describe((allowed, reason)) == said
@@ -90,7 +90,7 @@ def test_layouts_that_nothing_is_in_the_way_of(changes: dict[str, object], on_cp
 @pytest.mark.parametrize(("changes", "reason"), (IMPOSSIBLE | SLOW).values(), ids=(IMPOSSIBLE | SLOW).keys())
 def test_auto_pads_where_packed_rows_have_no_kernel_and_says_why(monkeypatch, changes, reason) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0) if "7.0" in reason else (9, 0))
-    allowed, why = batch_layouts(args(**changes), ModelFamily.T5, on_cpu=False)
+    allowed, why = batch_layouts(args(**changes), on_cpu=False)
     assert allowed == PADDED and reason.removesuffix(" on 7.0") in why
     assert describe((allowed, why)) == f"padded ({why})"
 
@@ -98,7 +98,7 @@ def test_auto_pads_where_packed_rows_have_no_kernel_and_says_why(monkeypatch, ch
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_packed_is_refused_where_a_part_cannot(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        batch_layouts(args(dynapipe_layout="packed", **changes), ModelFamily.T5, on_cpu=False)
+        batch_layouts(args(dynapipe_layout="packed", **changes), on_cpu=False)
     assert caught.value.message.startswith("--dynapipe-layout packed cannot be honoured: ")
     assert reason in caught.value.message and caught.value.hint == "pass --dynapipe-layout auto or padded"
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing.pattern import expert_modules, kinds_of_pattern
+from megatron_dynapipe.costing.pattern import expert_modules
 from megatron_dynapipe.costing.shape import Experts
 from megatron_dynapipe.integration.flags.run_config import label_flops
 from megatron_dynapipe.tools.tuning.evaluate import token_flops
@@ -38,7 +38,7 @@ def test_operations_of_modules_over_labels(
     planned = settings(
         ModelFamily.GPT,
         encoder_layers=len(pattern),
-        pattern=kinds_of_pattern(pattern),
+        pattern=pattern,
         layers_per_stage=split,
         label_experts=reaches_experts,
     )

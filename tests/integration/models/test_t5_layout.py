@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.core.model import BoundaryTensor, Model, PipelineLayout, boundary_tensors
+from megatron_dynapipe.core.model import BoundaryTensor, PipelineLayout, boundary_tensors
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import stage_modules
+from megatron_dynapipe.costing import model_of_layers, stage_modules
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks, sharings
 from tests.helpers.t5_models import t5_layout, t5_model
@@ -71,7 +71,7 @@ def test_every_layer_lies_on_one_stage_and_the_planner_agrees(case):
     assert [i for stage in stages for i in stage.decoder] == list(range(2 * decoder))
     for happens_once in ("starts_encoder", "ends_encoder", "starts_decoder", "ends_decoder"):
         assert sum(getattr(stage, happens_once) for stage in stages) == 1
-    layout = PipelineLayout.of_layers(Model.of_layers(ModelFamily.T5, encoder, decoder), tuple(split))
+    layout = PipelineLayout.of_layers(model_of_layers(ModelFamily.T5, encoder, decoder), tuple(split))
     counts = layout.counts(tuple(dict.fromkeys(layout.modules)))
     assert counts[:, 1].tolist() == [len(stage.encoder) // 2 for stage in stages]
     crossing = boundary_tensors(layout)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.cli.model_config import read_model
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, Model, ModelShape, Network, PipelineLayout
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
 from megatron_dynapipe.costing.analytic import layer_costs
 from megatron_dynapipe.costing.experts import ExpertParallel, with_expert_parallel
 from megatron_dynapipe.costing.state import parameter_bytes
@@ -71,9 +71,7 @@ def _parameters(
     model, stage = setup.model, torch.distributed.get_rank() % pipeline_parallel
     ends = {"pre_process": stage == 0, "post_process": stage == pipeline_parallel - 1}
     built = t5_provider(model, setup.layout)() if setup.layout else gpt_provider(model)(**ends)
-    expert_layers = model.experts.layers if model.experts else ()
-    stacks = Model.of_layers(model.family, model.encoder_layers, model.decoder_layers, expert_layers=expert_layers)
-    layout = PipelineLayout.equal(stacks, pipeline_parallel)
+    layout = PipelineLayout.equal(model.stacks, pipeline_parallel)
     shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
     costs = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=8)
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)

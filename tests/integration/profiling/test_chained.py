@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import CostTables, Model, PipelineLayout, Quantity
+from megatron_dynapipe.costing import CostTables, PipelineLayout, Quantity, model_of_layers
 from megatron_dynapipe.costing.division import Division, Peak, Rates
 from megatron_dynapipe.costing.modules import Dividing
 from tests.helpers.processes import run_ranks
@@ -36,7 +36,7 @@ def test_layers_in_a_chain_cost_what_one_does(family: str) -> None:
         costs = {Quantity.STORED: layer[0], Quantity.PEAK: layer[1], Quantity.FORWARD: 1, Quantity.BACKWARD: 1}
         values = dividing.modules({("encoder", quantity): cost * point for quantity, cost in costs.items()})
         tables = CostTables(kinds=GPT_KINDS, sizes=axis, inputs=axis, targets=axis, values=values, state=STATE)
-        split = PipelineLayout.of_layers(Model.of_layers(ModelFamily.GPT, 3), (2.5, 0.5))
+        split = PipelineLayout.of_layers(model_of_layers(ModelFamily.GPT, 3), (2.5, 0.5))
         stage = stage_costs(tables, split, axis, axis, axis)
         assert stage.stored_bytes[0, 0] == pytest.approx(real[0], rel=0.05), mode
         assert 1 <= stage.peak_bytes[0, 0] / real[1] <= 1.06, f"{mode}: what a stage that ends with half a layer needs"

@@ -9,13 +9,13 @@ import pytest
 
 from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
-from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.tools import elastic
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from tests.core.planner_cases import batch, cost_model
 from tests.helpers.processes import run_ranks
+from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
 GLOBAL = {"non_persistent_save_interval": 50, "non_persistent_ckpt_type": "global"}
@@ -185,10 +185,9 @@ def test_torchrun_s_signal_to_a_group_does_not_end_what_saves() -> None:
     assert run_ranks(saved_through_a_signal, 1) == ["written"]
 
 
-BASE = PlannerSettings(
-    family=GPT,
-    encoder_layers=4,
-    decoder_layers=0,
+BASE = settings_in_layers(
+    GPT,
+    4,
     hidden_size=128,
     memory_limit_bytes=2 * 10**9,
     schedule=ScheduleSettings(search_evaluations=10),

@@ -78,9 +78,9 @@ def test_pipelines_by_hand() -> None:
     run = settings(ModelFamily.GPT, encoder_layers=8, pipeline_parallel=2)
     heavy = cost_model(ModelFamily.GPT, vocabulary=2**15)
     batch = batch_of((400, 0), (300, 0))
-    found = [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, batch)]
+    found = [(one.chunks, one.layout.layers_per_stage) for one in by_hand(run, heavy, batch)]
     labelled = replace(batch, labels=np.array([4, 3], np.int32))  # which others run all the same
-    assert found == [(one.chunks, one.layers_per_stage) for one in by_hand(run, heavy, labelled)]
+    assert found == [(one.chunks, one.layout.layers_per_stage) for one in by_hand(run, heavy, labelled)]
     assert [chunks for chunks, _ in found] == [1, 1, 2, 2, 4, 4]
     assert [split for _, split in found[::2]] == [(4, 4), (2,) * 4, (1,) * 8]
     assert all(sum(split) == 8 and split[-1] < split[0] for _, split in found[1::2])

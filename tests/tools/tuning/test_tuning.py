@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,20 +18,21 @@ from megatron_dynapipe.costing import (
     ABSENT,
     CPU_RATES,
     CostTables,
-    Model,
     ModelState,
     Network,
     PipelineLayout,
     Quantity,
     TableCostModel,
+    model_of_layers,
 )
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning import Space, tune
-from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_split, least_ns, least_work
+from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_layer_split, least_ns, least_work
 from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
-from megatron_dynapipe.tools.tuning.space import Split, Status, Tuning, candidates, divisions
+from megatron_dynapipe.tools.tuning.space import SplitMethod, Status, Tuning, candidates, divisions
 from tests.core.planner_cases import batch, cost_model, of_lengths
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.helpers.settings import settings_in_layers
 from tests.helpers.stage_costs import GPT_KINDS
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -48,7 +48,7 @@ def base(family: ModelFamily, **changes: Any) -> PlannerSettings:
         "network": Network(devices_per_node=4),
         "schedule": ScheduleSettings(search_evaluations=30),
     }
-    return PlannerSettings(family=family, hidden_size=128, **(given | changes))
+    return settings_in_layers(family, hidden_size=128, **(given | changes))
 
 
 def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **changes: Any) -> list[float]:
@@ -58,9 +58,9 @@ def exhaustive(family: ModelFamily, batches: list[GlobalBatch], space: Space, **
         wanted = candidate.settings
         if candidate.error is not None:
             continue
-        if candidate.split is Split.EVEN:
-            split = even_work_split(wanted, [least_work(wanted, costs, each) for each in batches])
-            wanted = msgspec.structs.replace(wanted, layers_per_stage=split)
+        if candidate.split is SplitMethod.EVEN:
+            split = even_work_layer_split(wanted, [least_work(wanted, costs, each) for each in batches])
+            wanted = wanted.with_layers_per_stage(split)
         try:
             planner = planner_of(wanted, costs)
             ns = sum(planner.plan(each, at).totals.predicted_ns for at, each in enumerate(batches))
@@ -215,8 +215,8 @@ def test_bounds_hold_and_tell_something_with_measured_costs(family: ModelFamily,
     one = of_lengths(recorded["input"], recorded.get("target"))
     layers = {"encoder_layers": 32} if family is GPT else {"encoder_layers": 24, "decoder_layers": 24}
     data, tensor, pipeline = layout
-    wanted = PlannerSettings(
-        family=family,
+    wanted = settings_in_layers(
+        family,
         hidden_size=4096 if family is GPT else 1024,
         data_parallel=data,
         tensor_parallel=tensor,
@@ -261,11 +261,11 @@ def test_an_interrupted_search_has_what_was_planned() -> None:
 
 
 def test_the_choice_of_training_can_be_tried() -> None:
-    space = Space(devices=2, splits=(Split.AUTO,))
+    space = Space(devices=2, splits=(SplitMethod.AUTO,))
     tuning: Tuning = tune(base(T5), cost_model(T5), [batch(T5, 12)], space, rates=RATES, top=9)
     (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
     assert staged.status is Status.PLANNED and sum(staged.layers_per_stage or ()) == 8
-    chunked = Space(devices=2, splits=(Split.AUTO,), chunks=(2,))
+    chunked = Space(devices=2, splits=(SplitMethod.AUTO,), chunks=(2,))
     tuning = tune(base(GPT), cost_model(GPT), [batch(GPT, 12)], chunked, rates=RATES, top=9)
     (staged,) = [each for each in tuning.layouts if each.pipeline_parallel == 2]
     assert staged.status is Status.PLANNED and len(staged.layers_per_stage or ()) == 4
@@ -276,10 +276,10 @@ def test_the_even_split_has_the_least_work_on_its_busiest_stage() -> None:
     total = np.array([1.5, 0.5, 3.0, 2.0, 7.0])
     work = LeastWork(kinds=kinds, samples=np.zeros((1, 5)), total=total, floor=np.zeros(5))
     wanted = base(T5, pipeline_parallel=3, layers_per_stage=(3, 3, 2))
-    found = even_work_split(wanted, [work])
+    found = even_work_layer_split(wanted, [work])
 
     def busiest(split: tuple[int, ...]) -> float:
-        layout = PipelineLayout.of_layers(Model.of_layers(T5, 4, 4), split)
+        layout = PipelineLayout.of_layers(model_of_layers(T5, 4, 4), split)
         return float((work.total @ layout.counts(work.kinds).T).max())
 
     splits = [(a, b, 8 - a - b) for a in range(1, 7) for b in range(1, 8 - a)]

@@ -19,6 +19,7 @@ from megatron_dynapipe.tools.tuning.validate import (
     training_command,
     with_measured,
 )
+from tests.helpers.settings import settings_in_layers
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {:8d}/{:8d} | consumed samples:           80 |"
@@ -102,9 +103,7 @@ def layout(pipeline: int, **changes: object) -> TunedLayout:
 
 
 def settings_of(layers: int) -> PlannerSettings:
-    return PlannerSettings(
-        family=ModelFamily.GPT, hidden_size=128, encoder_layers=layers, decoder_layers=0, memory_limit_bytes=5_000_000
-    )
+    return settings_in_layers(ModelFamily.GPT, layers, hidden_size=128, memory_limit_bytes=5_000_000)
 
 
 def test_measured_layouts_come_first() -> None:
@@ -116,7 +115,7 @@ def test_measured_layouts_come_first() -> None:
     assert [each.pipeline_parallel for each in found.layouts] == [3, 1, 2, 4]
     assert [each.measured_ms for each in found.layouts] == [3.5, 7, None, None]
     assert found.layouts[2].measurement_error == "why"
-    assert [each.encoder_layers for each in found.settings] == [3, 1, 2, 4]
+    assert [each.model.layers for each in found.settings] == [3, 1, 2, 4]
 
 
 def test_a_layout_as_a_run_file() -> None:
