@@ -381,10 +381,7 @@ class ScheduleProblem:
 
     @property
     def bytes_alone(self) -> IntArray:
-        """Memory that each micro-batch needs besides model state, alone in flight, its messages among it.
-
-        `[micro-batches, stages]`.
-        """
+        """Bytes of each micro-batch alone in flight, with its messages, without model state: `[micro-batches, stages]`."""
         messages = np.pad(self.forward_message_bytes[:, :-1], ((0, 0), (1, 0)))
         if not self.forward_only:
             messages = messages + np.pad(self.backward_message_bytes[:, 1:], ((0, 0), (0, 1)))
