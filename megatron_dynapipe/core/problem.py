@@ -381,7 +381,7 @@ class ScheduleProblem:
 
     @property
     def bytes_alone(self) -> IntArray:
-        """Bytes of each micro-batch alone in flight, with its messages, without model state: `[micro-batches, stages]`."""
+        """Bytes of each micro-batch alone in flight, messages included, model state not: `[micro-batches, stages]`."""
         messages = np.pad(self.forward_message_bytes[:, :-1], ((0, 0), (1, 0)))
         if not self.forward_only:
             messages = messages + np.pad(self.backward_message_bytes[:, 1:], ((0, 0), (0, 1)))

@@ -29,7 +29,7 @@ def fastest(made: Planner, samples: Samples) -> int | None:
     count = len(samples.ids)
     rows = [rows for size in range(1, count + 1) for rows in combinations(range(count), size)]
     times: dict[frozenset[int], int] = {}
-    for layout in problem.layouts:
+    for layout in problem.batch_layouts:
         for mode in range(len(problem.modes)):
             members = [np.array(row, np.int64) for row in rows]
             costs, covered = problem.costs_of(members, [layout] * len(rows), np.full(len(rows), mode))
