@@ -23,7 +23,7 @@ from build_backend import ZIGLANG, machine_has_compiler  # noqa: E402
 
 CORE = "megatron_dynapipe.core._native"
 # No -ffast-math, no -march=native: a plan is the same on every machine.
-COMPILE_ARGS = ["-std=c++20", "-O2", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
+COMPILE_ARGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG", "-g0"]
 
 
 def use_zig() -> None:

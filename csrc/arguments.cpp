@@ -75,6 +75,7 @@ Problem problem_of(Keywords given) {
         .in_flight = {in_flight.data(), in_flight.data() + in_flight.size()},
         .replicas = given.get<int64_t>("replicas"),
         .division = static_cast<Division>(given.get<int64_t>("division")),
+        .enough = given.get<int64_t>("enough"),
         .chains = given.values<int32_t>("chains"),
         .extras = given.values<int64_t>("extras"),
         .rows = {.kinds = static_cast<size_t>(given.get<int64_t>("kinds")), .read = {}},

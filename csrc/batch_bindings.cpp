@@ -64,8 +64,8 @@ public:
     }
 
     // Of every replica: samples of its micro-batches one after another, how many each has, modes, whether they are
-    // packed, and passes.
-    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>>;
+    // packed, passes, and the time in ns that the search found for them.
+    using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>, int64_t>;
 
     std::vector<Replica> run_search(const Ints& order, const Partitions& partitions, int64_t evaluations,
                                     uint64_t seed) {
@@ -77,7 +77,8 @@ public:
         const std::lock_guard<std::mutex> guard(mutex_);
         dynapipe::Found found = search(problem_, *costs_, starting_rows(places), checked, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r) {
-            auto& [samples, sizes, modes, packed, passes] = result.emplace_back();
+            auto& [samples, sizes, modes, packed, passes, makespan] = result.emplace_back();
+            makespan = found.replicas[r].makespan;
             for (const MicroBatch* batch : found.replicas[r].micro_batches) {
                 for (int32_t place : batch->samples) samples.push_back(starting_rows_->maker.sample(place));
                 sizes.push_back(batch->samples.size());
@@ -241,7 +242,7 @@ void bind_batch_problem(nb::module_& module) {
         .def("start", &BatchProblem::start, "order"_a.noconvert(), "partitions"_a.noconvert(), "most"_a = nb::none(),
              "(ns, micro-batches of a replica) that a search starts with, or None.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage) per replica.")
+             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage, ns) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("packed_modules", &BatchProblem::packed_modules, "samples"_a.noconvert(), "sizes"_a.noconvert(),

@@ -307,18 +307,4 @@ bool CostCache::fits(const CostRow& row) const {
     return true;
 }
 
-void CostCache::mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const {
-    const size_t stages = modes.size();
-    row.values.assign(kCosts * stages, 0);
-    row.covered = true;
-    for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
-        if (std::find(modes.begin(), modes.end(), mode) == modes.end()) continue;
-        const CostRow& under_mode = under(mode);
-        row.covered &= under_mode.covered;
-        for (size_t at = 0; at < row.values.size(); ++at)
-            if (modes[at % stages] == mode) row.values[at] = under_mode.values[at];
-    }
-    row.fits = row.covered && fits(row);
-}
-
 }  // namespace dynapipe

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -101,7 +100,21 @@ public:
     bool packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out);
 
     // Takes every virtual stage's costs from the row under its mode, which `under` gives.
-    void mix(const Modes& modes, const std::function<const CostRow&(size_t)>& under, CostRow& row) const;
+    template <typename Under>
+    void mix(const Modes& modes, Under under, CostRow& row) const {
+        const size_t stages = modes.size();
+        row.values.assign(kCosts * stages, 0);
+        row.covered = true;
+        for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
+            if (std::find(modes.begin(), modes.end(), mode) == modes.end()) continue;
+            const CostRow& under_mode = under(mode);
+            row.covered &= under_mode.covered;
+            for (size_t at = 0; at < row.values.size(); at += stages)
+                for (size_t v = 0; v < stages; ++v)
+                    if (modes[v] == mode) row.values[at + v] = under_mode.values[at + v];
+        }
+        row.fits = row.covered && fits(row);
+    }
 
     // Of one sample in a row of so many positions like it, on every type of stage.
     struct Share {

@@ -5,6 +5,17 @@
 
 namespace dynapipe {
 
+namespace {
+
+// A change puts few samples, or two sorted runs, after one another.
+void sort_nearly_sorted(std::vector<int32_t>& values) {
+    const auto end = values.end();
+    for (auto at = std::is_sorted_until(values.begin(), end); at != end; at = std::is_sorted_until(at, end))
+        std::rotate(std::upper_bound(values.begin(), at, *at), at, at + 1);
+}
+
+}  // namespace
+
 std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
     std::vector<int32_t> samples(size);
     std::iota(samples.begin(), samples.end(), static_cast<int32_t>(first));
@@ -28,8 +39,7 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     MicroBatch& batch = next();
     batch.packed = packed;
     batch.samples.assign(samples.begin(), samples.end());
-    if (!std::is_sorted(batch.samples.begin(), batch.samples.end()))
-        std::sort(batch.samples.begin(), batch.samples.end());
+    sort_nearly_sorted(batch.samples);
     if (problem_.is_cut() && !take_pieces(batch)) return nullptr;
     Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
     places_.clear();

@@ -29,7 +29,7 @@ constexpr std::initializer_list<int64_t> kManyExtras{0, 1, 2, 3, 4, 5, 8};
 
 }  // namespace
 
-// Improves the best starts in rounds, each with a part of the evaluations, until one is left.
+// Improves the best starts in rounds, each with a part of the evaluations, until one is left or is good enough.
 void Search::compete(std::vector<Solution>& solutions) {
     struct Round {
         size_t solutions;
@@ -48,8 +48,11 @@ void Search::compete(std::vector<Solution>& solutions) {
         solutions.resize(std::min(solutions.size(), round->solutions));
         const int64_t share =
             evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
-        for (Solution& solution : solutions)
+        for (Solution& solution : solutions) {
+            if (is_enough(solutions[0])) return;
             if (share > 0) improve(solution, share);
+            if (is_enough(solution)) std::swap(solution, solutions[0]);
+        }
         by_objective(solutions);
         last -= share * static_cast<int64_t>(round->solutions);
     }
@@ -71,10 +74,11 @@ Found Search::improved(std::vector<Solution> solutions) {
     // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
     const int64_t part = problem_.may_pack ? kJitterPartPacked : kJitterPartPadded;
     const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
-    left_ -= robustifying;
-    const bool searches = left_ > 0;
+    const int64_t evaluations = left_ - robustifying;
+    left_ = evaluations;
     compete(solutions);
     Solution& best = solutions[0];
+    const bool searches = evaluations > 0 && !is_enough(best);
     for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
         if (searches)
             keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()),
@@ -83,7 +87,7 @@ Found Search::improved(std::vector<Solution> solutions) {
                           replica.makespan = std::min(replica.makespan, makespan);
                           return makespan < kUnreachable;
                       });
-    if (robustifying > 0) robustify(best, robustifying);
+    if (searches && robustifying > 0) robustify(best, robustifying);
     found.makespan = best.slowest();
     if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;
     for (ReplicaState& replica : best.replicas) {
@@ -144,7 +148,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t next_look = left_ - window;
     int64_t objective_then = best_objective;
     evaluator_.keep(current);
-    for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
+    for (int64_t idle = 0; left_ > until && idle < kMostIdle && !is_enough(best); ++idle) {
         if (left_ <= next_look) {
             if (objective_then - best_objective < best_objective / kLeastOfWindow) break;
             objective_then = best_objective;
@@ -254,7 +258,7 @@ Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
     };
     Found found = run(problem.division, kUnreachable);
     if (problem.division != Division::kAuto) return found;
-    if (evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
+    if (evaluations != 0 && found.makespan > problem.enough && found.gain <= found.makespan / kLeastGain) {
         Found whole = run(Division::kOff, found.started + found.started / kLeastGain);
         if (whole.makespan <= found.makespan) return whole;
     }

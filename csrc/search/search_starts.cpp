@@ -60,8 +60,11 @@ void Search::start_packed(ReplicaState& replica) {
     try_policies(joined(hill(large_first)), kFewExtras, kFewRules, replica);
     if (static_cast<int64_t>(large_first.size()) * problem_.pipeline.chunks > kManyRows) return;
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
-    std::stable_sort(modes_first.begin(), modes_first.end(),
-                     [](const MicroBatches& a, const MicroBatches& b) { return a[0]->modes > b[0]->modes; });
+    std::stable_sort(modes_first.begin(), modes_first.end(), [](const MicroBatches& a, const MicroBatches& b) {
+        const Modes &mine = a[0]->modes, &theirs = b[0]->modes;
+        const auto [at, other] = std::mismatch(mine.begin(), mine.end(), theirs.begin());
+        return at != mine.end() && *at > *other;
+    });
     for (const Blocks& order : {hill(modes_first), merged_hills(large_first, problem_.modes.size())})
         try_policies(joined(order), kFewExtras, kFewRules, replica);
 }

@@ -44,16 +44,13 @@ struct Solution {
     // The most that a replica whose makespan is 0 may take for an objective within the limit.
     int64_t most(int64_t limit) const {
         const int64_t others = slowest(), parts = kSlowestCounts * replicas.size();
-        int64_t sum = 0, low = 0, high = std::max<int64_t>(limit, 0);
+        int64_t sum = 0;
         for (const ReplicaState& replica : replicas) sum += replica.makespan;
-        while (low < high) {
-            const int64_t middle = high - (high - low) / 2;
-            if (std::max(middle, others) + (middle + sum) / parts <= limit)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        return low;
+        // m + (m + sum) / parts <= limit, rounded down, where it is the slowest; else others + (m + sum) / parts.
+        int64_t most = static_cast<int64_t>((static_cast<__int128>(limit) * parts - sum) / (parts + 1)) + 1;
+        while (most > 0 && most + (most + sum) / parts > limit) --most;
+        if (most < others) most = std::min(others, (limit - others + 1) * parts - sum - 1);
+        return std::clamp<int64_t>(most, 0, std::max<int64_t>(limit, 0));
     }
 };
 

@@ -56,7 +56,7 @@ def planned(
     cluster: str = AUTO,
     store_url_file: str | Path | None = None,
     store_bind: str = "127.0.0.1",
-    planners: int = 1,
+    planner_cores: int = 1,
     ahead: int = 8,
     timeout_s: float = 300.0,
     report_folder: str | Path = REPORT_FOLDER,
@@ -73,7 +73,7 @@ def planned(
         cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
         store_url_file: holds the URL of an existing plan store; by default the run starts one.
         store_bind: address at which its own store listens, for runs on several nodes.
-        planners: planner processes on each node.
+        planner_cores: cores of each node that plan, an iteration each.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait.
         report_folder: where logs, and samples of recipes, go.
@@ -97,7 +97,7 @@ def planned(
         cluster=cluster,
         store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
         store_bind=store_bind,
-        planners=planners,
+        planner_cores=planner_cores,
         ahead=ahead,
         timeout_s=timeout_s,
         report_folder=Path(report_folder),

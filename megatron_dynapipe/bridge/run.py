@@ -79,7 +79,7 @@ class PlannedRecipe:
         dataset: a dataset folder; None for the recipe's own samples.
         costs: a cost model file; None computes costs.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
-        planners: processes on each node.
+        planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
 
     Attributes:
@@ -100,7 +100,7 @@ class PlannedRecipe:
         cluster: str,
         store: StoreAddress | None,
         store_bind: str,
-        planners: int,
+        planner_cores: int,
         ahead: int,
         timeout_s: float,
         report_folder: Path,
@@ -119,7 +119,8 @@ class PlannedRecipe:
         self.long_samples = long_samples
         self.store = store
         self.store_bind = store_bind
-        self.planners = planners * machine.nodes()
+        self.planners = machine.nodes()
+        self.planner_cores: int | None = planner_cores
         self.ahead = ahead
         self.timeout_s = timeout_s
         self.report_folder = report_folder

@@ -45,12 +45,12 @@ class LeastCosts:
             )
         return np.asarray(least)
 
-    def stored_by_position(self) -> Floats:
-        """The least that a module stores of a position, in any micro-batch: `[kinds]`."""
+    def by_position(self, quantity: int) -> Floats:
+        """The least that a module takes, or stores, for a position, in any micro-batch: `[kinds]`."""
         positions = np.maximum(self.tables.inputs[:, None] + self.tables.targets, 1) * self.tables.sizes[:, None, None]
-        least = (self.values[:, Quantity.STORED] / positions).min(axis=(1, 2, 3))
+        least = (self.values[:, quantity] / positions).min(axis=(1, 2, 3))
         if self.packed is not None:
-            least = np.minimum(least, self._by_position(Quantity.STORED))
+            least = np.minimum(least, self._row_by_position(quantity))
         return np.asarray(least)
 
     def share(
@@ -65,25 +65,27 @@ class LeastCosts:
 
         A measured row's positions are `charged` to its samples by those of inputs and targets together, or of one.
         """
-        shares = self.values[:, quantity] / self.tables.sizes[:, None, None]
-        by_size = _at(shares, self.tables.inputs, self.tables.targets, inputs, targets)
-        smaller = np.concatenate([[0], self.tables.sizes[:-1]])  # a size between two costs what lies between theirs
-        too_large = smaller * np.maximum(inputs + targets, 1)[:, None] > most
-        least = np.where(too_large[:, None], np.inf, by_size).min(axis=2)
+        costs = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets)
+        largest = np.maximum(most / np.maximum(inputs + targets, 1), 1)  # size of a micro-batch of them alone
+        least = _least_share(costs, self.tables.sizes, largest)
         if self.packed is not None:
             attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
             positions = charged[0] * inputs + charged[1] * targets
-            least = np.minimum(least, self._by_position(quantity, most, charged) * positions[:, None] + attention)
+            least = np.minimum(least, self._row_by_position(quantity, most, charged) * positions[:, None] + attention)
         return np.asarray(least)
 
-    def _by_position(self, quantity: int, most: float = np.inf, charged: tuple[int, int] = (1, 1)) -> Floats:
-        """The least cost of a position of measured rows, besides attention: `[kinds]`."""
+    def _row_by_position(self, quantity: int, most: float = np.inf, charged: tuple[int, int] = (1, 1)) -> Floats:
+        """The least cost of a position of measured rows, apart from attention: `[kinds]`."""
         assert self.packed is not None, "asked where rows were measured"
-        inputs, targets = self.packed.row_inputs[:, None], self.packed.row_targets
-        smaller = np.pad(np.maximum(inputs + targets, 1)[:-1, :-1], ((1, 0), (1, 0)))
+        inputs, targets = self.packed.row_inputs, self.packed.row_targets
         linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
         costs = linear[:, :2].sum(axis=1) if quantity == BOTH else linear[:, quantity]
-        by_position = costs / np.maximum(charged[0] * inputs + charged[1] * targets, 1)
+        if len(targets) == 1 and targets[0] == 0 and inputs[-1] > 0:
+            of_rows = inputs > 0
+            sizes = charged[0] * inputs[of_rows]
+            return np.asarray(_least_share(costs[None, :, of_rows, 0], sizes, np.full(1, max(most, sizes[0])))[0])
+        smaller = np.pad(np.maximum(inputs[:, None] + targets, 1)[:-1, :-1], ((1, 0), (1, 0)))
+        by_position = costs / np.maximum(charged[0] * inputs[:, None] + charged[1] * targets, 1)
         return np.asarray(np.where(smaller > most, np.inf, by_position).min(axis=(1, 2)))
 
     def times(self, inputs: IntArray, targets: IntArray, *, cut: bool, most: float = np.inf) -> Floats:
@@ -103,6 +105,22 @@ class LeastCosts:
             least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
             sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
         return np.asarray(sum(sums))
+
+
+def _least_share(costs: Floats, sizes: IntArray, largest: Floats) -> Floats:
+    """The least of cost / size over sizes of at most `largest`: of `[samples, kinds, sizes]`, `[samples, kinds]`.
+
+    Costs are linear between two sizes, so that the least is that of a size of the grid, or of the largest itself.
+    """
+    at = np.clip(largest, sizes[0], sizes[-1])
+    high = np.searchsorted(sizes, at)
+    low, rows = np.maximum(high - 1, 0), np.arange(len(costs))
+    part = ((at - sizes[low]) / np.maximum(sizes[high] - sizes[low], 1))[:, None]
+    at_low = np.where(part < 1, costs[rows, :, low], 0.0)
+    at_high = np.where(part > 0, costs[rows, :, high], 0.0)
+    at_largest = (at_low * (1 - part) + at_high * part) / at[:, None]
+    shares = np.where(sizes > at[:, None, None], np.inf, costs / sizes)
+    return np.asarray(np.minimum(shares.min(axis=2), at_largest))
 
 
 def _never_falling(values: IntArray) -> Floats:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_dynapipe.choosing.least_work import enough_ns
 from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, CostTables, IntArray
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.planner import Planner
@@ -46,6 +47,7 @@ def planner_over(settings: PlannerSettings, tables: Sequence[CostTables], *, cos
         ways=ways_of(settings),
         rules=RULES,
         costs_digest=costs_digest,
+        enough_ns=enough_ns,
     )
 
 

@@ -54,6 +54,7 @@ class BatchProblem:
         labels: _Ints,
         labelled: _Ints,
         division: int,
+        enough: int,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool
@@ -72,8 +73,8 @@ class BatchProblem:
         partitions: Sequence[tuple[_Ints, _Ints]],
         evaluations: int,
         seed: int,
-    ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int]]]:
-        """Samples of all micro-batches, their sizes, modes, whether they are packed, and the passes of every stage.
+    ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int], int]]:
+        """Samples of all micro-batches, their sizes, modes, whether they are packed, passes of every stage, and ns.
 
         Per replica; empty where none fits. -1 evaluations take the default.
         """

@@ -5,7 +5,7 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class Planner:
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
         rules: that plans of these ways have to hold.
         costs_digest: of what the tables are of; a part of every plan's identity.
+        enough_ns: the time of a training plan of these samples that is near what no plan can pass, or 0.
 
     Raises:
         InfeasibleError: a stage's model state alone exceeds the memory limit.
@@ -64,12 +65,14 @@ class Planner:
         ways: Sequence[Sequence[Way]],
         rules: PlanRules,
         costs_digest: str,
+        enough_ns: "Callable[[Planner, Samples], int] | None" = None,
     ) -> None:
         self.settings = settings
         self.tables = tuple(tables)
         self.ways = ways
         self.rules = rules
         self.costs_digest = costs_digest
+        self._enough_ns = enough_ns
         self.layout = settings.layout
         self.links = links
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
@@ -97,6 +100,7 @@ class Planner:
             ways=self.ways,
             rules=self.rules,
             costs_digest=self.costs_digest,
+            enough_ns=self._enough_ns,
         )
 
     def plan(self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False) -> IterationPlan:
@@ -158,9 +162,10 @@ class Planner:
             problem = self.problem(samples, forward_only=forward_only)
             group = self.settings.replicas_in_step
             busy = min(problem.replicas // group, -(-len(samples.ids) // group))  # the other replicas are idle
+            enough = 0 if self._enough_ns is None or forward_only else self._enough_ns(self, samples)
         for ways in self.ways:
             with timed(seconds, "partition"):
-                planned = replace(problem, replicas=busy)
+                planned = replace(problem, replicas=busy, enough_ns=enough)
                 candidates = [candidate for way in ways for candidate in way.candidates(samples, planned)]
             with timed(seconds, "schedule"):
                 found = best(candidates, self.settings.schedule)

@@ -126,6 +126,7 @@ class BatchProblem:
             None where all do.
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
+        enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
     """
 
     inputs: IntArray
@@ -151,6 +152,7 @@ class BatchProblem:
     labels: IntArray | None = None
     label_experts: bool = False
     every_quantity: bool = False
+    enough_ns: int = 0
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -197,6 +199,7 @@ class BatchProblem:
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
                 extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
+                enough=self.enough_ns,
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -378,10 +381,7 @@ class ScheduleProblem:
 
     @property
     def bytes_alone(self) -> IntArray:
-        """Memory that each micro-batch needs besides model state, alone in flight, its messages among it.
-
-        `[micro-batches, stages]`.
-        """
+        """Bytes of each micro-batch alone in flight, messages included, model state not: `[micro-batches, stages]`."""
         messages = np.pad(self.forward_message_bytes[:, :-1], ((0, 0), (1, 0)))
         if not self.forward_only:
             messages = messages + np.pad(self.backward_message_bytes[:, 1:], ((0, 0), (0, 1)))

@@ -146,5 +146,5 @@ def search(
             modes=np.array(modes, np.int64).reshape(-1, layout.virtual_stages),
             order=from_codes(np.array(passes, np.int64).reshape(layout.stages, -1), layout.chunks),
         )
-        for samples, sizes, modes, packed, passes in replicas
+        for samples, sizes, modes, packed, passes, _ in replicas
     ]

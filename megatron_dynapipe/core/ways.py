@@ -120,7 +120,8 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
     if ahead is not None and ahead is not default:
         found = ahead.scheduled(chosen)
         few = few or (found is not None and len(found.members) <= FEW_ROWS * ahead.problem.replicas)
-        if found is not None and not (few and default is not None):
+        proven = found is not None and found.makespan_ns <= ahead.problem.enough_ns
+        if found is not None and (proven or not (few and default is not None)):
             return ahead, found
     other = None if default is None else default.scheduled(chosen)
     if ahead is not None and found is not None and (other is None or found.makespan_ns <= other.makespan_ns):

@@ -4,12 +4,15 @@
 ├──── keep_behind ────┤────── progress ──────┤──── look_ahead ────┤
    deleted before ◄
 
-Of P planners, planner p plans the iterations i with i mod P = p. Nothing depends on it: a plan is a pure function,
-which nodes make themselves where it is late (`source`).
+Of P planners, planner p plans the iterations i with i mod P = p, as many at once as it has cores, and publishes them in
+the order in which training needs them. Nothing depends on it: a plan is a pure function, which nodes make themselves
+where it is late (`source`).
 """
 
 import logging
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
@@ -20,6 +23,10 @@ from megatron_dynapipe.store import Store
 logger = logging.getLogger(__name__)
 _LOOK_S = 5.0
 """How long a planner without work, room or a store waits before it looks again."""
+
+
+type Entry = tuple[int, int, bytes]
+"""(replica, stage, the encoded part of the plan)."""
 
 
 class SplitWindow:
@@ -68,6 +75,7 @@ class PlannerLoop:
         self._store = store
         self._keys = settings.keys
         self._splits = [SplitWindow(split, settings) for split in settings.inputs.splits]
+        self._pool = ThreadPoolExecutor(settings.cores, thread_name_prefix="planner")
         self._doing = "starting"
         self._moved = time.monotonic()
 
@@ -88,16 +96,17 @@ class PlannerLoop:
             raise
 
     def _step(self) -> bool:
-        """Plan and publish one iteration, or wait for training; whether all is planned."""
+        """Plan and publish an iteration for every core, or wait for training; whether all is planned."""
         try:
             self._look()
             if all(split.is_planned for split in self._splits):
                 return True
-            waiting = [(split, split.unplanned[0]) for split in self._splits if split.unplanned]
+            waiting = [(split, iteration) for split in self._splits for iteration in split.unplanned]
+            waiting.sort(key=lambda pair: pair[1] - pair[0].progress)
             if not waiting:
                 self._await_training()
             else:
-                self._plan(*min(waiting, key=lambda pair: pair[1] - pair[0].progress))
+                self._plan(waiting[: self._settings.cores])
         except StoreFullError as error:
             logger.info("%s; planning goes on with training", error)
             self._await_training()
@@ -130,9 +139,14 @@ class PlannerLoop:
                 self._moved = time.monotonic()
             self._store.delete([key for i in split.left_behind() for key in self._keys_of(split, i)])
 
-    def _plan(self, split: SplitWindow, iteration: int) -> None:
-        self._doing = f"planning iteration {iteration} of {split.name}"
-        entries = self._source.entries(split.name, iteration)
+    def _plan(self, waiting: Sequence[tuple[SplitWindow, int]]) -> None:
+        """Plan iterations at once, and publish every one once those before it are published."""
+        planned = self._pool.map(lambda pair: self._source.entries(pair[0].name, pair[1]), waiting)
+        for split, iteration in waiting:
+            self._doing = f"planning iteration {iteration} of {split.name}"
+            self._publish(split, iteration, next(planned))
+
+    def _publish(self, split: SplitWindow, iteration: int, entries: Sequence[Entry]) -> None:
         self._doing = f"publishing iteration {iteration} of {split.name}"
         items = [
             (self._keys.plan(split=split.name, iteration=iteration, replica=replica, stage=stage), data)

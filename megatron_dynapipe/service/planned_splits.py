@@ -1,6 +1,7 @@
 """Plans of a dataset on disk, as the planner process makes them, and any node where it is late."""
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,10 @@ _DRAWN_BY = (".idx", ".ends.npy", ".tasks.npy", ".spans.npy")
 
 
 class PlannedSplits:
-    """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for."""
+    """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for.
+
+    Safe to use from several threads: planning leaves the interpreter to others for most of its time.
+    """
 
     def __init__(self, inputs: PlanInputs) -> None:
         """Read lengths and costs.
@@ -32,6 +36,7 @@ class PlannedSplits:
         self._planner = planner_of(inputs.planner, inputs.costs.load())
         self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
+        self._drawing = threading.Lock()
         check_unchanged(inputs)  # after they were opened: a folder that is replaced later does not matter
         for name, sampler in self._samplers.items():
             logger.info("%s: %s", name, sampler.report)
@@ -43,7 +48,9 @@ class PlannedSplits:
         place = iteration
         if evaluation is not None:
             place = iteration % evaluation % (sampler.batches.count or evaluation)
-        return encode_entries(self._planner.plan(sampler.batch(place), iteration, forward_only=evaluation is not None))
+        with self._drawing:  # samplers keep what they have drawn
+            batch = sampler.batch(place)
+        return encode_entries(self._planner.plan(batch, iteration, forward_only=evaluation is not None))
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -9,6 +11,8 @@ from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
 STOP_TIMEOUT_S = 10.0  # it runs below training's threads, on a busy machine slowly
+_USER_TIME, _SYSTEM_TIME = 11, 12
+"""Places of `utime` and `stime` (proc(5)) among the fields after the command's name."""
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 
 
@@ -28,11 +32,13 @@ class PlannerProcess:
         """
         self._settings = settings
         self._log_path = log_path
+        self._processor_s = 0.0
 
     def __enter__(self) -> Self:
         self._log = ChildLog(self._log_path)
-        # A planner is one thread of its own; the cores are training's.
+        # A planner's threads are those that its settings name; the other cores are training's.
         env = os.environ | {"PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
+        self._began = time.monotonic()
         self._process = start(_COMMAND, log=self._log, stdin=encode_settings(self._settings), env=env)
         return self
 
@@ -44,4 +50,20 @@ class PlannerProcess:
     @property
     def status(self) -> int | None:
         """Its exit status; None while it runs."""
+        self._note_time()  # which is gone once the status was asked for
         return self._process.poll()
+
+    @property
+    def load(self) -> str:
+        """Cores that it has taken in the mean since its start, of those that it may take: "0.8 of 4"."""
+        self._note_time()
+        elapsed_s = max(time.monotonic() - self._began, 1e-9)
+        return f"{self._processor_s / elapsed_s:.1f} of {self._settings.cores}"
+
+    def _note_time(self) -> None:
+        """Read how much processor time it has taken, unless it has ended and its status was asked for."""
+        if self._process.returncode is None:
+            with suppress(OSError, ValueError, IndexError):  # where the kernel does not say
+                fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+                ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
+                self._processor_s = ticks / os.sysconf("SC_CLK_TCK")

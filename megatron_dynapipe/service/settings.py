@@ -126,6 +126,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         settings_digest: `PlanInputs.digest()`, as the readers compute it.
         planner: this process, which plans the iterations i with i mod planners = planner.
         planners: processes that share the iterations.
+        cores: so many iterations this process plans at once.
         look_ahead: how many iterations beyond the one in training are planned.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
         retention_s: how long a key stays that nobody deletes; None keeps all, on a server of the job's own.
@@ -138,6 +139,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     settings_digest: str
     planner: _AtLeastZero = 0
     planners: _AtLeastOne = 1
+    cores: _AtLeastOne = 1
     look_ahead: _AtLeastOne = 8
     keep_behind: _AtLeastZero = 2
     retention_s: _AtLeastOne | None = RETENTION_S

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
 from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, limits
+from megatron_dynapipe.choosing.planners import planner_over
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import even_layer_split
-from tests.core.planner_cases import batch_of, planner
+from tests.core.planner_cases import batch_of, of_padded_costs, planner
 from tests.helpers.examples import examples
 
 
@@ -50,7 +51,16 @@ def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None
         "10% is lost to waits between stages; passes took 5% less than predicted."
         " Batches of more samples would have fewer waits"
     )
-    assert described({"work": 1.0, "order": 0.0}) == "100% of the time is work that no plan can avoid"
+    assert described({"work": 1.0, "order": 0.0}).startswith("100% of the time is work that no plan can avoid; proven")
+
+
+def test_a_plan_near_its_bound_is_said_to_be_proven() -> None:
+    near = {"work": 0.9, "stages": 0.06, "memory": 0.037, "order": 0.003}
+    assert described(near).startswith("90% of the time is work that no plan can avoid; 6% is lost to filling")
+    assert described(near).endswith("; proven within 0.4%")
+    slower = near | {"order": 0.002, "prediction": 0.3, "waits": 0.1}
+    assert "; proven within 0.3%" in described(slower)
+    assert "proven" not in described(near | {"order": 0.01})
     assert CAUSES.keys() == ADVICE.keys()
 
 
@@ -66,10 +76,11 @@ def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None
     slices=st.sampled_from(["off", "auto"]),
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
     counting=st.sampled_from([None, 0, 0.1]),
+    derived=st.booleans(),
 )
 @settings(max_examples=examples(40))
 def test_no_plan_is_faster_than_its_limits(
-    family, pairs, stages, chunks, halves, replicas, memory, split, slices, layouts, counting
+    family, pairs, stages, chunks, halves, replicas, memory, split, slices, layouts, counting, derived
 ):
     t5 = family is ModelFamily.T5
     changes = {"split_backward": split, "micro_batch_layouts": layouts, "slices": "off" if t5 else slices}
@@ -86,6 +97,7 @@ def test_no_plan_is_faster_than_its_limits(
         lengths = replace(lengths, labels=(lengths.input_lengths * counting).astype(np.int32))
     try:
         made = planner(family, **changes)
+        made = of_padded_costs(made) if derived else made
         plan = made.plan(lengths, 0)
     except InfeasibleError:
         return
@@ -133,3 +145,16 @@ def test_the_best_order_of_a_plans_micro_batches_lies_between_its_limit_and_the_
     optimum = best_makespan(costs)
     bounds = limits(made, samples, plan)
     assert bounds.micro_batches <= optimum <= plan.totals.predicted_ns <= optimum * 1.02
+
+
+def test_a_row_of_a_short_sample_that_is_rounded_up_costs_less_than_the_sample_padded() -> None:
+    """Two positions are a quarter of a row of eight; where four samples take as long as one, so is their time."""
+    made = planner(ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), pipeline_parallel=4, slices="off")
+    tables = []
+    for under_mode in made.tables:
+        values = np.ascontiguousarray(np.broadcast_to(under_mode.values[:, :, :1], under_mode.values.shape))
+        tables.append(replace(under_mode, values=values, separate=None, packed=None))
+    flat = planner_over(made.settings, tables, costs_digest=made.costs_digest)
+    samples = batch_of((2, 0))
+    plan = flat.plan(samples, 0)
+    assert limits(flat, samples, plan).stages <= plan.totals.predicted_ns

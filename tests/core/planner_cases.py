@@ -1,12 +1,13 @@
 """A small planner over analytic costs, and batches for it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
@@ -44,6 +45,12 @@ def settings(family: ModelFamily, **changes: Any) -> PlannerSettings:
 
 def planner(family: ModelFamily, **changes: Any) -> Planner:
     return planner_of(settings(family, **changes), cost_model(family))
+
+
+def of_padded_costs(made: Planner) -> Planner:
+    """The planner if only padded micro-batches had been measured, so that packed rows' costs are derived."""
+    tables = [replace(under_mode, packed=None) for under_mode in made.tables]
+    return planner_over(made.settings, tables, costs_digest=made.costs_digest)
 
 
 def batch(family: ModelFamily, samples: int, *, seed: int = 0) -> GlobalBatch:

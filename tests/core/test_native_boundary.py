@@ -61,6 +61,7 @@ def good() -> dict[str, Any]:
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
+        "enough": 0,
     }
 
 
@@ -73,7 +74,7 @@ def test_good_input() -> None:
     order, partitions = problem.partition(orders=[ints(0, 1, 2)], improve=True)
     assert sorted(order) == [0, 1, 2]
     assert partitions == [([3], [0], 2, 4)]
-    ((_, sizes, _, packed, _),) = problem.search(**search_arguments())
+    ((_, sizes, _, packed, *_),) = problem.search(**search_arguments())
     assert sorted(sizes) in ([1, 1, 1], [1, 2], [3])
     assert packed == [False] * len(sizes)
     rows, covered = problem.costs(
@@ -321,6 +322,8 @@ def test_fuzz(data: st.DataObject) -> None:
     assert sorted(order) == list(range(samples))
     found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
     assert all(sizes.sum() == samples for sizes, _ in found)
-    for placed, sizes, modes, packed, _ in problem.search(order=ints(*order), partitions=found, evaluations=20, seed=0):
+    for placed, sizes, modes, packed, *_ in problem.search(
+        order=ints(*order), partitions=found, evaluations=20, seed=0
+    ):
         assert sum(sizes) == len(placed)
         assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem, from_codes
+from megatron_dynapipe.core.simulate import simulate
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import ABSENT, PackedTables, Quantity
 from megatron_dynapipe.costing.shape import Experts
 from tests.core.packed_oracle import derived_costs
@@ -146,3 +147,40 @@ def test_experts_of_the_last_layer_cost_what_counts_where_they_run_that(
     part = (positions // 2).sum() / positions.sum()
     of_all = forward_ns(positions, True)
     assert half[1] == pytest.approx(apart[1] + part * (of_all[1] - apart[1]), rel=0.05)
+
+
+def check_times_of_search(problem: BatchProblem, *, evaluations: int, seed: int = 0) -> int:
+    """Micro-batches that a search has found; their orders take, at prices from scratch, what it has said."""
+    every = np.arange(len(problem.inputs))
+    found = problem.native.search(order=every, partitions=[], evaluations=evaluations, seed=seed)
+    stages, chunks = problem.layout.stages, problem.layout.chunks
+    for samples, sizes, modes, packed, passes, time_ns in found:
+        members = np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1])
+        layouts = [BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed]
+        costs, covered = problem.costs_of(members, layouts, np.array(modes, np.int64))
+        order = from_codes(np.array(passes, np.int64).reshape(stages, -1), chunks)
+        assert covered.all()
+        assert simulate(costs, order).makespan_ns == time_ns
+    return sum(len(sizes) for _, sizes, *_ in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed_problems(), st.integers(0, 9))
+def test_rows_that_follow_from_others_are_priced_as_from_scratch(problem: BatchProblem, seed: int) -> None:
+    check_times_of_search(problem, evaluations=150, seed=seed)
+
+
+@pytest.mark.parametrize("labels", [False, True], ids=["all positions", "labels"])
+@pytest.mark.parametrize("measured", [False, True], ids=["derived", "measured"])
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": 3}, {"chunks": 2}], ids=["", "replicas", "chunks"])
+def test_many_moves_leave_prices_as_they_are_from_scratch(
+    changes: dict[str, int], measured: bool, labels: bool
+) -> None:
+    layouts = {"micro_batch_layouts": tuple(BatchLayout), "recompute": tuple(Recompute), "encoder_layers": 8}
+    made = planner(ModelFamily.GPT, **layouts, **changes)
+    problem = made.problem(made.samples(batch(ModelFamily.GPT, 60)))
+    if not measured:
+        problem = replace(problem, modes=tuple(replace(tables, packed=None) for tables in problem.modes))
+    if labels:
+        problem = replace(problem, labels=problem.input_positions // 3)
+    assert check_times_of_search(problem, evaluations=2000) > 1

@@ -98,6 +98,29 @@ def test_iterations_are_shared_by_their_number_ahead_of_training(
     assert [iteration for _, iteration in source.planned] == planned
 
 
+def test_as_many_iterations_are_planned_at_once_as_there_are_cores_and_published_in_order(settings, store) -> None:
+    job = only_train(settings(look_ahead=100, cores=3), iterations=6)
+    met = threading.Barrier(3)
+    published: list[int] = []
+    keys = [job.keys.plan(split="train", iteration=i, replica=0, stage=0) for i in range(6)]
+
+    class Meeting(FakeSource):
+        def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+            met.wait(30)  # for two others, which are planned at the same time
+            until(lambda: iteration % 3 == 2 or iteration + 1 in [i for _, i in self.planned])  # the last ends first
+            return super().entries(split, iteration)
+
+    class Watched(MemoryStore):
+        def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
+            published.append(keys.index(items[0][0]))
+            super().put_all(items)
+
+    source = Meeting()
+    PlannerLoop(job, source, Watched()).run()  # type: ignore[arg-type]
+    assert [i for _, i in source.planned] == [2, 1, 0, 5, 4, 3]
+    assert published == [0, 1, 2, 3, 4, 5]
+
+
 def test_splits_take_turns_and_what_training_has_left_behind_is_deleted(settings, source, store) -> None:
     job = settings(look_ahead=1, keep_behind=1, idle_timeout_s=2.0)
     with running(job, source, store):

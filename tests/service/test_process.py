@@ -7,10 +7,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import PlannerFailedError, StoreTimeoutError
-from megatron_dynapipe.service import PlannerProcess, ServiceSettings
+from megatron_dynapipe.service import PlanInputs, PlannerProcess, ServiceSettings
 from megatron_dynapipe.service.failure import decode_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import encode_settings
@@ -42,6 +43,20 @@ def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
             store.announce(job.keys.progress("train"), iteration)
         assert fetched(store, job, "valid", 0).forward_only
         assert planner.status is None
+
+
+def test_its_load_is_known_while_it_runs_and_after_it_has_ended(settings) -> None:
+    job = settings(iterations=2, cores=2, look_ahead=100)
+    with PlannerProcess(msgspec.structs.replace(job, inputs=only_training(job))) as planner:
+        until(lambda: float(planner.load.removesuffix(" of 2")) > 0)
+        until(lambda: planner.status == 0)
+        taken_s = planner._processor_s
+        assert taken_s >= 0.1, "the interpreter alone takes longer"
+        assert float(planner.load.split()[0]) <= 2 and planner._processor_s == taken_s
+
+
+def only_training(job: ServiceSettings) -> PlanInputs:
+    return msgspec.structs.replace(job.inputs, splits=job.inputs.splits[:1])
 
 
 def test_it_runs_below_training_and_its_password_shows_nowhere(settings, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -44,6 +45,14 @@ def test_what_is_late_is_made_as_planners_make_it(job, store, make) -> None:
     assert plans.fetch("train", 5, PLACES) == expected
     without = PlanSource(job.inputs, None, job.keys, who="rank 0", deadline_s=1e6)
     assert without.fetch("train", 5, PLACES) == expected
+
+
+def test_plans_are_the_same_bytes_however_many_threads_make_them(job) -> None:
+    iterations = range(8)
+    alone = [PlannedSplits(job.inputs).entries("train", iteration) for iteration in iterations]
+    shared = PlannedSplits(job.inputs)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda iteration: shared.entries("train", iteration), iterations)) == alone
 
 
 def test_every_evaluation_is_of_the_same_samples(job) -> None:

@@ -206,11 +206,11 @@ class RunLog:
         """Write the records that are left."""
         self._recorder.flush()
 
-    def print_report(self) -> None:
-        """At the run's end: gather every rank's records and print the summary, on rank 0."""
+    def print_report(self, planning_load: str) -> None:
+        """At the run's end: gather every rank's records and print the summary and the planner's load, on rank 0."""
         summary = self._recorder.report()
         if summary is not None:
-            say(summary)
+            say("\n".join(filter(None, [summary, planning_load])))
 
 
 def _peak_flops(run: RunConfig) -> float:

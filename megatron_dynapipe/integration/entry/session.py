@@ -82,6 +82,7 @@ class Session:
         self._resources = ExitStack()
         self._iterators: dict[str, AgreedIterator] = {}
         self._log: RunLog | None = None
+        self._supply: PlanSupply | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +208,7 @@ class Session:
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
         if self._log is not None:
-            self._log.print_report()
+            self._log.print_report("" if self._supply is None else self._supply.planning_load)
 
     def _start(self) -> None:
         self._clock.ends("model and optimizer")
@@ -238,7 +239,7 @@ class Session:
         )
         self._resources.callback(steps.close)
         replica = parallel_state.get_data_parallel_rank()
-        supply = self._resources.enter_context(
+        supply = self._supply = self._resources.enter_context(
             PlanSupply(run, self._control, inputs, device=self._device, replica=replica, stage=steps.stage)
         )
         self._longest = _maximum(inputs)

@@ -29,6 +29,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     TRAINING,
     above_zero,
     add_planning_flags,
+    cores,
     number,
     positive,
 )
@@ -193,10 +194,12 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
 def _add_run_flags(add: Callable[..., Any]) -> None:
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
     add(
+        "--dynapipe-planner-cores",
         "--dynapipe-planners",
-        type=positive,
-        metavar="N",
-        help="planner processes on each node (default: one for all nodes)",
+        type=cores,
+        metavar="N|auto",
+        help="cores of each node that plan, an iteration each, or auto for those that ranks leave: all but two for each"
+        " (default: one core for all nodes)",
     )
     deadline = "deadline of every wait (default %(default).0f)"
     add("--dynapipe-timeout-s", type=above_zero, default=EARLY_FLAGS["dynapipe_timeout_s"], metavar="S", help=deadline)

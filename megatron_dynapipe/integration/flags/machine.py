@@ -68,6 +68,11 @@ def node_of(rank: int) -> int:
     return rank // local_world_size()
 
 
+def spare_cores() -> int:
+    """Cores of this node that its ranks leave to a planner: all but two for each, and at least one."""
+    return max(len(os.sched_getaffinity(0)) - 2 * local_world_size(), 1)
+
+
 def ranks_per_device(devices: int) -> int:
     """The most ranks of this node that share one of its devices."""
     return -(-local_world_size() // devices)

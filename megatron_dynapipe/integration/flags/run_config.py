@@ -79,7 +79,8 @@ class RunConfig:
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
-        planners: planner processes of the job.
+        planners: planner processes of the job: one, or one on each node.
+        planner_cores: of each, which plan so many iterations at once; None for what ranks leave.
         shape: sizes of the model.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
@@ -109,6 +110,7 @@ class RunConfig:
     store: StoreAddress | None
     store_bind: str
     planners: int
+    planner_cores: int | None
     shape: ModelShape
     ahead: int
     timeout_s: float

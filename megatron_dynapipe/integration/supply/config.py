@@ -34,7 +34,11 @@ class SupplyConfig(Protocol):
 
     @property
     def planners(self) -> int:
-        """Planner processes of the job."""
+        """Planner processes of the job: one, or one on each node."""
+
+    @property
+    def planner_cores(self) -> int | None:
+        """Cores of each, which plan so many iterations at once; None for what ranks leave."""
 
     @property
     def ahead(self) -> int:

@@ -1,8 +1,8 @@
 """Where a rank's plans come from: the store, the planners that fill it, the iterators that read it.
 
 rank 0             starts the store, or finds the one it was given, and names the launch
-first of a node    starts the node's planner processes, the first of which is on rank 0's node; fetches the plans of all
-                   ranks of the node, or makes them where they are late, and hands them on
+first of a node    starts the node's planner process (without a number of cores only rank 0's node has one); fetches the
+                   plans of all ranks of the node, or makes them where they are late, and hands them on
 every rank         prefetches its share of every split's iterations
 """
 
@@ -73,6 +73,7 @@ class PlanSupply:
         self._ahead = max(settings.ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None
+        self._planner: PlannerProcess | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -95,6 +96,11 @@ class PlanSupply:
         if isinstance(error, SystemExit) and not error.code:  # Megatron's end before --train-iters
             kind = error = trace = None
         self._resources.__exit__(kind, error, trace)
+
+    @property
+    def planning_load(self) -> str:
+        """How much of its cores this node's planner has taken, as a line of text; empty where there is none."""
+        return "" if self._planner is None else f"planning: {self._planner.load} of this node's cores"
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""
@@ -172,7 +178,7 @@ class PlanSupply:
         return msgspec.json.encode(launch).decode()
 
     def _start_planners(self, launch: _Launch) -> None:
-        """On the first rank of each node: connect, and start the node's planners."""
+        """On the first rank of each node: connect, and start the node's planner."""
         if not self._node.is_first:
             return
         run, (address, job, retention_s) = self._settings, launch
@@ -181,20 +187,21 @@ class PlanSupply:
         store = open_store(address, retention_s=retention_s, reply_timeout_s=reply_timeout_s)
         self._resources.enter_context(store)
         run.report_folder.mkdir(parents=True, exist_ok=True)
-        processes = []
-        for planner in range(machine.node_of(self._control.rank), run.planners, machine.nodes()):
+        node = machine.node_of(self._control.rank)
+        if node < run.planners:
             service = ServiceSettings(
                 store=address,
                 job=job,
                 settings_digest=keys.settings_digest,
-                planner=planner,
+                planner=node,
                 planners=run.planners,
+                cores=min(machine.spare_cores(), run.ahead) if run.planner_cores is None else run.planner_cores,
                 look_ahead=run.ahead,
                 retention_s=retention_s,
                 inputs=self._inputs,
             )
-            process = PlannerProcess(service, log_path=run.report_folder / f"planner-{planner}.log")
-            processes.append(self._resources.enter_context(process))
+            self._planner = PlannerProcess(service, log_path=run.report_folder / f"planner-{node}.log")
+            self._resources.enter_context(self._planner)
         self._source = PlanSource(
             self._inputs,
             store,
@@ -202,6 +209,6 @@ class PlanSupply:
             who=f"rank {self._control.rank}",
             deadline_s=run.timeout_s,
             planners=run.planners,
-            may_come=lambda: not processes or any(process.status is None for process in processes),
+            may_come=lambda: self._planner is None or self._planner.status is None,
             say=warn,
         )

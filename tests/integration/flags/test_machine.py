@@ -1,5 +1,6 @@
 """What a run runs on: GPUs of ranks, its cluster file, links and memory."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,10 @@ def test_ranks_do_not_share_a_gpu_over_nccl(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="a GPU for each of this node's 4 ranks, got 2: nccl does not") as caught:
         machine.device_index(1, devices=2, backend="nccl")
     assert "--distributed-backend gloo" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "spare"), [(64, 8, 48), (16, 8, 1), (2, 2, 1), (4, 1, 2)])
+def test_a_planner_has_the_cores_that_ranks_leave(monkeypatch, cores, ranks, spare) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert machine.spare_cores() == spare

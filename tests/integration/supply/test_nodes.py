@@ -14,11 +14,11 @@ from tests.helpers.processes import in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 PER_NODE = 2
-FLAGS = "--pipeline-model-parallel-size 2 --train-iters 20 --dynapipe-planners 2 --dynapipe-store-bind 127.0.0.1"
+FLAGS = "--pipeline-model-parallel-size 2 --train-iters 20 --dynapipe-planner-cores 2 --dynapipe-store-bind 127.0.0.1"
 
 
 def supplied(*, rank: int, world_size: int, data: str, folder: str) -> dict[str, Any]:
-    """The planners of this rank's node, and what it fetches of three iterations."""
+    """The planner of this rank's node, and what it fetches of three iterations."""
     os.environ |= {"LOCAL_RANK": str(rank % PER_NODE), "LOCAL_WORLD_SIZE": str(PER_NODE)}
     from megatron_dynapipe import cpu
 
@@ -36,21 +36,24 @@ def supplied(*, rank: int, world_size: int, data: str, folder: str) -> dict[str,
     device = torch.device("cpu")
     with PlanSupply(run, control, run.inputs, device=device, replica=place[0], stage=place[1]) as supply:
         entries = [supply._fetch(split, 0, iteration) for iteration in range(3)]
+        load = supply.planning_load
         dist.barrier()
     return {
         "planners": sorted(path.name for path in report.glob("planner-*.log")),
+        "load": load,
         "fetches": supply._source is not None,
         "places": [(entry.iteration, entry.replica, entry.stage_plan.stage) for entry in entries],
         "digests": [entry.plan_digest for entry in entries],
     }
 
 
-def test_the_first_rank_of_each_node_starts_its_planners_and_hands_plans_on(tmp_path: Path) -> None:
+def test_the_first_rank_of_each_node_starts_its_planner_and_hands_plans_on(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", lengths=(1, 30))
     ranks = run_ranks(supplied, 4, {"data": str(data), "folder": str(tmp_path)})
     for number, rank in enumerate(ranks):
         node = number // PER_NODE
-        assert rank["planners"] == [f"planner-{planner}.log" for planner in (node, node + 2)]
+        assert rank["planners"] == [f"planner-{node}.log"]
+        assert rank["load"].endswith(" of 2 of this node's cores") if rank["fetches"] else not rank["load"]
         assert rank["fetches"] == (number % PER_NODE == 0)
         assert rank["places"] == [(iteration, number % 2, number // 2) for iteration in range(3)]
         assert rank["digests"] == ranks[0]["digests"], "one plan on all nodes"

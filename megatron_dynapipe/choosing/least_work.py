@@ -1,0 +1,248 @@
+"""The least work of a batch's samples: what no plan of them can do with less, over all splits of the modules.
+
+`choosing.limits` tells the ladder of bounds that this gives, and why memory bounds it.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from megatron_dynapipe.choosing.least_costs import BOTH, INPUT, LeastCosts
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.costs import CostTables, Floats, Quantity
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import IntArray
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
+from megatron_dynapipe.costing.state import ModelState
+from megatron_dynapipe.ways.pieces import can_cut
+
+MOST_LENGTHS = 400
+"""Different samples that are told apart; of more, lengths are rounded down."""
+_UNKNOWN = 1e30
+"""Above any time and any memory: of a sample that does not fit in a mode."""
+
+
+PROVEN = 0.005
+"""A plan that is so near what no plan can pass is not searched any further."""
+
+
+def enough_ns(planner: Planner, samples: Samples) -> int:
+    """The time of a training plan that ends its search; 0 where no plan is expected to come near its bound.
+
+    On several stages none does: the bound knows how the pipeline fills with the shortest piece, not with rows that are
+    long enough to run well, and costs more than it could save.
+    """
+    if planner.settings.data_parallel == 1 or not has_one_stage(planner):
+        return 0
+    return int((1 + PROVEN) * LeastWork(planner, samples).on_one_stage())
+
+
+def has_one_stage(planner: Planner) -> bool:
+    """Whether plans have one stage and chunk, on which replicas wait for one another at the end alone."""
+    return planner.layout.virtual_stages == 1 and planner.settings.replicas_in_step == 1
+
+
+@lru_cache(maxsize=4)
+def _least_costs(tables: tuple[CostTables, ...], layouts: tuple[BatchLayout, ...]) -> tuple[LeastCosts, ...]:
+    """Of every mode; kept, since a run's batches have the same tables."""
+    pads, packs = (layout in layouts for layout in (BatchLayout.PADDED, BatchLayout.PACKED))
+    return tuple(LeastCosts(under_mode, padded=pads, packed=packs) for under_mode in tables)
+
+
+class LeastWork:
+    """Least times and bytes of a batch's samples in modules.
+
+    Args:
+        planner: model, layout, memory, costs, what is allowed.
+        samples: of the batch.
+    """
+
+    def __init__(self, planner: Planner, samples: Samples) -> None:
+        s = planner.settings
+        self.layout, self.stages, self.replicas = planner.layout, planner.layout.stages, s.data_parallel
+        self.limit, self.divides = s.memory_limit_bytes, s.effective_split_backward != "off"
+        self.inputs, self.targets, self.counts = _different(samples)
+        self._cut = s.may_cut and can_cut(planner.problem(samples))
+        packs = BatchLayout.PACKED in s.micro_batch_layouts
+        self._derives = packs and any(tables.packed is None for tables in planner.tables)
+        self._modes = _least_costs(planner.tables, s.micro_batch_layouts)
+        self.has_halves = all(tables.division is not None for tables in planner.tables)
+        kinds = planner.tables[0].kinds
+        self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
+        self.state = np.zeros(len(self.modules) + 1)
+        if s.model_state_bytes is None:
+            self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
+        self._most = self._most_positions()
+        self._has_free_kind = samples.labels is not None
+        if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out
+            self.modules[-2:] = len(kinds)
+        self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
+
+    @cached_property
+    def time(self) -> Floats:
+        """A sample's share of the time of a module of each kind, forward and backward: `[modes, samples, kinds]`."""
+        return self._times(np.inf)
+
+    @cached_property
+    def fitting_time(self) -> Floats:
+        """The same of micro-batches that fit the memory."""
+        return self._times(np.inf, fitting=True)
+
+    @cached_property
+    def stored(self) -> Floats:
+        """What a module of each kind stores of a sample: `[modes, samples, kinds]`."""
+        shares = [mode.share(Quantity.STORED, self.inputs, self.targets) for mode in self._modes]
+        return self._of_kinds(np.stack(shares))
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Forward time of any micro-batch: `[kinds]`."""
+        return np.asarray(self._whole(Quantity.FORWARD).min(axis=0))
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Input-gradient time of any micro-batch: `[kinds]`."""
+        return np.asarray(self._whole(INPUT).min(axis=0))
+
+    @cached_property
+    def round_trip(self) -> Floats:
+        """Forward and input-gradient time of a whole micro-batch that holds a sample: `[samples, kinds]`."""
+        times = self._whole(Quantity.FORWARD) + self._whole(INPUT)
+        return np.broadcast_to(times, (len(self.inputs), times.shape[1]))
+
+    def _whole(self, quantity: int) -> Floats:
+        """Of any micro-batch that holds a sample, or a piece of one: `[samples or 1, kinds]`.
+
+        Costs of a row that are derived from padded ones are those of its samples, by their parts of the row's
+        positions: of all positions, since rows are rounded up.
+        """
+        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if self._cut else (self.inputs, self.targets)
+        least = np.stack([mode.whole(quantity, *shortest) for mode in self._modes]).min(axis=0)
+        if self._derives:
+            positions = np.maximum(shortest[0] + shortest[1], 1)[:, None]
+            least = least * positions / (positions + (1 + self.targets.any()) * (LENGTH_MULTIPLE - 1))
+        return self._of_kinds(least)
+
+    def _times(self, most: float, *, fitting: bool = False) -> Floats:
+        """Times of samples in micro-batches of at most so many positions, that fit the memory if asked for."""
+        limits = self._most if fitting else [np.inf] * len(self._modes)
+        times = [
+            mode.times(self.inputs, self.targets, cut=self._cut, most=min(most, limit))
+            for mode, limit in zip(self._modes, limits, strict=True)
+        ]
+        return self._of_kinds(np.stack(times))
+
+    def _of_kinds(self, costs: Floats) -> Floats:
+        """Costs by kind, with a kind that takes nothing if some modules run over labels alone: `[…, kinds (+ 1)]`."""
+        if not self._has_free_kind:
+            return costs
+        return np.concatenate([costs, np.zeros_like(costs[..., :1])], axis=-1)
+
+    def _most_positions(self) -> list[float]:
+        """Positions of a micro-batch that fits the memory, under every mode.
+
+        On several stages its modes may differ, so that each stage is taken for one that stores the least.
+        """
+        room = self.stages * self.limit - float(self.state[-1])
+        stored = [mode.by_position(Quantity.STORED) for mode in self._modes]
+        if self.stages > 1:
+            stored = [np.min(stored, axis=0)] * len(stored)
+        least = [float(kinds[self.modules].sum()) for kinds in stored]
+        return [room / bytes_each if bytes_each > 0 else np.inf for bytes_each in least]
+
+    def _state(self, state: ModelState, sharded: bool) -> Floats:
+        """Bytes of model state of the first modules, experts left out, with the embedding."""
+        parameters = np.array([state.modules.get(kind, 0) for kind in self.layout.modules], np.float64)
+        parameters[[kind == state.expert_kind for kind in self.layout.modules]] -= state.expert_bytes
+        parameters[0] += state.embedding_bytes
+        times = (2 + state.gradient_bytes) / 2 + 6 / (self.replicas if sharded else 1)
+        return np.asarray(np.cumsum(parameters) * times)
+
+    def everywhere(self, times: Floats) -> int:
+        """All work, over all devices."""
+        each = times.min(axis=0)[:, self.modules].sum(axis=1)
+        total = float(each @ self.counts) / self.replicas - self.rounding
+        return int(max(total / self.stages, 0)) if np.isfinite(total) else 0
+
+    def on_one_stage(self) -> int:
+        """A replica's part of all work, on one stage and chunk, whose rows have one recompute mode on all modules.
+
+        Let f(p) be that part if no row has more than p positions, and a the least time of a position. Either a plan has
+        a longer row, and takes a · p at least, or it takes f(p), which falls with p. With p = f(q) / a, f(p) is the
+        less of both if q ≤ p: q = the mean positions of a replica, whose time is a · q at least.
+        """
+        position = self._of_kinds(np.stack([mode.by_position(BOTH) for mode in self._modes]).min(axis=0))
+        of_position = float(position[self.modules].sum())
+        if of_position <= 0:
+            return int(self._part(np.inf))
+        mean = float((self.inputs + self.targets) @ self.counts) / self.replicas
+        return int(self._part(max(self._part(mean) / of_position, mean)))
+
+    def _part(self, most: float) -> float:
+        """A replica's part of all work in rows of at most so many positions, which fit the memory."""
+        times = self._times(most, fitting=True)[:, :, self.modules].sum(axis=2).min(axis=0)
+        total = float(times @ self.counts) / self.replicas - self.rounding
+        return max(total, 0.0) if np.isfinite(total) else 0.0
+
+    def longest_way(self) -> int:
+        """The forward and input-gradient passes of a sample through all modules, one after another, of the longest."""
+        longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
+        return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
+
+    def best_layer_split(self, times: Floats, prices: tuple[float, ...]) -> int:
+        """The least time of the busiest stage, with its fill before it, over all splits."""
+        count = len(self.modules)
+        step = 1 if self.has_halves else self.layout.model.modules_per_layer
+        ends = [*range(0, count - 1, step), count]  # the head stays with the last module
+        before, back = (
+            np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
+        )
+        if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
+            fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
+            return self.everywhere(times) + int(fill)
+        bound = np.full((len(ends), len(ends)), np.inf)
+        for first, row in zip(
+            range(len(ends) - 1),
+            self._segments(times, ends, before, before * 0 if self.divides else back, prices),
+            strict=True,
+        ):
+            bound[first, first + 1 :] = row
+        np.fill_diagonal(bound, 0.0)  # a stage may be empty
+        best = bound[0]
+        for _ in range(self.stages - 1):
+            best = np.maximum(best[:, None], bound).min(axis=0)
+        return int(max(best[-1] - self.rounding, 0)) if best[-1] < _UNKNOWN else 0
+
+    def _segments(
+        self, times: Floats, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]
+    ) -> Iterator[Floats]:
+        """For each first module in turn, the bounds of stages from there to every later end."""
+        one_hot = np.eye(self.time.shape[2])[self.modules]
+        upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
+        state = self.state
+        times, held = (np.minimum(of, _UNKNOWN) for of in (times, self.stored))  # infinity · 0 modules is no number
+        for at, first in enumerate(ends[:-1]):
+            counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
+            time, stored = times @ counts.T, held @ counts.T  # [modes, samples, ends]
+            rest = upto[-1] - upto[ends[at + 1 :]]
+            round_trips = self.round_trip @ rest.T
+            room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
+            around = before[first] + back[first]
+            bounds = [
+                (around + (time + (price / room) * stored * round_trips).min(axis=0).T @ self.counts / self.replicas)
+                / (1 + price)
+                for price in prices
+            ]
+            yield np.max(bounds, axis=0)
+
+
+def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions of inputs and targets that occur, rounded down where they are many, and how often each does."""
+    pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
+    while True:
+        rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
+        lengths, counts = np.unique(rounded, axis=1, return_counts=True)
+        if lengths.shape[1] <= MOST_LENGTHS:
+            return lengths[0], lengths[1], counts
+        step *= 2

@@ -1,0 +1,132 @@
+"""The bound of plans of one stage, against all plans of small batches, and searches that end at it."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.choosing.least_work import PROVEN, LeastWork, enough_ns
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from tests.core.planner_cases import batch, batch_of, cost_model, of_padded_costs, planner
+from tests.core.planner_cases import settings as settings_of
+
+_ONE_STAGE = {"pipeline_parallel": 1, "data_parallel": 2, "slices": "off"}
+
+
+def fastest(made: Planner, samples: Samples) -> int | None:
+    """The least time of the slower of two replicas over all rows, modes and assignments; None where nothing fits."""
+    problem = made.problem(samples)
+    count = len(samples.ids)
+    rows = [rows for size in range(1, count + 1) for rows in combinations(range(count), size)]
+    times: dict[frozenset[int], int] = {}
+    for layout in problem.batch_layouts:
+        for mode in range(len(problem.modes)):
+            members = [np.array(row, np.int64) for row in rows]
+            costs, covered = problem.costs_of(members, [layout] * len(rows), np.full(len(rows), mode))
+            fits = costs.peak_bytes[:, 0] + made.model_state_bytes[0] <= made.settings.memory_limit_bytes
+            for row, time, runs in zip(rows, costs.stage_times_ns[:, 0].tolist(), covered & fits, strict=True):
+                if runs:
+                    times[frozenset(row)] = min(time, times.get(frozenset(row), time))
+
+    @cache
+    def of_replica(held: frozenset[int]) -> float:
+        if not held:
+            return 0
+        first = min(held)
+        return min(
+            (time + of_replica(held - row) for row, time in times.items() if first in row and row <= held),
+            default=np.inf,
+        )
+
+    everything = frozenset(range(count))
+    slower = (max(of_replica(frozenset(row)), of_replica(everything - set(row))) for row in rows)
+    least = min(slower)
+    return None if np.isinf(least) else int(least)
+
+
+@given(
+    family=st.sampled_from(ModelFamily),
+    pairs=st.lists(st.tuples(st.integers(2, 900), st.integers(1, 200)), min_size=2, max_size=5),
+    memory=st.sampled_from([2 * 10**9, 6 * 10**7, 3 * 10**7]),
+    layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
+    counting=st.sampled_from([None, 0.1]),
+    derived=st.booleans(),
+)
+@settings(max_examples=40)
+def test_no_rows_of_one_stage_are_faster_than_their_bound(family, pairs, memory, layouts, counting, derived) -> None:
+    t5 = family is ModelFamily.T5
+    lengths = batch_of(*[(first, second * t5) for first, second in pairs])
+    if counting is not None and not t5:
+        lengths = replace(lengths, labels=(lengths.input_lengths * counting).astype(np.int32))
+    try:
+        made = planner(family, micro_batch_layouts=layouts, memory_limit_bytes=memory, **_ONE_STAGE)
+        made = of_padded_costs(made) if derived else made
+    except InfeasibleError:
+        return
+    samples = made.samples(lengths)
+    least = fastest(made, samples)
+    assert least is None or LeastWork(made, samples).on_one_stage() <= least
+
+
+def test_a_replica_of_one_row_is_bounded_by_rows_of_that_length() -> None:
+    """Of one row each, not of rows as long as memory holds, which run better."""
+    made = planner(
+        ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), recompute=(Recompute.NONE,), **_ONE_STAGE
+    )
+    samples = made.samples(batch_of(*[(64, 0)] * 4))
+    work = LeastWork(made, samples)
+    bound, least = work.on_one_stage(), fastest(made, samples)
+    assert least is not None
+    assert work.everywhere(work.fitting_time) < bound <= least < 1.05 * bound
+
+
+def ending_at(share: float, *, evaluations: int | None = None) -> Planner:
+    """A planner of one stage whose searches end at a part of what is enough."""
+    chosen = settings_of(
+        ModelFamily.GPT,
+        micro_batch_layouts=(BatchLayout.PACKED,),
+        schedule=ScheduleSettings(search_evaluations=evaluations),
+        **_ONE_STAGE,
+    )
+    made = planner_of(chosen, cost_model(ModelFamily.GPT))
+    made._enough_ns = lambda made, samples: int(share * enough_ns(made, samples))
+    return made
+
+
+def test_a_search_ends_at_a_proven_plan_and_only_there() -> None:
+    samples = batch(ModelFamily.GPT, 60)
+    searched = ending_at(0).plan(samples, 0)
+    begun = ending_at(0, evaluations=0).plan(samples, 0)
+    ended = ending_at(10).plan(samples, 0)
+    assert searched.totals.predicted_ns < begun.totals.predicted_ns
+    assert ended.totals.predicted_ns == begun.totals.predicted_ns
+    assert ending_at(0.5).plan(samples, 0) == searched
+
+
+def test_a_plan_within_the_bound_says_so() -> None:
+    made, samples = ending_at(1), batch(ModelFamily.GPT, 60)
+    plan = made.plan(samples, 0)
+    assert plan.totals.predicted_ns <= enough_ns(made, made.samples(samples))
+    bounds = limits(made, samples, plan)
+    assert bounds.memory <= plan.totals.predicted_ns <= (1 + PROVEN) * bounds.memory
+    assert "; proven within 0." in bounds.causes(plan.totals.predicted_ns)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data_parallel": 1}, {"pipeline_parallel": 2}, {"data_parallel": 4, "replicas_in_step": 2}],
+    ids=["one replica", "two stages", "in step"],
+)
+def test_other_searches_have_no_bound_to_end_at(changes) -> None:
+    made = planner(ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), **(_ONE_STAGE | changes))
+    assert enough_ns(made, made.samples(batch(ModelFamily.GPT, 20))) == 0
