@@ -8,6 +8,8 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 # Files of tests side by side, so that what a file's tests share is made once, in the order of tests/conftest.py.
 SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
+# Printed at the end, which the continuous integration keeps with its log: which tests to shorten or to begin with.
+LONGEST := --durations 30 --durations-min 1
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # Every warning in the native core's sources is an error; in the headers of Python and nanobind it is not ours to mend.
@@ -24,7 +26,7 @@ SHARED := $(if $(filter 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),--distri
 help:
 	@echo "make demo       train a multi-task T5 on two pipeline stages, on this machine"
 	@echo "make demo-gpt   the same with Megatron's GPT"
-	@echo "make test       the test suite (make test-full: with the slow tests)"
+	@echo "make test       the test suite (make test-full: with the slow tests, and more examples)"
 	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
 	@echo "make test-bridge   runs inside Megatron-Bridge, in an environment of its own, .venv-bridge"
 	@echo "make check      lint, warnings of the native core, types, import order, size, documents"
@@ -47,10 +49,10 @@ demo-gpt: setup-run
 	@$(COMPARE) --model gpt --cost-model .demo/report/gpt/cost-model.json -- $(SHARED)
 
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE)
+	$(PYTEST) tests -m "not slow and not gpu" $(SIDE_BY_SIDE) $(LONGEST)
 
 test-full: setup
-	$(PYTEST) tests $(SIDE_BY_SIDE)
+	$(PYTEST) tests $(SIDE_BY_SIDE) $(LONGEST) --hypothesis-profile night
 
 # CHECKOUTS="FOLDER FOLDER …", of Megatron-LM, one after another, whichever fails.
 test-upstream: setup

@@ -161,6 +161,7 @@ EARLY_FLAGS: Mapping[str, Any] = {
     "dynapipe_device": "auto",
     "dynapipe_timeout_s": 300.0,
     "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
     "save": "",
 }
 """The flags that are needed before Megatron can parse them, by destination, with Megatron's or our defaults."""

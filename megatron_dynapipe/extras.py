@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from megatron_dynapipe.core.errors import InstallationError
+from megatron_dynapipe.processes import importing
 
 DISTRIBUTION = "megatron-dynapipe"
 
@@ -61,7 +62,8 @@ def entry_imports() -> Iterator[None]:
         )
     else:
         try:
-            yield
+            with importing():
+                yield
         except ModuleNotFoundError as absent:
             if (error := missing(absent)) is None:
                 raise

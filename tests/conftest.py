@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -7,13 +8,30 @@ from pathlib import Path
 # Two ranks on two cores: more threads than cores make every multi-process test slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import pytest
+from hypothesis import settings
+
+from tests.helpers.examples import AT_NIGHT, EVERY_DAY
+
+gc.disable()  # until all tests are collected: what is imported stays
 
 # The same examples in every run that loads the same modules, on however slow a machine.
-hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None, database=None)
-hypothesis.settings.load_profile("deterministic")
+settings.register_profile("every day", max_examples=EVERY_DAY, derandomize=True, deadline=None, database=None)
+settings.register_profile("night", max_examples=AT_NIGHT, deadline=None, database=None)
+settings.load_profile("every day")
+
+LONGEST = (
+    "rehearsal/test_training.py",
+    "integration/execution/test_exactness.py",
+    "tools/certify/test_certify.py",
+    "tools/conversion/test_training.py",
+    "patches/test_training.py",
+    "integration/entry/test_bad_input.py",
+    "modules/test_planning.py",
+    "tools/tuning/test_tuning.py",
+    "cli/test_tune.py",
+)
+"""Files that take longer than others of as many tests: `make test` prints the longest tests, by which this is kept."""
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +43,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest file, then those of most tests; skip tests marked `gpu` where there is no CUDA device."""
+    """Begin with the longest files, then those of most tests; skip tests marked `gpu` where there is no CUDA device."""
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.parent.name != "rehearsal", -tests[item.path]))
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (first.get(item.path, len(first)), -tests[item.path]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -36,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections during tests leave out what was imported, which takes longer than most tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

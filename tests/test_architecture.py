@@ -249,9 +249,8 @@ def test_a_family_is_named_in_the_files_that_a_new_one_touches() -> None:
     listed = set(re.findall(r"`([\w/]+\.py)`", row))
     assert all((ROOT / PACKAGE / name).is_file() for name in listed)
     files = {path.relative_to(ROOT / PACKAGE).as_posix(): path for path in (ROOT / PACKAGE).rglob("*.py")}
-    naming = {
-        name for name, path in files.items() if re.search(r"ModelFamily\.[A-Z]", path.read_text(encoding="utf-8"))
-    }
+    sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    naming = {name for name, text in sources.items() if re.search(r"ModelFamily\.[A-Z]", text)}
     of_one = {"segments.py", "bridge/recipe.py", "integration/entry/checkout.py", "tools/inspect.py"}
     assert of_one <= naming <= listed | of_one, naming - listed - of_one
     assert len(listed) <= 20

@@ -1,5 +1,6 @@
 """What a child printed, quoted when it dies."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dynapipe.processes import ChildLog
+from megatron_dynapipe.processes import ChildLog, importing
 
 
 def print_lines(log: ChildLog, first: int, count: int) -> None:
@@ -58,3 +59,26 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, caplog, monkeypat
     assert log.tail() == "line 0"
     log.close()
     assert f"cannot write {path}, and go on without" in caplog.text
+
+
+def test_no_garbage_is_collected_during_imports_nor_are_modules_looked_through_afterwards() -> None:
+    frozen = gc.get_freeze_count()
+    phases: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with importing():
+            made = [[number] for number in range(100_000)]  # lists are what the collector counts
+            assert not phases
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(made)
+        gc.disable()
+        with importing():
+            pass
+        assert not gc.isenabled(), "as it was"
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+        gc.enable()

@@ -62,6 +62,11 @@ def medians(turns: Sequence[Mapping[Pass, float]]) -> dict[Pass, float]:
     return {step: float(np.median([turn[step] for turn in turns])) for step in turns[0]}
 
 
+def least(turns: Sequence[Mapping[Pass, float]]) -> dict[Pass, float]:
+    """Of each pass over some turns of one list: what else a processor is busy with only ever adds to it."""
+    return {step: min(turn[step] for turn in turns) for step in turns[0]}
+
+
 def compose(plan: IterationPlan, settings: PlannerSettings, times: Sequence[Times]) -> Simulation:
     """The iteration of a plan's first replica with these times of its stages' passes.
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import fake_pg as _registered  # noqa: F401
 
+from benchmarks.gpu.composed import least, times_of
 from benchmarks.gpu.planned import Case, Planned
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.core.instructions import Channel, Pass
@@ -220,31 +221,46 @@ def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[St
 
 
 def together(planned: Planned, turns: int) -> dict[str, Any]:
-    """Run all stages in the ranks that there are: what the iteration took, from its first pass to its last one's end,
-    each turn, and the links."""
+    """Run all stages in the ranks that there are, each turn with a first one that does not count.
+
+    Returns:
+        What the iteration took, from its first pass to its last one's end, each turn, and the links. On a CPU also each
+        stage's passes in the order of its list: the least ns of its thread's processor time.
+    """
     from megatron_dynapipe.integration.execution.transport import open_runner
+    from megatron_dynapipe.integration.profiling.measure import clock_of
     from megatron_dynapipe.runtime.control_group import ControlGroup
     from megatron_dynapipe.runtime.links import measure_links
 
     with prepared_stages(planned) as setup:
         control = ControlGroup(timeout_s=DEADLINE_S)
         links = measure_links(setup.device)
-        steps = open_runner(
-            control,
-            planned.settings,
-            device=setup.device,
-            dtype=setup.model.dtype,
-            timeout_s=DEADLINE_S,
-            adds_up=False,
-        )
-        stage, spans = Stage(setup, planned, control.rank, steps), []
-        for _ in range(turns):
-            dist.barrier()
-            passes = [event for event in stage.turn() if isinstance(event.instruction, Pass)]
-            ends = control.gather(torch.tensor([passes[0].start_ns, passes[-1].end_ns]))
-            spans.append(int(max(end[1] for end in ends) - min(end[0] for end in ends)))
+        dtype = setup.model.dtype
+        opened = partial(open_runner, control, planned.settings, device=setup.device, dtype=dtype)
+        steps = opened(timeout_s=DEADLINE_S, adds_up=False)
+        spans = _spans(Stage(setup, planned, control.rank, steps), control, turns)
         steps.close()
-        return {"ms": [span / 1e6 for span in spans[1:]], "links": msgspec.to_builtins(links)}
+        found = {"ms": [span / 1e6 for span in spans], "links": msgspec.to_builtins(links)}
+        if setup.device.type == "cpu":
+            with mock.patch.object(rank, "platform_of", partial(clock_of, shared=False)):
+                steps = opened(timeout_s=DEADLINE_S, adds_up=False)
+            stage = Stage(setup, planned, control.rank, steps)
+            charged = least([times_of(stage.turn(), besides=True) for _ in range(turns)][1:])
+            of_ranks = control.collect(json.dumps([*charged.values()]).encode())
+            found["passes_ns"] = [json.loads(times) for times in of_ranks]
+            steps.close()
+        return found
+
+
+def _spans(stage: Stage, control: Any, turns: int) -> list[int]:
+    """ns of each turn but the first, over all ranks."""
+    spans = []
+    for _ in range(turns):
+        dist.barrier()
+        passes = [event for event in stage.turn() if isinstance(event.instruction, Pass)]
+        ends = control.gather(torch.tensor([passes[0].start_ns, passes[-1].end_ns]))
+        spans.append(int(max(end[1] for end in ends) - min(end[0] for end in ends)))
+    return spans[1:]
 
 
 def main() -> None:

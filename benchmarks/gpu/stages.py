@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 import msgspec
 
 from benchmarks.common import markdown, number, say, torchrun
-from benchmarks.gpu.composed import compose, errors, medians, predicted_times, times_of
+from benchmarks.gpu.composed import compose, errors, least, medians, predicted_times, times_of
 from benchmarks.gpu.machine import Budget, NotRunError, Processes, ProcessFailedError, provenance, run
 from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
@@ -58,7 +58,13 @@ COLUMNS = (
     "composed tokens/s",
     "predicted / composed",
 )
-COLUMNS += ("real, ms", "composed / real", "times the rows'", "activations planned / allocated")
+COLUMNS += (
+    "real, ms",
+    "composed / real",
+    "composed / of real passes",
+    "times the rows'",
+    "activations planned / allocated",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,8 +235,9 @@ class Comparison:
             built = time.perf_counter()
             turns = [player.turn() for _ in range(TURNS[self.options.device])][1:]
             allocated, own_bytes = player.peak_bytes(), player.own_bytes
-        row.times.append(medians([times_of(events, besides=False) for events in turns]))
-        row.charged.append(medians([times_of(events, besides=True) for events in turns]))
+        of_turns = medians if self.options.device == "cuda" else least
+        row.times.append(of_turns([times_of(events, besides=False) for events in turns]))
+        row.charged.append(of_turns([times_of(events, besides=True) for events in turns]))
         plan = row.planned.load()
         needed = peak_bytes(plan, plan.replicas[0], stage, row.planned.settings.element_bytes)
         figures = {
@@ -268,6 +275,11 @@ class Comparison:
             "composed_of_passes_alone_ms": compose(plan, settings, row.times).makespan_ns / 1e6,
             "errors": errors(predicted_times(plan), row.times),
         }
+        if passes := row.real.get("passes_ns"):
+            lists = [stage.instructions for stage in plan.replicas[0].stages]
+            steps = [[step for step in instructions if isinstance(step, Pass)] for instructions in lists]
+            times = [dict(zip(*both, strict=True)) for both in zip(steps, passes, strict=True)]
+            row.figures["composed_of_real_passes_ms"] = compose(plan, settings, times).makespan_ns / 1e6
 
     def _write(self) -> None:
         """Write what is known so far, in place of what was."""
@@ -305,6 +317,7 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
     if "composed_ms" not in figures:
         return [case.title, row.planned.how, *["–"] * (len(COLUMNS) - 2)]
     composed, real = figures["composed_ms"], row.real.get("median_ms")
+    of_real_passes = figures.get("composed_of_real_passes_ms")
     other = [
         each.figures["composed_ms"]
         for each in rows
@@ -321,6 +334,7 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
         f"{figures['predicted_ms'] / composed:.3f}",
         number(real, "{:,.1f}"),
         number(composed / real if real else None, "{:.3f}"),
+        number(composed / of_real_passes if of_real_passes else None, "{:.3f}"),
         number(other[0] / composed if other and row.planned.method == PLANNED else None, "{:.3f}"),
         f"{min(memory):.2f}–{max(memory):.2f} (median {median(memory):.2f})" if memory else "–",
     ]

@@ -23,4 +23,8 @@ if [[ -d $nvidia ]]; then
     export LD_LIBRARY_PATH=$nvidia/nccl/lib:$nvidia/cudnn/lib:$nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$nvidia/cu13/include}
 fi
+# Transformer Engine's cuDNN: what it takes to find its libraries, tried in half a minute.
+if compgen -G "$root/with/*/transformer_engine" >/dev/null; then
+    eval "$(python3 "$root/benchmarks/gpu/engine.py")"
+fi
 exec python3 "$root/benchmarks/gpu/run.py" "$@"

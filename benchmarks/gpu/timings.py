@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import DEMO_DATA, ROOT
-from benchmarks.gpu.case import Case, Check, Figures, need_devices, within
+from benchmarks.gpu.case import Case, Check, Figures, need_devices, need_engine, within
 from benchmarks.gpu.machine import NotRunError, ProcessFailedError
+from benchmarks.gpu.measure import KERNELS
 from tests.helpers.layouts.layout import named
 
 RATIO = 1.02
@@ -54,9 +55,26 @@ def throughput(case: Case, *, family: str) -> Figures:
         words += ["--num-attention-heads", "4", "--global-batch-size", "8", *layers.split()]
     else:
         words += ["--methods", "planned,packed_rows,token_based", "--batches", "3"]
+    return _compared(case, words, report)
+
+
+def against_stock(case: Case, *, flags: str = "") -> Figures:
+    """Six layers of LLaMA 3 8B by plans, and by Megatron's own training of packed rows, in turns on one GPU."""
+    need_engine(case)
+    report = case.new_folder() / "stock.json"
+    words = ["--device", case.device, "--size", "gpu", "--model", "gpt", "--methods", "planned,stock_packed"]
+    words += ["--together", "1", "--profile-minutes", "0", "--rounds", "1", "--batches", "2", "--ranks", "1"]
+    words += ["--json", str(report), "--", "--dynapipe-config", str(ROOT / "benchmarks/throughput/gpu_llama.yaml")]
+    words += ["--transformer-impl", "transformer_engine", *flags.split()]
+    words += [word for name in KERNELS for word in ("--dynapipe-unset", name)]
+    return _compared(case, words, report)
+
+
+def _compared(case: Case, words: Sequence[str], report: Path) -> Figures:
+    """Figures of the comparison of methods that these words start; what was compared before it failed is known."""
     try:
         case.run("benchmarks/throughput/run.py", *words)
-    except ProcessFailedError as failure:  # what was compared before is known
+    except ProcessFailedError as failure:
         if report.exists():
             failure.figures = throughput_figures(json.loads(report.read_text())["rows"])
         raise
@@ -93,6 +111,9 @@ def measurements(case: Case) -> Iterator[Check]:
     """What is measured, one after another."""
     folder = case.output.with_suffix("")
     yield Check("costs of models' layers", partial(script, name="measure.py", output=folder), 150)
+    for loss in ("everything", "targets"):
+        name = f"llama: planned against Megatron's own packed rows, loss on {loss}"
+        yield Check(name, partial(against_stock, flags=f"--dynapipe-loss {loss}"), 120)
     yield Check("certify", certificate, 60)
     overheads = (
         ("executor against Megatron, 1 stage", "overhead", 1, RATIO),

@@ -26,7 +26,7 @@ def main() -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     flags = config.expand(spec.flags)
     device = config.early_flags(flags).dynapipe_device
-    bootstrap.prepare_environment(spec.tensor_parallel, device)
+    bootstrap.prepare_environment(spec.tensor_parallel, spec.pipeline_parallel, device)
     cpu.enable(device)
     from megatron_dynapipe.core.units import ModelFamily
     from megatron_dynapipe.integration.profiling.setup import prepared

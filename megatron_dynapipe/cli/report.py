@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
     recorded = read_run(args.folder)
     computed = recorded.run is not None and recorded.run.computed_costs
     starts = [start.first_iteration for start in recorded.starts]
-    summary = summarise(recorded.iterations, maximum=recorded.maximum, computed_costs=computed, starts=starts)
+    summary = summarise(
+        recorded.iterations,
+        maximum=recorded.maximum,
+        computed_costs=computed,
+        starts=starts,
+        stages=[*chain.from_iterable(recorded.stages.values())],
+    )
     page = write_page(recorded, summary, path, title=f"Run in {args.folder.resolve().name}")
     if args.json:
         report = {"format": FORMAT, "page": page, "summary": summary, "evaluations": recorded.evaluations}

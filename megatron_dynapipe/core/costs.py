@@ -164,8 +164,10 @@ class CostTables:
         rows = by_size.reshape(len(sizes), -1, by_size.shape[-1])
         low, part, width = _locate(self.sizes, sizes)
         query = np.arange(len(sizes))
-        costs = _lerp(rows[query, :, low], rows[query, :, _above(low, self.sizes)], part, width)
-        return np.where((sizes > self.sizes[-1])[:, None], ABSENT, costs).reshape(by_size.shape[:-1])
+        high = _above(low, self.sizes)
+        costs = _lerp(rows[query, :, low], rows[query, :, high], part, width)
+        too_large = sizes > self.sizes[-1]
+        return np.where(too_large[:, None], ABSENT, costs).reshape(by_size.shape[:-1])
 
 
 def _above(low: IntArray, axis: IntArray) -> IntArray:
@@ -186,7 +188,8 @@ def _lerp(low: IntArray, high: IntArray, part: IntArray, width: IntArray) -> Int
 
     The ends are `[queries, n]`, `part` and `width` `[queries]`.
     """
-    part, width = part[:, None], width[:, None]
+    part = part[:, None]
+    width = width[:, None]
     value = low + ((high - low) * part + width // 2) // width
     absent = (low == ABSENT) | ((part > 0) & (high == ABSENT))
     return np.where(absent, ABSENT, value)
@@ -200,8 +203,9 @@ def at_point(plane: IntArray, first: IntArray, second: IntArray, x: IntArray, y:
     high_x, high_y = _above(low_x, first), _above(low_y, second)
     at_low = _lerp(along[low_x, low_y], along[high_x, low_y], part_x, width_x)
     at_high = _lerp(along[low_x, high_y], along[high_x, high_y], part_x, width_x)
+    values = _lerp(at_low, at_high, part_y, width_y)
     outside = (x > first[-1]) | (y > second[-1])
-    return np.where(outside[:, None], ABSENT, _lerp(at_low, at_high, part_y, width_y))
+    return np.where(outside[:, None], ABSENT, values)
 
 
 def increasing(values: Sequence[int]) -> IntArray:

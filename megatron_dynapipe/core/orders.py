@@ -18,16 +18,20 @@ from megatron_dynapipe.core.native import NEVER, agree, core
 from megatron_dynapipe.core.network import GLOO_RULES
 from megatron_dynapipe.core.plan import Timeline
 from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
-from megatron_dynapipe.core.simulate import simulate, simulate_all
+from megatron_dynapipe.core.simulate import Simulation, simulate, simulate_all
 from megatron_dynapipe.core.units import in_mb
 
 
 def gpipe(problem: ScheduleProblem) -> PassOrder:
     """All forwards chunk by chunk, then all backwards in the same order of micro-batches, last chunk first."""
-    rows, chunks = range(problem.micro_batches), range(problem.chunks)
+    rows = range(problem.micro_batches)
+    chunks = range(problem.chunks)
     forwards = tuple(Forward(row, chunk) for chunk in chunks for row in rows)
     backwards = tuple(Backward(row, chunk) for chunk in reversed(chunks) for row in rows)
-    return (forwards if problem.forward_only else forwards + backwards,) * problem.stages
+    passes: tuple[Pass, ...] = forwards
+    if not problem.forward_only:
+        passes += backwards
+    return (passes,) * problem.stages
 
 
 def one_f_one_b(problem: ScheduleProblem, depths: Sequence[int] | None = None) -> PassOrder:
@@ -57,11 +61,15 @@ def one_f_one_b_within_memory(problem: ScheduleProblem) -> PassOrder:
     depths = list(default_depths(problem))
     while True:
         order = one_f_one_b(problem, depths)
+        if problem.chunks > 1 or problem.forward_only:
+            return order
         peaks = simulate(problem, order).peak_bytes
         over = [stage for stage, peak in enumerate(peaks) if peak > problem.memory_limit_bytes and depths[stage] > 1]
-        if problem.chunks > 1 or problem.forward_only or not over:
+        if not over:
             return order
-        depths = depths[: over[0]] + [min(depth, depths[over[0]] - 1) for depth in depths[over[0] :]]
+        first = over[0]
+        less = depths[first] - 1
+        depths[first:] = [min(depth, less) for depth in depths[first:]]
 
 
 def default_depths(problem: ScheduleProblem) -> tuple[int, ...]:
@@ -72,7 +80,8 @@ def default_depths(problem: ScheduleProblem) -> tuple[int, ...]:
 
 def filling_depths(stages: int, chunks: int) -> tuple[int, ...]:
     """`default_depths` without `forwards_of_earlier_chunks`: they do not depend on the number of micro-batches."""
-    return tuple((2 if chunks > 1 else 1) * (stages - 1 - stage) + 1 for stage in range(stages))
+    per_stage = 2 if chunks > 1 else 1
+    return tuple(per_stage * (stages - 1 - stage) + 1 for stage in range(stages))
 
 
 def forwards_of_earlier_chunks(micro_batches: int, stages: int, chunks: int, *, full: bool = True) -> int:
@@ -102,7 +111,10 @@ def _groups(micro_batches: int, stages: int, full: bool) -> list[int]:
     backward that stands after it, whatever the number of micro-batches; Megatron's rule, groups of exactly `stages`, is
     the case in which the number divides.
     """
-    count = max(micro_batches // stages if full else -(-micro_batches // stages), 1)
+    if full:
+        count = max(micro_batches // stages, 1)
+    else:
+        count = max(-(-micro_batches // stages), 1)
     small, larger = divmod(micro_batches, count)
     return [small + (group < larger) for group in range(count)]
 
@@ -113,7 +125,8 @@ def _alternate(forwards: Sequence[Pass], backwards: Sequence[Pass], depth: int) 
     passes = list(forwards[:depth])
     for index, backward in enumerate(backwards):
         passes.append(backward)
-        passes += forwards[depth + index : depth + index + 1]
+        if depth + index < len(forwards):
+            passes.append(forwards[depth + index])
     return tuple(passes)
 
 
@@ -169,7 +182,8 @@ def order_of(forwards: Sequence[Sequence[int]], problem: ScheduleProblem, rule: 
 
 
 def _passes(taken: Sequence[int], forwards: Sequence[Forward], backwards: Sequence[Backward]) -> tuple[Pass, ...]:
-    forward, backward = iter(forwards), iter(backwards)
+    forward = iter(forwards)
+    backward = iter(backwards)
     return tuple(next(forward) if is_forward else next(backward) for is_forward in taken)
 
 
@@ -177,15 +191,25 @@ def adaptive(problem: ScheduleProblem) -> PassOrder:
     """The best of (interleaved) 1F1B and the list schedules of a few policies, for the micro-batches in index order."""
     plain = one_f_one_b_within_memory(problem)
     scheduled = [order for policy in policies(problem) if (order := list_schedule(problem, policy)) is not None]
-    runs = simulate_all(problem, (plain, *scheduled))
+    _, order = _fastest(problem, (plain, *scheduled))
+    return order
+
+
+def _fastest(problem: ScheduleProblem, orders: Sequence[PassOrder]) -> tuple[Simulation, PassOrder]:
+    """The fastest order, of those that fit the memory if any does."""
+    runs = simulate_all(problem, orders)
     fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
-    return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)[1]
+    return min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)
 
 
 def policies(problem: ScheduleProblem) -> list[Policy]:
     """Policies to try: every rule, at 1F1B's depths and deeper; the last stage turns each micro-batch round at once."""
     base = filling_depths(problem.stages, problem.chunks)
-    return [Policy((*(depth + extra for depth in base[:-1]), 1), rule) for extra in DEEPENINGS for rule in Rule]
+    tried = []
+    for extra in DEEPENINGS:
+        deeper = [depth + extra for depth in base[:-1]]
+        tried += [Policy((*deeper, 1), rule) for rule in Rule]
+    return tried
 
 
 SCHEDULES: Mapping[str, Callable[[ScheduleProblem], PassOrder]] = MappingProxyType(
@@ -240,9 +264,7 @@ def predict(problem: ScheduleProblem, *orders: PassOrder) -> Schedule:
     Raises:
         InfeasibleError: every order holds more than a stage's memory.
     """
-    runs = simulate_all(problem, orders)
-    fitting = [(run, order) for run, order in runs if max(run.peak_bytes) <= problem.memory_limit_bytes]
-    run, order = min(fitting or runs, key=lambda candidate: candidate[0].makespan_ns)
+    run, order = _fastest(problem, orders)
     check_memory(problem, run.peak_bytes)
     return Schedule(order=order, timeline=run.timeline, makespan_ns=run.makespan_ns, peak_bytes=run.peak_bytes)
 

@@ -70,10 +70,13 @@ def to_codes(order: PassOrder, chunks: int) -> IntArray:
 
 def from_codes(codes: IntArray, chunks: int) -> PassOrder:
     """The passes of every stage from what `to_codes` makes."""
-    return tuple(
-        tuple(PASS_TYPES[code % 4](code // (4 * chunks), code // 4 % chunks) for code in stage if code >= 0)
-        for stage in codes.tolist()
-    )
+    return tuple(tuple(_pass_of(code, chunks) for code in stage if code >= 0) for stage in codes.tolist())
+
+
+def _pass_of(code: int, chunks: int) -> Pass:
+    place, kind = divmod(code, len(PASS_TYPES))
+    micro_batch, chunk = divmod(place, chunks)
+    return PASS_TYPES[kind](micro_batch, chunk)
 
 
 def native_rules(rules: TransferRules) -> dict[str, Any]:

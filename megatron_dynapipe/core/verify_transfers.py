@@ -19,8 +19,10 @@ def check_pairing(dimensions: Dimensions, traces: Sequence[StageTrace]) -> None:
     """Raise a PlanError where the n-th send of a channel is not what its receiver receives n-th."""
     for sender in traces:
         for payload, sends in sender.sends.items():
-            receiver = traces[_peer(dimensions, sender.stage, payload, sending=True)]
-            for number, (send, receive) in enumerate(zip_longest(sends, receiver.receives[payload])):
+            peer = _peer(dimensions, sender.stage, payload, sending=True)
+            receiver = traces[peer]
+            pairs = zip_longest(sends, receiver.receives[payload])
+            for number, (send, receive) in enumerate(pairs):
                 if send is None or receive is None or _differ(send, receive):
                     raise PlanError(
                         f"transfer {number} of {payload.name.lower()}s from stage {sender.stage} to {receiver.stage}: "
@@ -37,14 +39,13 @@ def check_progress(dimensions: Dimensions, traces: Sequence[StageTrace]) -> None
     while moved:
         moved = False
         for stage, trace in enumerate(traces):
-            goals = targets[stage]
-            position = done[stage]
-            while position < len(goals) and reached[goals[position][0]] > goals[position][1]:
-                position += 1
-                reached[stage] = _next_wait(trace, position)
-            if position > done[stage]:
-                done[stage] = position
-                moved = True
+            before = done[stage]
+            for peer, step in targets[stage][before:]:
+                if reached[peer] <= step:
+                    break
+                done[stage] += 1
+                reached[stage] = _next_wait(trace, done[stage])
+            moved = moved or done[stage] > before
     stuck = [stage for stage, trace in enumerate(traces) if done[stage] < len(trace.waits)]
     if stuck:
         raise PlanError("the plan stalls: " + _cycle(traces, targets, done, stuck[0]))
@@ -58,13 +59,14 @@ def check_shapes(plan: IterationPlan, replica: ReplicaPlan, sends: Sequence[Sequ
 
     `sends` are the steps of each rank's starts of sends; their receives have the same shapes.
     """
-    first = next((replica.stages[rank].instructions[steps[0]] for rank, steps in enumerate(sends) if steps), None)
-    if not isinstance(first, SendStart):
+    first = _first_send(replica, sends)
+    if first is None:
         return
     if not first.shapes or len(first.shapes[0]) != 3 or min(first.shapes[0]) < 1:
         raise PlanError(f"expected tensors of three dimensions of at least 1, got {first.shapes}")
     length, _, hidden = first.shapes[0]
-    parallel = max(replica.micro_batches[first.micro_batch].shape.input_length // length, 1)
+    whole = replica.micro_batches[first.micro_batch].shape
+    parallel = max(whole.input_length // length, 1)
     allowed = [_allowed(micro_batch.shape, parallel, hidden) for micro_batch in replica.micro_batches]
     crossing: dict[int, int] = {}
     for rank, steps in enumerate(sends):
@@ -72,7 +74,9 @@ def check_shapes(plan: IterationPlan, replica: ReplicaPlan, sends: Sequence[Sequ
         for step in steps:
             send = instructions[step]
             assert isinstance(send, SendStart)
-            boundary = send.chunk * plan.pipeline_stages + rank - (send.payload is Payload.GRADIENT)
+            boundary = send.chunk * plan.pipeline_stages + rank
+            if send.payload is Payload.GRADIENT:
+                boundary -= 1
             tensors = crossing.setdefault(boundary, len(send.shapes))
             if len(send.shapes) != tensors or allowed[send.micro_batch].get(tensors) != send.shapes:
                 shape = replica.micro_batches[send.micro_batch].shape
@@ -85,12 +89,22 @@ def check_shapes(plan: IterationPlan, replica: ReplicaPlan, sends: Sequence[Sequ
         raise PlanError(f"expected boundaries after the first decoder layer to pass both tensors, got {counts}")
 
 
+def _first_send(replica: ReplicaPlan, sends: Sequence[Sequence[int]]) -> SendStart | None:
+    for stage, steps in zip(replica.stages, sends, strict=True):
+        if steps:
+            send = stage.instructions[steps[0]]
+            assert isinstance(send, SendStart)
+            return send
+    return None
+
+
 def _allowed(shape: Shape, parallel: int, hidden: int) -> dict[int, tuple[TensorShape, ...]]:
     """Shapes that may cross a boundary, by the number of tensors."""
     inputs = (shape.input_length // parallel, shape.size, hidden)
     if not shape.target_length:
         return {1: (inputs,)}
-    return {1: (inputs,), 2: (inputs, (shape.target_length // parallel, shape.size, hidden))}
+    targets = (shape.target_length // parallel, shape.size, hidden)
+    return {1: (inputs,), 2: (inputs, targets)}
 
 
 def _peer(dimensions: Dimensions, stage: int, payload: Payload, *, sending: bool) -> int:
@@ -103,12 +117,16 @@ def _differ(send: TransferEnd, receive: TransferEnd) -> bool:
 
 
 def _describe(trace: StageTrace, end: TransferEnd | None) -> str:
-    return "nothing" if end is None else f"{point_at(trace.instructions, end.step, around=1)} (step {end.step})"
+    if end is None:
+        return "nothing"
+    return f"{point_at(trace.instructions, end.step, around=1)} (step {end.step})"
 
 
 def _next_wait(trace: StageTrace, number: int) -> int:
     """The step at which a list stands once `number` of its waits are over: its next wait, or its end."""
-    return trace.waits[number].step if number < len(trace.waits) else len(trace.instructions)
+    if number == len(trace.waits):
+        return len(trace.instructions)
+    return trace.waits[number].step
 
 
 def _target(dimensions: Dimensions, traces: Sequence[StageTrace], stage: int, wait: Wait) -> tuple[int, int]:
@@ -127,8 +145,10 @@ def _cycle(traces: Sequence[StageTrace], targets: list[list[tuple[int, int]]], d
         stage = targets[stage][done[stage]][0]
     links = []
     for waiting in path[path.index(stage) :]:
-        peer, step = targets[waiting][done[waiting]]
-        at = point_at(traces[waiting].instructions, traces[waiting].waits[done[waiting]].step, around=2)
+        number = done[waiting]
+        peer, step = targets[waiting][number]
+        trace = traces[waiting]
+        at = point_at(trace.instructions, trace.waits[number].step, around=2)
         goal = point_at(traces[peer].instructions, step, around=0)
         links.append(f"stage {waiting} at {at} waits for stage {peer} to reach {goal} (step {step})")
     return "; ".join(links)

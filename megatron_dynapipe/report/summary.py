@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import NS_PER_MS, Shape, in_mb
-from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
+from megatron_dynapipe.report.records import IterationRecord, MemoryRecord, StageRecord
 
 SCALING_ITERATIONS = 5
 """Measured iterations after warm-up that the prediction is scaled by."""
@@ -72,6 +72,9 @@ class Summary:
     """The same as shares of 1; empty if that is not known."""
     memory: MemoryRecord | None = None
     """The memory of the rank with the most fragments; None without GPUs."""
+    outside: Mapping[str, float] = field(default_factory=dict)
+    """Shares of an iteration that lie between two lists: "reductions" that passes have not hidden, the "optimizer", and
+    "the rest", which is the host's and Megatron's; empty if they were not measured."""
 
 
 def summarise(
@@ -82,17 +85,18 @@ def summarise(
     starts: Collection[int] = (),
     pictures: Sequence[Path] = (),
     memory: Sequence[MemoryRecord] = (),
+    stages: Sequence[StageRecord] = (),
 ) -> Summary:
     """Sum up a run.
 
     Args:
         records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
-        computed_costs: whether the run began with costs that were computed, not measured: plans of them predict no
-            time of this machine, so that these predictions are scaled.
+        computed_costs: whether the run began with computed costs: plans of them are scaled to this machine's time.
         starts: first iterations of the run's starts, which pay for starting up and count in no error and no rate.
         pictures: files to name.
         memory: of all ranks.
+        stages: of all ranks.
 
     Raises:
         DataError: there are no records.
@@ -131,6 +135,7 @@ def summarise(
         of_limits=runs[-1].of_limits,
         time_shares=runs[-1].time_shares,
         memory=max(memory, key=lambda record: record.fragment_bytes, default=None),
+        outside=_outside(stages),
     )
 
 
@@ -150,6 +155,9 @@ def format_summary(summary: Summary) -> str:
         f" {summary.predicted_ms:,.1f} ms predicted" + _prediction_text(summary),
         f"waiting for plans {summary.plan_wait_share:.2%} of the time after iteration {PREFETCHED_ITERATION}",
     ]
+    if summary.outside:
+        causes = ", ".join(f"{name} {share:.1%}" for name, share in summary.outside.items())
+        lines.append(f"outside of passes {sum(summary.outside.values()):.1%} of an iteration: {causes}")
     if summary.of_limits:
         lines.append(f"the last iteration: {summary.of_limits} (docs/report.md explains the causes)")
     if summary.memory is not None:
@@ -196,6 +204,29 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
         )
         for iteration, group in sorted(by_iteration.items())
     ]
+
+
+def _outside(records: Sequence[StageRecord]) -> dict[str, float]:
+    """Means over stages and replicas of medians over iterations, without those that no other iteration precedes."""
+    of_stage: dict[tuple[int, int], list[StageRecord]] = defaultdict(list)
+    for record in records:
+        if record.between_ns:
+            of_stage[record.replica, record.stage].append(record)
+    parts: dict[str, float] = defaultdict(float)
+    for timed in of_stage.values():
+        whole = median(_list_ns(record) + record.plan_wait_ns + record.between_ns for record in timed)
+        reduction, optimizer, between = (
+            median(getattr(record, name) for record in timed) / whole / len(of_stage)
+            for name in ("reduction_ns", "optimizer_ns", "between_ns")
+        )
+        parts["reductions"] += reduction
+        parts["optimizer"] += optimizer
+        parts["the rest"] += max(between - reduction - optimizer, 0.0)
+    return dict(parts)
+
+
+def _list_ns(record: StageRecord) -> int:
+    return record.forward_ns + record.backward_ns + record.transfer_ns + record.other_ns
 
 
 def _scale(runs: Sequence[IterationRecord]) -> float | None:

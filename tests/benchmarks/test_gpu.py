@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common import ROOT, environment
 from benchmarks.gpu import case as cases
-from benchmarks.gpu import machine, timings
+from benchmarks.gpu import engine, machine, timings
 from benchmarks.gpu import run as gpu
 from benchmarks.throughput import report
 from tests.helpers.commands import run_python
@@ -41,6 +41,8 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == {
         "tests marked gpu",
         "t5: entry script, Transformer Engine's layers, against the CPU",
+        "llama: planned against Megatron's own packed rows, loss on everything",
+        "llama: planned against Megatron's own packed rows, loss on targets",
     }
     figures = {check["name"]: check["figures"] for check in report["checks"]}
     assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
@@ -170,6 +172,47 @@ def test_figures_of_throughput_are_those_of_its_report():
         "token_based_tokens_per_s": 5_000.0,
         "token_based_ratio": 0.5,
     }
+
+
+def test_megatrons_own_packed_rows_are_compared_with_planned_ones_for_both_losses(tmp_path, monkeypatch):
+    ran = []
+
+    def run(_: object, script: str, *words: str) -> str:
+        ran.append(words)
+        row = {"method": "stock_packed", "tokens_per_second": 5.0, "ratio_to_planned": [0.7, 0.8, 0.9]}
+        Path(words[words.index("--json") + 1]).write_text(json.dumps({"rows": [row]}))
+        return ""
+
+    monkeypatch.setattr(cases.Case, "run", run)
+    monkeypatch.setattr(timings, "need_engine", lambda _: None)
+    checks = [check for check in timings.measurements(case_of(tmp_path)) if "Megatron's own" in check.name]
+    for check in checks:
+        assert check.make(case_of(tmp_path)) == {"stock_packed_tokens_per_s": 5.0, "stock_packed_ratio": 0.8}
+    losses = [words[words.index("--dynapipe-loss") + 1] for words in ran]
+    assert losses == ["everything", "targets"] and all("planned,stock_packed" in words for words in ran)
+
+
+def test_an_environment_is_taken_in_which_the_engine_runs(tmp_path, capsys, monkeypatch):
+    (tmp_path / "cudnn" / "lib").mkdir(parents=True)
+    (tmp_path / "cudnn" / "lib" / "libcudnn_graph.so.9").touch()
+    environments = engine.variants(tmp_path)
+    assert next(iter(environments.values())) == {}
+    assert environments["PyTorch's cuDNN, loaded before all else"]["LD_PRELOAD"].endswith("libcudnn_graph.so.9")
+    program = "import os, sys; sys.exit(0 if os.environ.get('CUDNN_HOME') else 'no sublibrary')"
+    monkeypatch.setattr(engine, "variants", lambda _: environments)
+    monkeypatch.setattr(engine, "PROGRAM", program)
+    engine.main()
+    said = capsys.readouterr()
+    assert said.out == f"export CUDNN_HOME={tmp_path}/cudnn\nexport CUDNN_PATH={tmp_path}/cudnn\n"
+    assert "as it is: status 1\nno sublibrary" in said.err and "named: runs" in said.err
+
+
+def test_an_environment_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(engine, "DEADLINE_S", 0.5)
+    failures = engine.failures(
+        {"slow": {}, "fast": {"FAST": "1"}}, "import os, time; time.sleep(60 * ('FAST' not in os.environ))"
+    )
+    assert failures["slow"].startswith("not done after")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.start.run import stock_flags
 from tests.helpers.commands import run_python
 from tests.helpers.random_dataset import make_dataset
 
@@ -24,6 +25,24 @@ def test_accuracy_of_costs(tmp_path):
     assert abs(figures["memory"]["error_of_both"][0]) < 0.2
     assert {"device", "dtype", "attention", "torch", "date"} <= figures["provenance"].keys()
     assert read(tmp_path / "gpt.json")["peak_covers_backward"]
+
+
+def test_megatrons_own_start_has_the_flags_of_the_run_file_and_none_of_ours():
+    flags = stock_flags(["--train-iters", "1"])
+    assert not [flag for flag in flags if "dynapipe" in flag]
+    assert {"--num-layers=8", "--transformer-impl=local"} < set(flags)
+    assert flags[flags.index("--global-batch-size") + 1] == "4" and "--global-batch-size=80" not in flags
+
+
+@pytest.mark.slow
+def test_starts_are_compared():
+    said = run_python("benchmarks/start/run.py", "--rounds", "1", "--ranks", "1", timeout_s=280).stdout
+    rows = {
+        cells[0]: cells for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines())
+    }
+    for name in ("planned", "Megatron's own"):
+        assert float(rows[name][1]) > 1 and float(rows[name][3]) > 1
+    assert "first iteration" in rows["planned"][4]
 
 
 @pytest.mark.slow

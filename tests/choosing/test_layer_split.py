@@ -23,6 +23,7 @@ from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CostTables, ModelState, Network, Quantity
 from tests.core.planner_cases import batch, batch_of, cost_model, planner
+from tests.helpers.examples import examples
 from tests.helpers.settings import settings_in_layers
 from tests.helpers.stage_costs import GPT_KINDS, grid_values
 
@@ -170,7 +171,7 @@ def test_what_fitted_goes_on_fitting() -> None:
     assert chosen(costs, (4, 4), *ALIKE, to_fit=(long,), **limit) == (4, 4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(9, 600), min_size=4, max_size=12), st.integers(0, 500), st.integers(200, 600))
 def test_no_sample_that_fitted_is_lost(lengths: list[int], head: int, room: int) -> None:
     costs, limit = Costs(GPT, head=head), {"memory_limit_bytes": 5 * STATE * 8 + 4 * room * BYTES}

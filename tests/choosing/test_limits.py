@@ -15,6 +15,7 @@ from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import even_layer_split
 from tests.core.planner_cases import batch_of, planner
+from tests.helpers.examples import examples
 
 
 def test_what_a_plan_loses_adds_up() -> None:
@@ -66,7 +67,7 @@ def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None
     layouts=st.sampled_from([(BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)]),
     counting=st.sampled_from([None, 0, 0.1]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_no_plan_is_faster_than_its_limits(
     family, pairs, stages, chunks, halves, replicas, memory, split, slices, layouts, counting
 ):

@@ -13,6 +13,7 @@ from megatron_dynapipe.core.native import core
 from megatron_dynapipe.core.partition import partition
 from megatron_dynapipe.costing import ABSENT, LARGEST_COST, Quantity
 from tests.core.partition_oracle import batch_problems
+from tests.helpers.examples import examples
 
 
 def ints(*values: int) -> np.ndarray:
@@ -285,7 +286,7 @@ TYPED |= dict.fromkeys(("latency_ns", "gbps"), lambda array: array.astype(float)
 TYPED |= {"in_flight": lambda array: array[None], "chains": lambda array: array.astype(np.int32)}
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000))
 @given(st.data())
 def test_fuzz(data: st.DataObject) -> None:
     """Whatever arrays it is handed, it answers or raises."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.core.partition import BAND_RATIO, by_bands, by_length, candidate_orders
+from tests.helpers.examples import examples
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -44,7 +45,7 @@ def test_decoder_only_samples_have_one_order() -> None:
 samples = st.lists(st.tuples(st.integers(1, 600), st.integers(1, 300)), min_size=1, max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(samples, st.randoms(use_true_random=False))
 def test_every_sample_once_in_whatever_order_they_are_given(lengths: list[tuple[int, int]], random: Random) -> None:
     shuffled = list(lengths)
@@ -58,7 +59,7 @@ def test_every_sample_once_in_whatever_order_they_are_given(lengths: list[tuple[
     assert ordered(shuffled) == ordered(lengths)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(samples)
 def test_bands_hold_similar_targets(lengths: list[tuple[int, int]]) -> None:
     """Bands follow one another by target: a later sample is longer than an earlier one by the ratio at most."""

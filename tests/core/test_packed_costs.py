@@ -16,6 +16,7 @@ from tests.core.packed_oracle import derived_costs
 from tests.core.partition_oracle import batch_problems
 from tests.core.planner_cases import batch, cost_model, planner
 from tests.core.planner_cases import settings as settings_of
+from tests.helpers.examples import examples
 from tests.helpers.packed_costs import packed_costs
 
 PACKED = (BatchLayout.PACKED,)
@@ -51,7 +52,7 @@ def packed_problems(draw: st.DrawFn) -> BatchProblem:
     return replace(problem, modes=tuple(modes))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(packed_problems(), st.data())
 def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -> None:
     samples = st.lists(st.integers(0, len(problem.inputs) - 1), min_size=1, unique=True)
@@ -69,7 +70,7 @@ def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -
         assert both.tolist() == (problem.layout.counts(problem.modes[mode].kinds) @ times).tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(packed_problems(), st.data())
 def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataObject) -> None:
     tables = replace(problem.modes[0], packed=None)

@@ -23,6 +23,7 @@ from tests.core.packed_oracle import best_makespan_ns
 from tests.core.partition_oracle import batch_problems
 from tests.core.planner_cases import batch, cost_model
 from tests.core.planner_cases import settings as settings_of
+from tests.helpers.examples import examples
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
@@ -80,7 +81,7 @@ def test_packed_rows_waste_nothing_and_predict_less_time(family: ModelFamily) ->
     assert packed.totals.real_tokens / packed.totals.padded_positions > 0.93
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(batch_problems(most_samples=4, layouts=PACKED), st.integers(0, 3))
 def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: int) -> None:
     """The search comes within 10% of the best of all rows, modes and orders, and finds rows wherever there are some."""

@@ -17,6 +17,7 @@ from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.costing import CostTables, Network, PipelineLayout, Quantity, model_of_layers
 from megatron_dynapipe.costing.links import links_between
 from tests.core.partition_oracle import batch_problems, brute_force
+from tests.helpers.examples import examples
 from tests.helpers.stage_costs import GPT_KINDS, STATE, grid_values
 
 Found = tuple[list[int], list[int], int, int]
@@ -36,9 +37,9 @@ def sizes_of_run(everyday: int, full: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("examples", [everyday, pytest.param(full, marks=pytest.mark.slow)])
 
 
-def held(examples: int, problems: st.SearchStrategy[BatchProblem], check: Callable[[BatchProblem], None]) -> None:
+def held(number: int, problems: st.SearchStrategy[BatchProblem], check: Callable[[BatchProblem], None]) -> None:
     """Check as many problems."""
-    settings(max_examples=examples, deadline=None)(given(problems)(check))()
+    settings(max_examples=number)(given(problems)(check))()
 
 
 @sizes_of_run(300, 3000)
@@ -101,7 +102,7 @@ def test_assign(times: list[list[int]], replicas: int, expected: list[list[int]]
     assert [rows.tolist() for rows in assign(np.array(times, np.int64), replicas)] == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, 3).flatmap(
         lambda r: st.lists(st.lists(st.integers(0, 50), min_size=r, max_size=r), min_size=1, max_size=7)

@@ -25,6 +25,7 @@ from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, Partitio
 from megatron_dynapipe.ways.rules import verify
 from tests.core.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 from tests.core.simulate_oracle import simulate_in_python
+from tests.helpers.examples import examples
 
 FAMILIES = list(ModelFamily)
 
@@ -129,7 +130,7 @@ def test_few_samples_go_to_replicas_of_their_own_and_others_are_idle(
     st.sampled_from([(BatchLayout.PACKED,), tuple(BatchLayout)]),
     st.sampled_from([10**11, 50_000_000]),
 )
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=examples(40))
 def test_packed_rows_for_any_lengths_on_any_replicas(lengths, replicas, layouts, memory) -> None:
     samples = of_lengths(lengths)
     free = planner(ModelFamily.GPT, data_parallel=replicas, micro_batch_layouts=layouts, memory_limit_bytes=memory)
@@ -142,6 +143,7 @@ DIGEST = """
 from megatron_dynapipe.store.codec import digest
 from megatron_dynapipe.core.units import ModelFamily
 from tests.core.planner_cases import batch, planner
+from tests.helpers.examples import examples
 for family in ModelFamily:
     print(digest(planner(family, data_parallel=2).plan(batch(family, 60), 0)))
 """

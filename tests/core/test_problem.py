@@ -20,10 +20,11 @@ from megatron_dynapipe.ways.rules import verify
 from tests.core.partition_oracle import batch_problems
 from tests.core.planner_cases import batch, batch_of, cost_model
 from tests.core.planner_cases import settings as settings_of
+from tests.helpers.examples import examples
 from tests.helpers.stage_costs import boundary_bytes, stage_costs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(batch_problems(), st.data())
 def test_costs_follow_the_rules(problem: BatchProblem, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
@@ -44,7 +45,7 @@ def test_costs_follow_the_rules(problem: BatchProblem, data: st.DataObject) -> N
         assert found.backward_transfer_ns[row].tolist() == [0, *up[0]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(batch_problems(), st.data())
 def test_a_stage_costs_what_it_does_under_its_own_mode(problem: BatchProblem, data: st.DataObject) -> None:
     """The search's costs are these, too: a plan whose times differ is refused."""

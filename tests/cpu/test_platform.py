@@ -53,12 +53,24 @@ ENABLED = """
         first = torch.rand(4)
         torch.cuda.set_rng_state(state)
         assert torch.equal(first, torch.rand(4)), "the CPU's generator is the device's"
+
+        from megatron.core import optimizer
+        from megatron.core.optimizer import clip_grads
+
+        assert optimizer.Adam is torch.optim.AdamW, optimizer.Adam
+        assert clip_grads.l2_norm_impl.__module__.startswith("megatron.")
 """
 
 
-def test_enable_puts_everything_in_force():
-    """In a process of its own, where Megatron has not been imported."""
-    run_python("-c", textwrap.dedent(ENABLED))
+def test_enable_puts_everything_in_force_and_hides_packages_of_the_device_alone_from_megatron(tmp_path):
+    """In a process of its own, where Megatron has not been imported.
+
+    A machine with a GPU has such packages, and a run on its CPU gave its tensors to their CUDA kernels.
+    """
+    for package in stub_table.DEVICE_ONLY:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('a kernel of the device')\n")
+    run_python("-c", textwrap.dedent(ENABLED), PYTHONPATH=str(tmp_path))
 
 
 @in_ranks(1)
@@ -153,22 +165,3 @@ def test_every_default_is_an_argument_of_megatron_that_the_command_line_override
     parser.add_argument("--distributed-backend", default="nccl")
     assert platform.set_args_defaults(parser).parse_args([]).distributed_backend == "gloo"
     assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
-
-
-def test_packages_of_the_device_alone_are_not_found_by_megatron(tmp_path):
-    """A machine with a GPU has them installed, and a run on its CPU gave its tensors to their CUDA kernels."""
-    for package in stub_table.DEVICE_ONLY:
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('a kernel of the device')\n")
-    script = """
-        from megatron_dynapipe import cpu
-
-        cpu.enable("cpu")
-        import torch
-        from megatron.core import optimizer
-        from megatron.core.optimizer import clip_grads
-
-        assert optimizer.Adam is torch.optim.AdamW, optimizer.Adam
-        assert clip_grads.l2_norm_impl.__module__.startswith("megatron.")
-    """
-    run_python("-c", textwrap.dedent(script), PYTHONPATH=str(tmp_path))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import LastBatch, LengthTable, LongSamples, Sampler, SamplerSettings
+from tests.helpers.examples import examples
 
 mixtures = st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 5)), min_size=1, max_size=5)
 
@@ -20,7 +21,7 @@ def table(tasks: list[tuple[int, float]], seed: int) -> tuple[LengthTable, np.nd
     return LengthTable(input=inputs, target=targets), random.permutation(ids) if seed % 2 else ids
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     tasks=mixtures,
     seed=st.integers(0, 1000),

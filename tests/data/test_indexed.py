@@ -15,6 +15,7 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.sampling.lengths import ends_path
 from megatron_dynapipe.tools.prepare.indexed import save_array
+from tests.helpers.examples import examples
 from tests.helpers.samples import write_samples
 
 SAMPLES = [([1, 2, 3], [4]), ([7], [8, 9]), ([0, 99], [98, 97, 96])]
@@ -66,7 +67,7 @@ def test_reading(tmp_path: Path) -> None:
 ids = st.lists(st.integers(0, 69_999), min_size=1, max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(samples=st.lists(st.tuples(ids, ids), min_size=1, max_size=8))
 def test_values_equal_megatrons(tmp_path: Path, samples: Any) -> None:
     write_samples(tmp_path / "split", samples, 70_000)

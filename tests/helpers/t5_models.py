@@ -14,7 +14,6 @@ from megatron_dynapipe.integration.models.specs import CoreAttention
 def t5_model(**changes: object) -> ModelConfig:
     """A T5 of local layers with learned positions; Megatron's own configuration is made by the test."""
     fields = {
-        "family": ModelFamily.T5,
         "stacks": model_of_layers(ModelFamily.T5, 2, 2),
         "hidden": 32,
         "heads": 4,

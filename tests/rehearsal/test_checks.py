@@ -17,7 +17,7 @@ pytestmark = [
 ]
 BY_KERNELS = "tests marked gpu|compute-sanitizer|executor against|messages above|flex_attention|transfers beside"
 """What times, kernels and profiles of a device decide; and what is compiled."""
-TOO_LARGE = "throughput"
+TOO_LARGE = "throughput|own packed rows"
 """Of models of a GPU's size; smaller ones are trained below."""
 SMALL = (
     "--device cuda --size gpu --profile-minutes 0 --rounds 1 --ranks 1 --batches 1 --data .demo/data --max-lengths 128"
@@ -48,6 +48,11 @@ def test_checks_without_kernels_pass(tmp_path):
     said = run("benchmarks/gpu/run.py", *words, engine=True)
     outcomes = {check["name"]: check["outcome"] for check in json.loads(output.read_text())["checks"]}
     assert outcomes and "failed" not in outcomes.values(), said
+
+
+def test_the_engine_is_tried_before_checks_that_want_it():
+    assert "fused attention, as it is: runs" in run("benchmarks/gpu/engine.py", engine=True)
+    assert "as it is: status 1" in run("benchmarks/gpu/engine.py", engine=False)
 
 
 @pytest.mark.parametrize("engine", [False, True])

@@ -89,6 +89,137 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 """
 
 
+CUDNN = """
+import contextlib, io, torch
+from megatron_dynapipe.integration.models import padded_attention
+from megatron_dynapipe.integration.models.padded_attention import attend_padded, cudnn_attention
+
+ran, aten = [], torch.library.Library("aten", "IMPL")
+NAME = "_scaled_dot_product_cudnn_attention"
+sizes = lambda: [tuple(row.shape) for row in ran]
+
+from tests.helpers.rehearsal import kernels
+
+def counted(query, *others, **options):
+    ran.append(query)
+    return kernels._cudnn_attention(query, *others, **options)
+
+def become(kernel):
+    aten.impl(NAME, kernel, "CUDA", allow_override=True)
+    cudnn_attention.cache_clear()
+
+def said(**changes):
+    with contextlib.redirect_stdout(text := io.StringIO()):
+        taken = cudnn_attention(**kind | changes)
+    return taken is not None, text.getvalue().strip()
+
+become(counted)
+device = torch.device("cuda", torch.cuda.current_device())
+kind = {"device": device, "dtype": torch.bfloat16, "heads": (4, 2), "channels": 128, "scale": 0.1}
+assert said() == (True, "attention of padded rows, 4 heads of 128 channels: cuDNN's kernel, which is faster on"
+    " compute capability 9.0")
+assert sizes() == [(2, 4, 512, 128)]
+assert said() == (True, ""), "tried once"
+for change in ({"dtype": torch.float16}, {"channels": 64}, {"device": torch.device("cpu")}):
+    assert said(**change) == (False, "")
+
+ran.clear()
+attention = cudnn_attention(**kind)
+attention.build([(2, 520), (1, 40), (2, 570)])
+attention.build([(2, 520)])
+assert sizes() == [(2, 4, 576, 128)] * 2, "without gradients and with them, once for lengths that are padded alike"
+
+def results(rows, order=None):
+    attended = attend_padded(*rows, scale=0.1, order=order)
+    return attended, *torch.autograd.grad(attended.float().square().sum(), rows)
+
+rows = [torch.randn(520, 3, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+ran.clear()
+for one, other in zip(results(rows), results(rows, [padded_attention.SDPBackend.MATH]), strict=True):
+    torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+assert sizes() == [(3, 4, 576, 128)]
+
+def refuse(*_, **__):
+    raise RuntimeError("no engine for this graph\\nand more")
+
+become(refuse)
+assert said() == (False, "attention of padded rows, 4 heads of 128 channels: FlashAttention, since PyTorch refuses"
+    " cuDNN's kernel: no engine for this graph")
+
+def wrong(query, *others, **options):
+    output, *rest = kernels._cudnn_attention(query, *others, **options)
+    return 1.1 * output, *rest
+
+become(wrong)
+takes, line = said()
+assert not takes and "FlashAttention, since cuDNN's kernel is" in line, line
+"""
+
+LAYERS = """
+import os, torch
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+from types import SimpleNamespace
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.integration.execution.iterations import IterationRunner
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from tests.helpers.rehearsal import kernels
+
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(3)
+ran = []
+
+def counted(query, *others, **options):
+    ran.append((query.size(0), query.size(2)))
+    return kernels._cudnn_attention(query, *others, **options)
+
+aten = torch.library.Library("aten", "IMPL")  # whose kernels go with it
+aten.impl("_scaled_dot_product_cudnn_attention", counted, "CUDA", allow_override=True)
+
+def layer(dropout=0.0):
+    config = TransformerConfig(
+        num_layers=1, hidden_size=256, num_attention_heads=2, kv_channels=128, attention_dropout=dropout, bf16=True
+    )
+    return SdpaCoreAttention(config, 1, AttnMaskType.causal, "self").cuda()
+
+def rows(length):
+    return [torch.randn(length, 2, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+def kernels_of(attention, length, mask=None, bias=None, kind=None):
+    ran.clear()
+    attention(*rows(length), mask, attn_mask_type=kind, attention_bias=bias)
+    return list(ran)
+
+attention, mask = layer(), torch.ones(520, 520, dtype=torch.bool, device="cuda").triu(1)[None, None]
+assert not torch.backends.cuda.cudnn_sdp_enabled(), "but for the calls that ask for it"
+assert kernels_of(attention, 64) == [(2, 512)], "tried at the first causal call, of whatever length"
+assert kernels_of(attention, 64) == [] and kernels_of(attention, 520) == [(2, 576)]
+assert kernels_of(attention, 520, mask=mask) == []
+assert kernels_of(attention, 520, bias=torch.zeros(1, 2, 520, 520, device="cuda")) == []
+assert kernels_of(attention, 520, kind=AttnMaskType.no_mask) == []
+assert kernels_of(layer(dropout=0.1), 520) == []
+assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+def entry(*batches):
+    return SimpleNamespace(micro_batches=[SimpleNamespace(shape=s, layout=l) for s, l in batches])
+
+settings = SimpleNamespace(model=SimpleNamespace(family=ModelFamily.T5))
+steps = SimpleNamespace(device=torch.device("cuda", 0))
+runner = IterationRunner(steps, settings, required=None, make_batch=None, seed=1)
+ran.clear()
+shapes = Shape(1, 64, 600), Shape(3, 1024, 64), Shape(1, 600, 600)
+runner._build_attention(
+    [torch.nn.ModuleList([attention, layer()])],
+    entry((shapes[0], BatchLayout.PADDED), (shapes[1], BatchLayout.PADDED), (shapes[2], BatchLayout.PACKED)),
+)
+assert ran == [(1, 640)] * 2, ran
+"""
+
+
 FORKED_LATE = """
 import os, sys, torch
 
@@ -121,6 +252,11 @@ def run(*words: str, status: int = 0, **machine: Any) -> str:
 
 def test_a_device_is_one_for_all_of_torch():
     run("-c", SCRIPT, devices=2)
+
+
+def test_padded_rows_take_cudnns_kernel_where_it_is_faster_and_right():
+    run("-c", CUDNN, devices=1)
+    run("-c", LAYERS, devices=1)
 
 
 def test_a_process_forked_after_cuda_was_asked_gets_no_device():

@@ -6,7 +6,7 @@ import pytest
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.plan import Totals
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
-from megatron_dynapipe.report.records import IterationRecord, MemoryRecord
+from megatron_dynapipe.report.records import IterationRecord, MemoryRecord, StageRecord
 from megatron_dynapipe.report.summary import format_summary, summarise
 
 MAXIMUM = Shape(1, 90, 10)
@@ -38,6 +38,26 @@ def test_micro_batches_and_shapes_are_held_against_the_maximum():
     assert (summary.sizes.minimum, summary.sizes.maximum) == (1, 9)
     assert (summary.input_lengths.minimum, summary.input_lengths.maximum) == (8, 64)
     assert (summary.target_lengths.minimum, summary.target_lengths.maximum) == (8, 16)
+
+
+def stage_record(iteration, *, stage=0, between_ms=10.0, reduction_ms=2.0, optimizer_ms=5.0):
+    spent = {"forward": 30.0, "backward": 50.0, "transfer": 5.0, "other": 3.0, "plan_wait": 2.0}
+    spent |= {"between": between_ms, "reduction": reduction_ms, "optimizer": optimizer_ms}
+    times = {f"{name}_ns": round(ms * NS_PER_MS) for name, ms in spent.items()}
+    return StageRecord(iteration=iteration, replica=0, stage=stage, planned_activation_bytes=0, **times)
+
+
+def test_what_lies_outside_of_passes_is_named():
+    first = stage_record(0, between_ms=0.0, reduction_ms=0.0, optimizer_ms=0.0)  # none precedes it
+    saved = stage_record(3, between_ms=5000.0)  # a checkpoint was saved before it
+    stages = [first, *(stage_record(i) for i in (1, 2)), saved]
+    summary = summarise([record(0)], maximum=MAXIMUM, stages=stages)
+    assert summary.outside == pytest.approx({"reductions": 0.02, "optimizer": 0.05, "the rest": 0.03})
+    said = format_summary(summary)
+    assert "outside of passes 10.0% of an iteration: reductions 2.0%, optimizer 5.0%, the rest 3.0%" in said
+    both = [*stages, *(stage_record(i, stage=1, between_ms=110.0) for i in (1, 2))]
+    assert summarise([record(0)], maximum=MAXIMUM, stages=both).outside["reductions"] == pytest.approx(0.015)
+    assert "outside" not in format_summary(summarise([record(0)], maximum=MAXIMUM, stages=[first]))
 
 
 def test_of_replicas_the_slowest_counts_and_some_may_have_no_micro_batches():

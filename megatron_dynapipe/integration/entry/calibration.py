@@ -6,6 +6,8 @@ next run of the same model, machine and versions; it reaches other nodes over to
 the machine was busy with other work is the run's own, in its folder of records, and the next run measures again.
 """
 
+import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.costing.format import CostFile
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
-from megatron_dynapipe.integration.flags.machine import local_world_size, processor_and_cores
+from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.profiling.result import noise
 from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
@@ -68,6 +70,19 @@ def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     return path
 
 
+def with_measured_costs(run: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """The same run by the costs of the file that was measured for it, which `--dynapipe-cost-model` names now.
+
+    Raises:
+        CostModelError: the file cannot be read, or is of another model.
+    """
+    costs = machine.costs_of(args, run.model, run.shape, run.device)
+    cluster = machine.cluster_of(args.dynapipe_cluster, device=run.device)
+    planner = msgspec.structs.replace(run.planner, network=machine.network(costs.load().links, cluster))
+    inputs = msgspec.structs.replace(run.inputs, costs=costs, planner=planner)
+    return dataclasses.replace(run, inputs=inputs, calibrate_s=0.0)
+
+
 def _kept(run: RunConfig, path: Path) -> str:
     """Say how old the kept costs are, and what measures again; as `measure` answers."""
     digest = _digest(path)
@@ -86,7 +101,7 @@ def _identity(run: RunConfig) -> str:
         "family": run.family.value,
         "experts": str(run.model.experts),
         "recompute": ",".join(run.planner.recompute),
-        "device": processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
+        "device": machine.processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
         "processes": str(_processes(run)),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "seconds": str(run.calibrate_s),
@@ -100,7 +115,7 @@ def _identity(run: RunConfig) -> str:
 def _processes(run: RunConfig) -> int:
     """As many as the node's ranks, in whole tensor-parallel groups: the processes share its memory as in training."""
     shared = run.planner.tensor_parallel
-    ranks = min(local_world_size(), max(_MOST_PROCESSES, shared))
+    ranks = min(machine.local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
 
 

@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if "--use-dynapipe" in sys.argv[1:]:
             fork.check(sys.argv[1:], os.environ)
             early = config.early_flags(sys.argv[1:])
-            prepare_environment(early.tensor_model_parallel_size, "cpu" if cpu.is_enabled() else "auto")
+            device = "cpu" if cpu.is_enabled() else "auto"
+            prepare_environment(early.tensor_model_parallel_size, early.pipeline_model_parallel_size, device)
             command_line.add_arguments(parser)
             parser.error = reported()(parser.error)  # type: ignore[method-assign]
     return parser

@@ -168,15 +168,13 @@ def _settled(
         measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = from_megatron.run_config(args, run.family)
+        run = calibration.with_measured_costs(run, args)
     clock.ends("costs")
     if run.plans_layer_split:
-        layer_split = _planned_layer_split(run)
-        chunks = len(layer_split) // run.planner.pipeline_parallel
-        if chunks != run.planner.chunks:  # of several Megatron checks and settles more
-            set_chunks(chunks)
-            run = from_megatron.run_config(args, run.family)
-        run = run.with_layers_per_stage(layer_split)
+        chunks = run.planner.chunks
+        run = run.with_layers_per_stage(_planned_layer_split(run))
+        if run.planner.chunks != chunks:  # of several Megatron checks and settles more
+            set_chunks(run.planner.chunks)
     clock.ends("layer split")
     if (folder := resumed(run.checkpoints)) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent

@@ -1,18 +1,20 @@
 """One rank's part in planned iterations, driven by Megatron's loop (`Session`) or step by step (`MegatronPipeline`)."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import Shape
+from megatron_dynapipe.core.units import BatchLayout, Shape
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch
 from megatron_dynapipe.integration.execution.warm_up import LENGTH, warm_up
+from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.runtime import StepRunner, StepTotals
 from megatron_dynapipe.store.entry import StageEntry
 
@@ -67,6 +69,7 @@ class IterationRunner:
         `on_first_pass` is called after it.
         """
         context = self.context(models)
+        self._build_attention(models, entry)
 
         def prepare(instruction: Pass) -> None:
             index = instruction.micro_batch
@@ -109,6 +112,17 @@ class IterationRunner:
             longest=longest,
             dtype=self.steps.dtype,
         )
+
+    def _build_attention(self, models: Sequence[torch.nn.Module], entry: StageEntry) -> None:
+        """Have attention meet the shapes of an entry's padded rows before its list runs; a T5's decoder is causal."""
+        if self.steps.device.type != "cuda":
+            return
+        length = 2 if self.settings.model.family.is_encoder_decoder else 1
+        padded = [batch.shape for batch in entry.micro_batches if batch.layout is BatchLayout.PADDED]
+        shapes = {(shape.size, shape[length]) for shape in padded}
+        for module in chain.from_iterable(model.modules() for model in models):
+            if isinstance(module, SdpaCoreAttention):
+                module.build(shapes)
 
     def context(self, models: Sequence[torch.nn.Module]) -> MicroBatchContext:
         """The models' context, made at the first call, which raises ConfigError as it does."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.config import CONFIG_FLAG, EARLY_FLAGS, UNSET_FLAG
 from megatron_dynapipe.core.errors import ConfigError, near_name
-from megatron_dynapipe.core.units import ModelFamily, round_up
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import fork
@@ -32,6 +32,8 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.integration.hooks import vocabulary
+from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.outputs import is_first_rank, say
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, TruncationSide
@@ -323,8 +325,13 @@ def megatron_arguments(
         parser.parse_args = parse_and_settle  # type: ignore[method-assign,assignment]
         return parser
 
-    with _refusals():
-        args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
+    originals = Originals()
+    originals.install(vocabulary.TABLE)
+    try:
+        with _refusals():
+            args: argparse.Namespace = parse_and_validate_args(extra_args_provider=extend)
+    finally:
+        originals.revert()
     args.position_embedding_type = positions
     return args
 
@@ -344,13 +351,7 @@ def check_by_megatron(args: argparse.Namespace, *, rank: int = 0, world_size: in
             load_args_from_checkpoint(args)
         validate_args(args)
     args.position_embedding_type = positions
-    pad_vocabulary(args, read_meta(args.dynapipe_data).vocabulary_size)
-
-
-def pad_vocabulary(args: argparse.Namespace, tokens: int) -> None:
-    """Pad a vocabulary as Megatron does, unless it is padded already."""
-    if args.padded_vocab_size is None:
-        args.padded_vocab_size = round_up(tokens, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
+    vocabulary.pad_vocabulary(args, read_meta(args.dynapipe_data).vocabulary_size)
 
 
 def _hide_relative(args: argparse.Namespace) -> str:

@@ -18,17 +18,12 @@ from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily
 from megatron_dynapipe.costing import (
-    A100_RATES,
-    CPU_RATES,
     Experts,
     ModelShape,
     Network,
     ScatterGather,
     model_of_layers,
 )
-from megatron_dynapipe.costing.devices import rates_of
-from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -53,7 +48,7 @@ from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 
 _LAYER_COSTS = (
@@ -67,12 +62,12 @@ _LAYER_COSTS = (
 """Arguments that layers' costs depend on."""
 _FIRST_BATCHES = 16
 """Batches by tokens whose mean number of samples stands for all."""
-_MOST_BY_TOKENS = 4096
-"""Samples of a micro-batch at most, where an iteration has any number of them."""
 
 
 def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.device | None = None) -> RunConfig:
-    """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron.
+    """A run's configuration, from Megatron's namespace as checked by `checks` and by Megatron: made once in a start.
+
+    What the start finds out follows from it: `calibration.with_measured_costs`, `RunConfig.with_layers_per_stage`.
 
     Raises:
         ConfigError: the store's URL or the cluster file cannot be read, or settings of plans do not go together.
@@ -87,7 +82,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
     backward = split_backward(args)
     model = model_config(args, family)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
-    costs = _costs(args, model, shape, device)
+    costs = machine.costs_of(args, model, shape, device)
     network = machine.network(costs.load().links, cluster)
     return RunConfig(
         model=model,
@@ -144,26 +139,6 @@ def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts, 
     if whole_because := backward[1]:
         notes.append(f"backward passes: whole ({whole_because})")
     return tuple(notes)
-
-
-def _costs(
-    args: argparse.Namespace, model: ModelConfig, shape: ModelShape, device: torch.device
-) -> MeasuredCosts | AnalyticCosts:
-    """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
-    if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
-        fields = msgspec.structs.asdict(shape)
-        tensor_parallel = args.tensor_model_parallel_size
-        check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
-        return costs
-    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
-    by_tokens = args.tokens_per_global_batch is not None
-    return AnalyticCosts(
-        shape=shape,
-        rates=msgspec.structs.replace(rates, element_bytes=model.dtype.itemsize),
-        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
-        max_length=model.longest,
-    )
 
 
 def _labels_reach_experts(args: argparse.Namespace) -> bool:
@@ -223,7 +198,6 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
     pattern = without_stages(args.hybrid_layer_pattern or "")
     layers = layer_split.layers_of_stacks(args, family)
     return ModelConfig(
-        family=family,
         stacks=model_of_layers(family, *layers, expert_layers=experts.layers if experts else (), pattern=pattern),
         hidden=args.hidden_size,
         heads=args.num_attention_heads,

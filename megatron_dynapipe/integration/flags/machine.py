@@ -1,26 +1,39 @@
-"""The machine of a run: its ranks, nodes and devices, their memory, and the cluster file that describes them.
+"""The machine of a run: its ranks, nodes and devices, their memory, the cluster file that describes them, and what
+layers cost there.
 
 limit or links of a flag or measured by the cost model's file   >   cluster file   >   what the device says, or defaults
 """
 
+import argparse
 import os
 import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.costing import Network
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Network
+from megatron_dynapipe.costing.devices import rates_of
+from megatron_dynapipe.costing.file import check_measured_model
+from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
+
+if TYPE_CHECKING:  # it imports Megatron
+    from megatron_dynapipe.integration.models.config import ModelConfig
 
 AUTO = "auto"
 NONE = "none"
 MEMORY_SHARE = 0.9
 """Share of a device's memory that plans may use where no limit is given; the rest is for the allocator's
 fragments, communication buffers and kernels' workspaces."""
+_MOST_BY_TOKENS = 4096
+"""Samples of a micro-batch at most, where an iteration has any number of them."""
 
 
 def world_size() -> int:
@@ -126,3 +139,23 @@ def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:
             "this host does not say how much memory it has", hint="pass --dynapipe-device-memory-limit MB"
         ) from error
     return int(host / local_world_size() * MEMORY_SHARE)
+
+
+def costs_of(
+    args: argparse.Namespace, model: "ModelConfig", shape: ModelShape, device: torch.device
+) -> MeasuredCosts | AnalyticCosts:
+    """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
+    if args.dynapipe_cost_model is not None:
+        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
+        fields = msgspec.structs.asdict(shape)
+        tensor_parallel = args.tensor_model_parallel_size
+        check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
+        return costs
+    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
+    by_tokens = args.tokens_per_global_batch is not None
+    return AnalyticCosts(
+        shape=shape,
+        rates=msgspec.structs.replace(rates, element_bytes=model.dtype.itemsize),
+        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
+        max_length=model.longest,
+    )

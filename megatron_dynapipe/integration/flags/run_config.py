@@ -150,7 +150,7 @@ class RunConfig:
         return self.inputs.splits[0].sampler
 
     def with_layers_per_stage(self, layer_split: LayerSplit) -> "RunConfig":
-        """The same run, its layers split so."""
+        """The same run, its layers split so, in as many virtual stages of a rank as that makes."""
         planner = self.planner.with_layers_per_stage(layer_split)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
 

@@ -24,7 +24,6 @@ class ModelConfig:
     """A model, and how its layers are computed.
 
     Attributes:
-        family: kind of model.
         stacks: modules, as plans count them.
         hidden, heads, kv_channels, ffn: sizes of a layer.
         vocabulary: tokens, padded; 0 until Megatron knows them.
@@ -50,7 +49,6 @@ class ModelConfig:
         megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
     """
 
-    family: ModelFamily
     stacks: Model
     hidden: int
     heads: int
@@ -77,6 +75,11 @@ class ModelConfig:
     pattern: str
     experts: Experts | None
     megatron: Callable[[], TransformerConfig]
+
+    @property
+    def family(self) -> ModelFamily:
+        """Kind of model."""
+        return self.stacks.family
 
     @property
     def transformer_engine(self) -> bool:

@@ -26,6 +26,7 @@ from megatron_dynapipe.integration.flags import checks, command_line, fork, from
 from megatron_dynapipe.integration.flags.batch_layout import batch_layouts
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.hooks.vocabulary import pad_vocabulary
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 
@@ -184,7 +185,7 @@ def _parse(
             args = command_line.megatron_arguments(words, settle)
     finally:
         sys.argv[1:] = before
-    command_line.pad_vocabulary(args, args.vocab_size)
+    pad_vocabulary(args, args.vocab_size)
     return args
 
 

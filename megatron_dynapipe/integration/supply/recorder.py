@@ -304,6 +304,7 @@ class Recorder:
             computed_costs=self._run.computed_costs,
             pictures=pictures,
             memory=memory,
+            stages=[record for record in records if isinstance(record, StageRecord)],
         )
         return format_summary(summary) + _idle_hint(panels)
 

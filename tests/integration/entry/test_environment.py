@@ -22,18 +22,23 @@ WITHOUT_ALLOCATOR = {name: value for name, value in ALL.items() if name != "PYTO
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "capability", "environ", "expected"),
+    ("tensor_parallel", "stages", "capability", "environ", "expected"),
     [
-        pytest.param(1, 9, {}, ALL, id="no tensor parallelism"),
-        pytest.param(2, 9, {}, ALL | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="tensor parallel on Hopper"),
-        pytest.param(2, 8, {}, ALL | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="tensor parallel on Ampere"),
-        pytest.param(8, 10, {}, ALL, id="tensor parallel on Blackwell"),
-        pytest.param(1, 9, ALL | {"CUDA_MODULE_LOADING": "LAZY"}, {}, id="what the user has set stays"),
-        pytest.param(1, 9, {"PYTORCH_CUDA_ALLOC_CONF": "x"}, WITHOUT_ALLOCATOR, id="the allocator's older name counts"),
+        pytest.param(1, 2, 9, {}, ALL, id="no tensor parallelism"),
+        pytest.param(1, 1, 9, {}, ALL | {"CUDA_MODULE_LOADING": "LAZY"}, id="one stage waits for no other"),
+        pytest.param(2, 2, 9, {}, ALL | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="tensor parallel on Hopper"),
+        pytest.param(2, 2, 8, {}, ALL | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="tensor parallel on Ampere"),
+        pytest.param(8, 2, 10, {}, ALL, id="tensor parallel on Blackwell"),
+        pytest.param(1, 2, 9, ALL | {"CUDA_MODULE_LOADING": "LAZY"}, {}, id="what the user has set stays"),
+        pytest.param(
+            1, 2, 9, {"PYTORCH_CUDA_ALLOC_CONF": "x"}, WITHOUT_ALLOCATOR, id="the allocator's older name counts"
+        ),
     ],
 )
-def test_what_is_set(tensor_parallel, capability, environ, expected):
-    chosen = bootstrap.environment(tensor_parallel=tensor_parallel, capability=capability, environ=environ)
+def test_what_is_set(tensor_parallel, stages, capability, environ, expected):
+    chosen = bootstrap.environment(
+        tensor_parallel=tensor_parallel, stages=stages, capability=capability, environ=environ
+    )
     assert chosen == expected
 
 
@@ -46,7 +51,7 @@ def clean(monkeypatch):
 
 def test_rank_0_says_what_was_set(clean, capsys, monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: [9, 9])
-    bootstrap.prepare_environment(2, "auto")
+    bootstrap.prepare_environment(2, 2, "auto")
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     said = capsys.readouterr().out
     assert said.startswith("environment: set CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_")
@@ -56,7 +61,7 @@ def test_rank_0_says_what_was_set(clean, capsys, monkeypatch):
 @pytest.mark.parametrize(("device", "found"), [("cpu", [9]), ("auto", [])])
 def test_nothing_is_set_without_a_gpu(device, found, clean, capsys, monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: found)
-    bootstrap.prepare_environment(1, device)
+    bootstrap.prepare_environment(1, 1, device)
     assert "CUDA_MODULE_LOADING" not in os.environ and capsys.readouterr().out == ""
 
 

@@ -1,5 +1,5 @@
 """Before its first iteration a rank reads its run file and costs once, and builds Megatron's parser and global
-variables once, also where its virtual stages are chosen.
+variables, and its configuration, once, also where its virtual stages are chosen.
 """
 
 import re
@@ -17,10 +17,15 @@ from tests.helpers.processes import run_ranks
 
 
 def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]) -> dict[str, object]:
-    """On a forked rank: a run, how often it opened each of the paths, built Megatron's parser and set its variables."""
+    """On a forked rank: a run, how often it opened each of the paths, built Megatron's parser, set its variables and
+    made its configuration.
+    """
     from megatron.training import arguments
 
+    from megatron_dynapipe.integration.flags import from_megatron
+
     counted, build, set_all = Counter[str](), arguments.add_megatron_arguments, arguments.set_global_variables
+    configure = from_megatron.run_config
 
     def count_open(event: str, details: tuple) -> None:
         if event == "open" and str(details[0]) in paths:
@@ -35,9 +40,14 @@ def run_counted(*, rank: int, world_size: int, argv: list[str], paths: list[str]
         counted["variables"] += 1
         set_all(args)
 
+    def count_configurations(*given, **named):
+        counted["configurations"] += 1
+        return configure(*given, **named)
+
     sys.addaudithook(count_open)
     arguments.add_megatron_arguments = count_parser
     arguments.set_global_variables = count_variables
+    from_megatron.run_config = count_configurations
     run = run_entry(
         rank=rank, world_size=world_size, script="pretrain_gpt_multitask.py", argv=argv, kill=None, pictures=False
     )
@@ -56,7 +66,9 @@ def test_files_are_read_and_the_parser_is_built_once(data, tmp_path, monkeypatch
     (run,) = run_ranks(run_counted, 1, arguments, deadline_s=120)
     assert run["status"] == 0, run["stderr"][-3000:]
     assert list(run["losses"]) == ["1"]
-    assert run["counted"] == {"costs.json": 1, "run.yaml": 1, "parser": 1, "variables": 1}
+    read = {"costs.json": 1, "run.yaml": 1, "parser": 1, "variables": 1}
+    # A run of one rank is configured, too, by which the layout is chosen.
+    assert run["counted"] == read | {"configurations": 2 if elastic else 1}
 
 
 def test_choosing_virtual_stages_parses_nothing_again(data, tmp_path):
@@ -67,5 +79,5 @@ def test_choosing_virtual_stages_parses_nothing_again(data, tmp_path):
     assert [run["status"] for run in runs] == [0, 0], runs[0]["stderr"][-3000:]
     (layers,) = re.findall(r"layers per stage: (\S+)", runs[0]["stdout"])
     assert layers.count(",") > 1, "several virtual stages on each rank are faster"
-    assert [run["counted"] for run in runs] == [{"parser": 1, "variables": 1}] * 2
+    assert [run["counted"] for run in runs] == [{"parser": 1, "variables": 1, "configurations": 1}] * 2
     assert list(runs[-1]["losses"]) == ["1"]

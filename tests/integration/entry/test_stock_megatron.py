@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 def row(ranks: int, flags: str, schedule: str, when: str) -> object:
-    marks, iterations = ((), 20) if when == "core" else (pytest.mark.slow, 50)
+    marks, iterations = ((), 10) if when == "core" else (pytest.mark.slow, 50)
     name = f"{ranks} ranks, {flags.replace('--', '')}"
     return pytest.param(ranks, flags, schedule, iterations, id=name, marks=marks)
 

@@ -20,7 +20,7 @@ LAYOUTS = (
     "gpt 1x2x1, layers 3+1",
     "gpt 1x3x1, layers 1+2+1, selective",
     "gpt 1x2x1, two chunks, overhead 0.5",
-    "gpt 1x2x2, two chunks, distributed optimizer *",
+    "gpt 1x2x2, two chunks, distributed optimizer",
     "gpt 1x2x2, rotary positions, untied",
     "gpt 2x2x1, two chunks, sequence parallel, rotary positions, untied, recompute mixed",
     "gpt 4x1x2",
@@ -53,7 +53,7 @@ LAYOUTS = (
 PACKED = (
     "gpt 1x1x1, packed",
     "gpt 1x1x1, rotary positions, recompute mixed, rows mixed",
-    "gpt 2x2x1, two chunks, sequence parallel, rotary positions, recompute mixed, packed *",
+    "gpt 2x2x1, two chunks, sequence parallel, rotary positions, recompute mixed, packed",
     "gpt 1x4x1, packed",
     "gpt 1x2x2, no positions, rows mixed, overhead 0",
     "gpt 2x2x2, rows mixed, overlapped, distributed optimizer",
@@ -64,8 +64,8 @@ PACKED = (
     "t5 2x2x2, rows mixed, scatter-gather, distributed optimizer, overhead 50",
 )
 SLICED = (
-    "gpt 1x1x1, slices of 16 *",
-    "gpt 1x2x1, slices of 16, recompute mixed *",
+    "gpt 1x1x1, slices of 16",
+    "gpt 1x2x1, slices of 16, recompute mixed",
     "gpt 1x2x1, slices of 8, rotary positions, full",
     "gpt 2x2x1, two chunks, slices of 16, sequence parallel, rotary positions, recompute mixed",
     "gpt 1x2x2, slices of 24, recompute mixed, overlapped",
@@ -81,7 +81,7 @@ DIVIDED = (
     "t5 2x2x2, every second divided, overlapped, distributed optimizer",
 )
 HALVED = (
-    "gpt 1x2x1, layers 2.5+1.5, recompute mixed *",
+    "gpt 1x2x1, layers 2.5+1.5, recompute mixed",
     "gpt 2x2x1, layers 1.5+2.5, sequence parallel, rotary positions, untied, recompute mixed",
     "gpt 1x2x2, layers 2.5+1.5, overlapped, distributed optimizer",
     "gpt 1x2x1, layers 2.5+1.5, divided",

@@ -5,17 +5,22 @@ Many command lines are parsed by one forked process, where Megatron may be impor
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import io
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing.format import encode_file
+from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.integration.flags import command_line
+from tests.costing import models
 from tests.helpers.entry_scripts import train, words
 from tests.helpers.processes import run_ranks
 
@@ -257,3 +262,50 @@ def test_what_a_configuration_holds(data: Path) -> None:
 def test_a_run_of_so_many_samples_trains(data: Path, tmp_path: Path) -> None:
     (run,) = train("gpt", data, "--train-samples 48", ranks=1, report=tmp_path)
     assert list(run["losses"]) == ["1", "2", "3"]
+
+
+def differences(first: Any, second: Any) -> list[str]:
+    """Fields of two configurations that differ, but what makes Megatron's own of its namespace."""
+    runs = [dataclasses.replace(run, model=dataclasses.replace(run.model, megatron=None)) for run in (first, second)]
+    names = [field.name for field in dataclasses.fields(first)]
+    return [name for name in names if len({str(getattr(run, name)) for run in runs}) > 1]
+
+
+def settled_and_asked(*, rank: int, world_size: int, data: str, costs: str) -> list[list[str]]:
+    """How a configuration differs that what is found out is put into from one whose flags say it."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.global_vars import destroy_global_vars
+
+    from megatron_dynapipe import cpu
+    from megatron_dynapipe.integration.entry.calibration import with_measured_costs
+
+    cpu.quieten()
+    cpu.enable("cpu")
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+
+    def parsed(flags: str) -> tuple[argparse.Namespace, Any]:
+        flags = f"--pipeline-model-parallel-size 2 --train-iters 1 {flags}"
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = command_line.parse(ModelFamily.GPT, words("gpt", Path(data), flags, report=Path("/nowhere")))
+        destroy_global_vars()
+        unset_num_microbatches_calculator()
+        return found
+
+    args, run = parsed("--dynapipe-layers-per-stage auto --dynapipe-calibrate 9")
+    _, chunked = parsed("--dynapipe-calibrate 9 --dynapipe-layers-per-stage 1,1,1,1")
+    _, measured = parsed(f"--dynapipe-layers-per-stage auto --dynapipe-cost-model {costs}")
+    args.dynapipe_cost_model = Path(costs)
+    return [
+        differences(run.with_layers_per_stage((1, 1, 1, 1)), chunked),
+        differences(with_measured_costs(run, args), measured),
+    ]
+
+
+def test_what_a_start_finds_out_makes_the_configuration_that_flags_would_make(data, tmp_path):
+    """All else in it stands when it is made."""
+    link = Link(latency_us=5.0, gbps=80.0)
+    file = msgspec.structs.replace(models.gpt_file(), links={"intra-node": link})
+    costs = tmp_path / "costs.json"
+    costs.write_bytes(encode_file(file))
+    (found,) = run_ranks(settled_and_asked, 1, {"data": str(data), "costs": str(costs)}, deadline_s=120)
+    assert found == [["plans_layer_split", "plans_chunks"], []]

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.integration.flags.layer_split import other_split, settle
+from megatron_dynapipe.integration.flags.layer_split import other_flag, settle
 from tests.helpers import entry_scripts
 from tests.helpers.random_dataset import make_dataset
 
@@ -110,4 +110,4 @@ def test_flags_that_a_planned_split_gives_way_to(name, value):
     args = flags_of_layers(dynapipe_layers_per_stage="auto")
     setattr(args, name, value)
     gives_way = name not in ("num_layers", "num_virtual_stages_per_pipeline_rank")
-    assert other_split(args) == (f"--{name.replace('_', '-')} {value}" if gives_way else None)
+    assert other_flag(args) == (f"--{name.replace('_', '-')} {value}" if gives_way else None)

@@ -18,6 +18,7 @@ from megatron_dynapipe.tools.mixture.sources import rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixing, Mixture, TaskSpec
 from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
+from tests.helpers.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ entry = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     entries=st.lists(entry, min_size=1, max_size=4), policy=st.sampled_from([LongSamples.SKIP, LongSamples.TRUNCATE])
 )

@@ -30,6 +30,7 @@ from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 from megatron_dynapipe.tools.taught import taught_samples
 from tests.helpers import lists
 from tests.helpers.chat_models import AROUND, PRE, TEMPLATES, chat_tokenizer, saved
+from tests.helpers.examples import examples
 
 type Sample = tuple[list[int], list[int]]
 """Tokens of a decoder-only sample, and 1 for each that counts."""
@@ -97,7 +98,7 @@ words = st.text("abzfox the.,!?\né☃", min_size=1, max_size=8).filter(str.stri
 
 @pytest.mark.parametrize("kind", PRE)
 @pytest.mark.parametrize("structure", [name for name in TEMPLATES if name != "rewritten"])
-@hypothesis.settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+@hypothesis.settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @hypothesis.given(turns=st.lists(words, min_size=1, max_size=3))
 def test_conversations(folders: dict[str, Path], kind: str, structure: str, turns: list[str]) -> None:
     """Ids are those of the whole text as the template writes it; what counts are answers with what ends them."""

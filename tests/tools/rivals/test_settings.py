@@ -19,6 +19,7 @@ from megatron_dynapipe.tools.rivals.packed import pack
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.ways.rules import verify
 from tests.core import planner_cases
+from tests.helpers.examples import examples
 
 TOKENS, UNIFORM, PADDING, PACKING = list(PartitionAlgorithm)[:4]
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
@@ -67,7 +68,7 @@ def test_tokens_count_targets_and_what_does_not_fit_is_not_offered() -> None:
     assert {tuple(partition.sizes) for partition in fitting} == {(1, 1, 1, 1), (2, 2)}, "under any recompute mode"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.integers(1, 64), min_size=1, max_size=20),
     st.sampled_from([TOKENS, UNIFORM, PADDING]),
@@ -94,7 +95,7 @@ def test_pack(inputs: list[int], targets: list[int], rows: tuple[int, int], expe
     assert [row.tolist() for row in pack(ints(*inputs), ints(*targets), *rows)] == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=30))
 def test_packed_rows_hold_every_sample_once(lengths: list[tuple[int, int]]) -> None:
     inputs, targets = np.array(lengths, np.int64).T

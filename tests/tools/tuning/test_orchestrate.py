@@ -12,6 +12,7 @@ from megatron_dynapipe.costing import Network
 from megatron_dynapipe.tools.tuning import Layer, LayerProfile, Topology, orchestrate
 from megatron_dynapipe.tools.tuning.orchestrate import Assignment, OrchestrationProblem, one_f_one_b_codes
 from megatron_dynapipe.tools.tuning.topology import Counts
+from tests.helpers.examples import examples
 
 SLOW = Network(devices_per_node=1, intra_node_gbps=8, inter_node_gbps=8, inter_node_latency_us=0)
 """A byte takes 1 ns over every link."""
@@ -54,7 +55,7 @@ def every_plan(problem: OrchestrationProblem, layers: int, nodes: Counts) -> Ite
 numbers = st.integers(0, 40)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     layers=st.lists(st.tuples(st.integers(1, 9), numbers, numbers, numbers), min_size=1, max_size=4),
     shape=st.sampled_from([(2, 1), (3, 1), (3, 2), (4, 2)]),

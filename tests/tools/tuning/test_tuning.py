@@ -32,6 +32,7 @@ from megatron_dynapipe.tools.tuning.evaluate import StepRates, step_ns
 from megatron_dynapipe.tools.tuning.space import SplitMethod, Status, Tuning, candidates, divisions
 from tests.core.planner_cases import batch, cost_model, of_lengths
 from tests.helpers.benchmark_data import A100_COSTS, flan_like_batches
+from tests.helpers.examples import examples
 from tests.helpers.settings import settings_in_layers
 from tests.helpers.stage_costs import GPT_KINDS
 
@@ -108,7 +109,7 @@ def test_processes_find_what_one_process_finds() -> None:
     assert alone.layouts[:2] == together.layouts[:2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 10**6),
     family=st.sampled_from([GPT, T5]),
@@ -160,7 +161,7 @@ class Uneven:
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 10**6),
     lengths=st.lists(st.integers(2, 500), min_size=2, max_size=7),

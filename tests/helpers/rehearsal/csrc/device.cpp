@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
@@ -372,10 +373,27 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
 
 void record_stream(at::Tensor&, c10::Stream) {}
 
+bool is_enabled(at::SDPBackend backend) {
+  const auto& context = at::globalContext();
+  switch (backend) {
+    case at::SDPBackend::flash_attention: return context.userEnabledFlashSDP();
+    case at::SDPBackend::efficient_attention: return context.userEnabledMemEfficientSDP();
+    case at::SDPBackend::cudnn_attention: return context.userEnabledCuDNNSDP();
+    case at::SDPBackend::math: return context.userEnabledMathSDP();
+    default: return false;
+  }
+}
+
 int64_t choose_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
     std::optional<double>, bool) {
-  return 0;  // the one of plain operations
+  for (const at::SDPBackend backend : at::globalContext().sDPPriorityOrder()) {
+    if (!is_enabled(backend)) continue;
+    if (backend != at::SDPBackend::cudnn_attention) return 0;  // by plain operations
+    const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+    if (is_half && query.size(-1) % 8 == 0 && !mask) return static_cast<int64_t>(backend);
+  }
+  return static_cast<int64_t>(at::SDPBackend::error);
 }
 
 // Operators' entries for CUDA: those that the wheel's CUDA library fills, and what has none of its own there.
@@ -405,6 +423,7 @@ void stand_in_for_kernels() {
   aten.impl("copy_", TORCH_FN(copy_));
   aten.impl("record_stream", TORCH_FN(record_stream));
   aten.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);  // scaled_dot_product_attention's
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
