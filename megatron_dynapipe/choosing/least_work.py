@@ -44,9 +44,9 @@ def has_one_stage(planner: Planner) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _least_costs(tables: tuple[CostTables, ...], layouts: tuple[BatchLayout, ...]) -> tuple[LeastCosts, ...]:
+def _least_costs(tables: tuple[CostTables, ...], batch_layouts: tuple[BatchLayout, ...]) -> tuple[LeastCosts, ...]:
     """Of every mode; kept, since a run's batches have the same tables."""
-    pads, packs = (layout in layouts for layout in (BatchLayout.PADDED, BatchLayout.PACKED))
+    pads, packs = (layout in batch_layouts for layout in (BatchLayout.PADDED, BatchLayout.PACKED))
     return tuple(LeastCosts(under_mode, padded=pads, packed=packs) for under_mode in tables)
 
 

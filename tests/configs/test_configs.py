@@ -98,7 +98,7 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     unset_num_microbatches_calculator()
     args, run = command_line.parse(kind, expand(argv))
     if gpus > 2:
-        queues = environment(tensor_parallel=args.tensor_model_parallel_size, capability=9, environ={})
+        queues = environment(tensor_parallel=args.tensor_model_parallel_size, stages=2, capability=9, environ={})
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues["CUDA_DEVICE_MAX_CONNECTIONS"]
         run = from_megatron.run_config(args, kind, torch.device("cuda", 0))  # costs of a GPU: there is none here
     inputs = run.inputs

@@ -75,7 +75,13 @@ RUN = {
         )
     ),
     rf"{PROGRAM} tune .*--peft": Runs(
-        swaps=(("models/llama-3.1-70b/config.json", "model.yaml"), ("--devices 8", "--devices 2")), slow=False
+        swaps=(
+            ("DATASET", ".demo/data"),
+            ("models/llama-3.1-70b/config.json", "model.yaml"),
+            ("--devices 8", "--devices 2"),
+            ("--global-batch-size 128", "--global-batch-size 8"),
+        ),
+        slow=False,
     ),
     rf"{PROGRAM} tune .*--write-config": Runs(
         swaps=(

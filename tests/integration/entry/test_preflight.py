@@ -60,7 +60,7 @@ def test_costs_of_another_model_are_refused(family, model, said, data, tmp_path)
 
 
 def test_token_ids_beyond_the_models_vocabulary_are_refused(data, other_vocabulary, tmp_path):
-    told = refused("gpt", "", other_vocabulary, tmp_path)
+    told = refused("gpt", "--padded-vocab-size 512", other_vocabulary, tmp_path)
     assert "expected token ids below 512" in told and "below 4096" in told
 
 
