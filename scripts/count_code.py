@@ -33,10 +33,9 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS: Mapping[str, float] = {
-    # To come down to 10.0, by `costing` and `tools/certify` first (--by-folder).
-    "tokens a line of the package": 10.1,
-    # To come down to 9.5, by verify_transfers, orders and problem first.
-    "tokens a line of its core": 9.9,
+    "tokens a line of the package": 10.0,
+    # To come down to 9.5, by problem, scheduling and model first; the bound of lines leaves room for few more.
+    "tokens a line of its core": 9.85,
     "lines of the longest function": 60,
     # To come down to 207: what is taught brought 6, steps and noise of `certify`, costs and tune 7, ways of the planner
     # and ports 3, figures of one GPU and conversions 3.
