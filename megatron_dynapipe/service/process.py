@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
@@ -55,10 +56,10 @@ class PlannerProcess:
 
     @property
     def load(self) -> str:
-        """Cores that it has taken in the mean since its start, of those that it may take: "0.8 of 4"."""
+        """Cores that it has taken in the mean since its start, of those that it may take: "0.8 of 4 cores"."""
         self._note_time()
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
-        return f"{self._processor_s / elapsed_s:.1f} of {self._settings.cores}"
+        return f"{self._processor_s / elapsed_s:.1f} of {amount(self._settings.cores, 'core')}"
 
     def _note_time(self) -> None:
         """Read how much processor time it has taken, unless it has ended and its status was asked for."""

@@ -48,7 +48,7 @@ def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
 def test_its_load_is_known_while_it_runs_and_after_it_has_ended(settings) -> None:
     job = settings(iterations=2, cores=2, look_ahead=100)
     with PlannerProcess(msgspec.structs.replace(job, inputs=only_training(job))) as planner:
-        until(lambda: float(planner.load.removesuffix(" of 2")) > 0)
+        until(lambda: float(planner.load.removesuffix(" of 2 cores")) > 0)
         until(lambda: planner.status == 0)
         taken_s = planner._processor_s
         assert taken_s >= 0.1, "the interpreter alone takes longer"

@@ -100,7 +100,7 @@ class PlanSupply:
     @property
     def planning_load(self) -> str:
         """How much of its cores this node's planner has taken, as a line of text; empty where there is none."""
-        return "" if self._planner is None else f"planning: {self._planner.load} of this node's cores"
+        return "" if self._planner is None else f"planning: {self._planner.load} of this node"
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""

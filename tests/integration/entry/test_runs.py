@@ -17,7 +17,7 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     summary = runs[0]["stdout"]
     for said in ("padding efficiency", "micro-batches per iteration", "tokens per second", "waiting for plans"):
         assert said in summary
-    assert re.search(r"^planning: \d\.\d of 1 of this node's cores$", summary, re.MULTILINE)
+    assert re.search(r"^planning: \d\.\d of 1 core of this node$", summary, re.MULTILINE)
     assert f"picture: {report / 'timeline.png'}" in summary
     assert f"page of the run: `megatron-dynapipe report {report}` writes it" in summary
     computed = "| last stage predicted (ms): not calibrated | last stage measured (ms): "

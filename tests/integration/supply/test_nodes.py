@@ -53,7 +53,7 @@ def test_the_first_rank_of_each_node_starts_its_planner_and_hands_plans_on(tmp_p
     for number, rank in enumerate(ranks):
         node = number // PER_NODE
         assert rank["planners"] == [f"planner-{node}.log"]
-        assert rank["load"].endswith(" of 2 of this node's cores") if rank["fetches"] else not rank["load"]
+        assert rank["load"].endswith(" of 2 cores of this node") if rank["fetches"] else not rank["load"]
         assert rank["fetches"] == (number % PER_NODE == 0)
         assert rank["places"] == [(iteration, number % 2, number // 2) for iteration in range(3)]
         assert rank["digests"] == ranks[0]["digests"], "one plan on all nodes"
