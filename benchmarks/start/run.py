@@ -62,7 +62,9 @@ def start(words: Sequence[str], folder: Path) -> Start:
         words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     )
     assert process.stdout is not None
-    printed, clock, processor = [], 0.0, 0.0
+    printed = []
+    clock = 0.0
+    processor = 0.0
     for line in process.stdout:
         printed.append(line)
         if not clock and FIRST.search(line):

@@ -37,26 +37,15 @@ def rows(data: Path, length: int, batch: int) -> Iterator[torch.Tensor]:
 def main() -> None:
     cpu.quieten()
     cpu.enable("auto")  # before Megatron is imported
-    from megatron.core.enums import ModelType
-    from megatron.training import get_args, pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import get_args
 
-    from tests.helpers.stock_megatron import forward_step, model_provider
+    from tests.helpers.stock_megatron import pretrain_on
 
     def datasets(_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
         args = get_args()
         return rows(Path(os.environ[DATA]), args.seq_length, args.micro_batch_size), None, None
 
-    datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks every rank
-    args = parse_and_validate_args(extra_args_provider=cpu.set_args_defaults if cpu.is_enabled() else None)
-    pretrain(
-        cfg_container=pretrain_cfg_container_from_args(args),
-        train_valid_test_dataset_provider=datasets,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        model_provider=model_provider,
-    )
+    pretrain_on(datasets)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ class Certified:
 
     def _settle(self, config: Any) -> None:
         """What is the certificate's own: rates, iterations, checkpoints, and in fp32 the precision."""
-        model, checkpoint, train = of_model(config), config.checkpoint, config.train
+        model = of_model(config)
+        checkpoint = config.checkpoint
+        train = config.train
         mixed = config.mixed_precision
         mixed = get_mixed_precision_config(mixed) if isinstance(mixed, str) else mixed
         of_recipe = mixed or model
@@ -130,11 +132,13 @@ class Certified:
         config.validation.eval_iters = 0
         begun = str(self.folder / "begun")
         checkpoint.save, checkpoint.load = (begun, None) if self.role == BEGIN else (None, begun)
-        checkpoint.save_interval, checkpoint.async_save = 1, False
+        checkpoint.save_interval = 1
+        checkpoint.async_save = False
         checkpoint.load_optim = checkpoint.load_rng = False
         config.optimizer.lr = config.optimizer.min_lr = _RATES[config.peft is not None]
         self.record.notes = [f"optimizer.lr = {config.optimizer.lr}"]
-        config.scheduler.lr_decay_style, config.scheduler.lr_warmup_iters = "constant", 0
+        config.scheduler.lr_decay_style = "constant"
+        config.scheduler.lr_warmup_iters = 0
         config.logger.log_interval = 1
         for name in ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project"):
             setattr(config.logger, name, None)

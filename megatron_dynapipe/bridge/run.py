@@ -150,7 +150,8 @@ class PlannedRecipe:
 
     def close(self) -> None:
         """Report, and end planners and threads, while the process groups still exist; a second call does nothing."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self._recorder = None
         if recorder is not None and (summary := recorder.report()) is not None:
             say(summary)
         self._resources.close()

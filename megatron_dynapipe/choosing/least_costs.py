@@ -77,7 +77,8 @@ class LeastCosts:
     def _row_by_position(self, quantity: int, most: float = np.inf, charged: tuple[int, int] = (1, 1)) -> Floats:
         """The least cost of a position of measured rows, apart from attention: `[kinds]`."""
         assert self.packed is not None, "asked where rows were measured"
-        inputs, targets = self.packed.row_inputs, self.packed.row_targets
+        inputs = self.packed.row_inputs
+        targets = self.packed.row_targets
         linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
         costs = linear[:, :2].sum(axis=1) if quantity == BOTH else linear[:, quantity]
         if len(targets) == 1 and targets[0] == 0 and inputs[-1] > 0:
@@ -114,7 +115,8 @@ def _least_share(costs: Floats, sizes: IntArray, largest: Floats) -> Floats:
     """
     at = np.clip(largest, sizes[0], sizes[-1])
     high = np.searchsorted(sizes, at)
-    low, rows = np.maximum(high - 1, 0), np.arange(len(costs))
+    low = np.maximum(high - 1, 0)
+    rows = np.arange(len(costs))
     part = ((at - sizes[low]) / np.maximum(sizes[high] - sizes[low], 1))[:, None]
     at_low = np.where(part < 1, costs[rows, :, low], 0.0)
     at_high = np.where(part > 0, costs[rows, :, high], 0.0)

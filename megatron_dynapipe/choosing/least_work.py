@@ -60,8 +60,11 @@ class LeastWork:
 
     def __init__(self, planner: Planner, samples: Samples) -> None:
         s = planner.settings
-        self.layout, self.stages, self.replicas = planner.layout, planner.layout.stages, s.data_parallel
-        self.limit, self.divides = s.memory_limit_bytes, s.effective_split_backward != "off"
+        self.layout = planner.layout
+        self.stages = planner.layout.stages
+        self.replicas = s.data_parallel
+        self.limit = s.memory_limit_bytes
+        self.divides = s.effective_split_backward != "off"
         self.inputs, self.targets, self.counts = _different(samples)
         self._cut = s.may_cut and can_cut(planner.problem(samples))
         packs = BatchLayout.PACKED in s.micro_batch_layouts
@@ -224,7 +227,8 @@ class LeastWork:
         times, held = (np.minimum(of, _UNKNOWN) for of in (times, self.stored))  # infinity · 0 modules is no number
         for at, first in enumerate(ends[:-1]):
             counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
-            time, stored = times @ counts.T, held @ counts.T  # [modes, samples, ends]
+            time = times @ counts.T
+            stored = held @ counts.T  # [modes, samples, ends]
             rest = upto[-1] - upto[ends[at + 1 :]]
             round_trips = self.round_trip @ rest.T
             room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
@@ -239,7 +243,8 @@ class LeastWork:
 
 def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:
     """Positions of inputs and targets that occur, rounded down where they are many, and how often each does."""
-    pairs, step = np.stack([samples.input_positions, samples.target_positions]), 1
+    pairs = np.stack([samples.input_positions, samples.target_positions])
+    step = 1
     while True:
         rounded = np.where(pairs > step, pairs // step * step, np.minimum(pairs, 1))
         lengths, counts = np.unique(rounded, axis=1, return_counts=True)

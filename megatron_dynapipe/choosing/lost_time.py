@@ -32,7 +32,8 @@ def rows_alone(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> tup
 
 def _times(planner: Planner, samples: Samples, replica: ReplicaPlan) -> tuple[int, int]:
     problem, members = _entries(planner, samples, replica.micro_batches)
-    batch_layouts, stages = [row.layout for row in replica.micro_batches], planner.layout.stages
+    batch_layouts = [row.layout for row in replica.micro_batches]
+    stages = planner.layout.stages
     least = np.full((2, len(members), planner.layout.virtual_stages), np.iinfo(np.int64).max // 4)
     for mode in range(len(problem.modes)):
         costs, covered = problem.costs_of(members, batch_layouts, np.full(len(members), mode, np.int64))

@@ -107,7 +107,9 @@ def shares_by_flops(
     c, g = channels, channels if key_value_channels is None else key_value_channels
     kept = Rates(_STORED[0], 0, _STORED[1])
     stored = AS_THE_LAYER if recompute is Recompute.FULL else (kept, kept)
-    linear, inner, mlp = 4 * hidden * (c + g), 4 * c, 4 * hidden * ffn
+    linear = 4 * hidden * (c + g)
+    inner = 4 * c
+    mlp = 4 * hidden * ffn
     encoder = _smallest(linear, inner, mlp, 0)
     backward = _smallest(linear, inner * (2 if frozen else 1), mlp, 0)
     decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)

@@ -71,7 +71,8 @@ class _More:
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
         """A grid's values with those of modules with experts raised at so many positions."""
-        result, exchange = values.copy(), np.rint(self.exchange.ns(positions)).astype(np.int64)
+        result = values.copy()
+        exchange = np.rint(self.exchange.ns(positions)).astype(np.int64)
         more = round((self.exchange.imbalance - 1) * 1000)
         for quantity, times in (
             (Quantity.FORWARD, 2),

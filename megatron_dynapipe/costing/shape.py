@@ -318,7 +318,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def sizes_of(self, linear: Linear) -> list[tuple[int, int, int]]:
         """Inputs and outputs of a layer's products of that name, and how often a position goes through each."""
-        h, a, g = self.hidden, self.query_channels, self.key_value_channels
+        h = self.hidden
+        a = self.query_channels
+        g = self.key_value_channels
         if linear in ATTENTION_LINEARS:
             return [(h, a + 2 * g, 1) if linear == "linear_qkv" else (a, h, 1)]
         networks = [(self.ffn, 1)]

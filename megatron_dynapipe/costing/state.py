@@ -144,9 +144,11 @@ def attends(modules: range) -> bool:
 def state_of(shape: ModelShape, divisions: Mapping[LayerKind, Division], *, tensor_parallel: int = 1) -> ModelState:
     """The parameters of a model on one of its tensor-parallel ranks, of layers that are divided as `divisions` say."""
     has_decoder = shape.family.is_encoder_decoder
-    attention, mlp = shape.attention_parameters(tensor_parallel), shape.mlp_parameters(tensor_parallel)
+    attention = shape.attention_parameters(tensor_parallel)
+    mlp = shape.mlp_parameters(tensor_parallel)
     dense = shape.dense.mlp_parameters(tensor_parallel)
-    norm, tables = shape.norm_parameters(shape.hidden), shape.relative_buckets * shape.heads
+    norm = shape.norm_parameters(shape.hidden)
+    tables = shape.relative_buckets * shape.heads
     rows = shape.rows(tensor_parallel) // tensor_parallel
     layers: dict[LayerKind, int] = {"encoder": 2 * (attention + dense)}
     if has_decoder or shape.kinds > 1:

@@ -148,7 +148,8 @@ class LayerWork:
 
     def _adapted(self, work: Workload, positions: Floats, linears: Sequence[Linear]) -> Workload:
         """Half a layer with adapters of some of its linears, whose inputs are kept for them; all else is frozen."""
-        shape, adapters = self.shape, self.shape.adapters
+        shape = self.shape
+        adapters = self.shape.adapters
         if adapters is None:
             return work
         work = replace(work, frozen_flops=work.linear_flops)
@@ -189,7 +190,8 @@ class LayerWork:
         unless that is frozen.
         """
         rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
-        logits, weight = b * q * rows, rows * self.shape.hidden * (self.shape.adapters is None)
+        logits = b * q * rows
+        weight = rows * self.shape.hidden * (self.shape.adapters is None)
         narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
         shared_ranks = self.tensor_parallel if self.sequence_parallel else 1
         normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks * self.element_bytes

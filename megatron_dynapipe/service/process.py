@@ -12,7 +12,8 @@ from megatron_dynapipe.processes import ChildLog, package_path, start, terminate
 from megatron_dynapipe.service.settings import ServiceSettings, encode_settings
 
 STOP_TIMEOUT_S = 10.0  # it runs below training's threads, on a busy machine slowly
-_USER_TIME, _SYSTEM_TIME = 11, 12
+_USER_TIME = 11
+_SYSTEM_TIME = 12
 """Places of `utime` and `stime` (proc(5)) among the fields after the command's name."""
 _COMMAND = (sys.executable, "-P", "-m", "megatron_dynapipe.service")
 

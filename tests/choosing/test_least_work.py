@@ -85,7 +85,8 @@ def test_a_replica_of_one_row_is_bounded_by_rows_of_that_length() -> None:
     )
     samples = made.samples(batch_of(*[(64, 0)] * 4))
     work = LeastWork(made, samples)
-    bound, least = work.on_one_stage(), fastest(made, samples)
+    bound = work.on_one_stage()
+    least = fastest(made, samples)
     assert least is not None
     assert work.everywhere(work.fitting_time) < bound <= least < 1.05 * bound
 
@@ -114,7 +115,8 @@ def test_a_search_ends_at_a_proven_plan_and_only_there() -> None:
 
 
 def test_a_plan_within_the_bound_says_so() -> None:
-    made, samples = ending_at(1), batch(ModelFamily.GPT, 60)
+    made = ending_at(1)
+    samples = batch(ModelFamily.GPT, 60)
     plan = made.plan(samples, 0)
     assert plan.totals.predicted_ns <= enough_ns(made, made.samples(samples))
     bounds = limits(made, samples, plan)

@@ -153,7 +153,8 @@ def check_times_of_search(problem: BatchProblem, *, evaluations: int, seed: int 
     """Micro-batches that a search has found; their orders take, at prices from scratch, what it has said."""
     every = np.arange(len(problem.inputs))
     found = problem.native.search(order=every, partitions=[], evaluations=evaluations, seed=seed)
-    stages, chunks = problem.layout.stages, problem.layout.chunks
+    stages = problem.layout.stages
+    chunks = problem.layout.chunks
     for samples, sizes, modes, packed, passes, time_ns in found:
         members = np.split(np.array(samples, np.int64), np.cumsum(sizes)[:-1])
         layouts = [BatchLayout.PACKED if is_row else BatchLayout.PADDED for is_row in packed]

@@ -19,7 +19,9 @@ LORA = msgspec.structs.replace(GPT, adapters=Adapters(dim=8))
 DORA = msgspec.structs.replace(GPT, adapters=Adapters(kind="dora", dim=8))
 SIZES = ((64, 192), (64, 64), (64, 256), (256, 64))
 """Inputs and outputs of a layer's products: of queries, keys and values together, attention's last, both of the MLP."""
-B, Q, TOKENS = np.array(3.0), np.array(10.0), 30
+B = np.array(3.0)
+Q = np.array(10.0)
+TOKENS = 30
 WEIGHTS = sum(inputs * outputs for inputs, outputs in SIZES)
 ADAPTED = sum(8 * (inputs + outputs) for inputs, outputs in SIZES)
 PLAIN = msgspec.structs.replace(A100_RATES, layer_overhead_us=0.0, backward_products=2.0, bytes_per_second=1e30)

@@ -7,7 +7,8 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import model_of_layers
 
-GPT, T5 = ModelFamily.GPT, ModelFamily.T5
+GPT = ModelFamily.GPT
+T5 = ModelFamily.T5
 
 
 @pytest.mark.parametrize(("family", "layers"), [(GPT, (4, 1)), (GPT, (0,)), (T5, (4, 0)), (T5, (0, 4))])

@@ -273,8 +273,10 @@ def products(*, rank: int, world_size: int, model: str, dataset: str, lora: str)
         finetune(config=config, forward_step_func=forward_step, callbacks=[Counted()])
     shape = model_shape(config, on_cpu=False)
     work = LayerWork(shape=shape)
-    size, length = np.array(2.0), np.array(float(LENGTH))
-    layer, head = work.encoder(size, length), work.head(size, length)
+    size = np.array(2.0)
+    length = np.array(float(LENGTH))
+    layer = work.encoder(size, length)
+    head = work.head(size, length)
     forward = LAYERS * (layer.linear_flops + layer.core_flops) + head.linear_flops
     frozen = LAYERS * layer.frozen_flops + head.frozen_flops
     # The first layer's input comes from frozen embeddings, so that its first product has no gradient at all.

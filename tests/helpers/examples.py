@@ -2,7 +2,8 @@
 
 from hypothesis import settings
 
-EVERY_DAY, AT_NIGHT = 200, 1000
+EVERY_DAY = 200
+AT_NIGHT = 1000
 """Of a test that says nothing else."""
 
 

@@ -91,6 +91,19 @@ def loss_function(losses):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
 
 
+def pretrain_on(datasets):
+    """Megatron's own pretraining by the command line, over what `datasets` gives on every rank."""
+    datasets.is_distributed = True
+    args = parse_and_validate_args(extra_args_provider=cpu.set_args_defaults if cpu.is_enabled() else None)
+    pretrain(
+        cfg_container=pretrain_cfg_container_from_args(args),
+        train_valid_test_dataset_provider=datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
+    )
+
+
 def train(*, rank: int, world_size: int, argv: list[str], data: str, patched: bool = False) -> dict:
     """On one rank: the losses by iteration (last stage), and the names of the schedules that ran.
 
@@ -112,17 +125,9 @@ def train(*, rank: int, world_size: int, argv: list[str], data: str, patched: bo
     def datasets(samples, vp_stage=None):
         return (micro_batches(Path(data)), None, None)
 
-    datasets.is_distributed = True
     sys.argv = ["pretrain_gpt.py", *argv, "--micro-batch-size", str(SIZE), "--dataloader-type", "external"]
     sys.argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--no-one-logger"]
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
-        args = parse_and_validate_args(extra_args_provider=cpu.set_args_defaults)
-        pretrain(
-            cfg_container=pretrain_cfg_container_from_args(args),
-            train_valid_test_dataset_provider=datasets,
-            model_type=ModelType.encoder_or_decoder,
-            forward_step_func=forward_step,
-            model_provider=model_provider,
-        )
+        pretrain_on(datasets)
     return {"losses": losses, "schedules": sorted(schedules)}

@@ -14,7 +14,9 @@ from megatron_dynapipe.tools.certify.verdict import Check, losses_of, of_first, 
 
 WORKER = "megatron_dynapipe.bridge.certified"
 """The module that every rank runs."""
-BEGIN, REFERENCE, PLANNED = "begin", "reference", "planned"
+BEGIN = "begin"
+REFERENCE = "reference"
+PLANNED = "planned"
 FP32 = "fp32"
 _TAIL = 60
 """Lines of a run that failed."""

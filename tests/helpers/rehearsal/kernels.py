@@ -103,14 +103,17 @@ def _cudnn_attention(
     """cuDNN's attention over padded rows [b, heads, length, size]."""
     assert attn_bias is None and not dropout_p and not return_debug_mask, "only plain rows are rehearsed"
     _check_flash(query, key, value)
-    (size, heads, length), keys = query.shape[:3], key.size(2)
-    output, lse = torch.empty_like(query), query.new_zeros(size, heads, length, dtype=torch.float32)
+    (size, heads, length) = query.shape[:3]
+    keys = key.size(2)
+    output = torch.empty_like(query)
+    lse = query.new_zeros(size, heads, length, dtype=torch.float32)
     for row in range(size):
         scores = _scores(query[row].transpose(0, 1), key[row].transpose(0, 1), scale, is_causal)
         lse[row] = scores.logsumexp(-1)
         values = _heads(value[row].transpose(0, 1), query[row].transpose(0, 1))
         output[row] = torch.einsum("hqk,khd->hqd", (scores - lse[row][..., None]).exp(), values).to(query.dtype)
-    nothing, seed = query[:0], torch.zeros(1, dtype=torch.int64, device=query.device)
+    nothing = query[:0]
+    seed = torch.zeros(1, dtype=torch.int64, device=query.device)
     return output, lse if compute_log_sumexp else nothing, nothing, nothing, length, keys, seed, seed, nothing
 
 
