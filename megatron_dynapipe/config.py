@@ -135,8 +135,13 @@ def expand(arguments: Sequence[str]) -> list[str]:
     for file in files:
         flags |= read(Path(file))
     dropped = [*unset, *(name for name, value in flags.items() if value is False and name not in unset)]
-    written = [word for name, value in flags.items() if name not in dropped for word in _as_arguments(name, value)]
+    written = words_of({name: value for name, value in flags.items() if name not in dropped})
     return [*written, *(word for name in dropped for word in (UNSET_FLAG, name)), *rest]
+
+
+def words_of(flags: Mapping[str, object]) -> list[str]:
+    """Flags, as a run file has them, as the words of a command line."""
+    return [word for name, value in flags.items() for word in _as_arguments(name, value)]
 
 
 def read(path: Path) -> dict[str, object]:

@@ -7,21 +7,22 @@ The file is all that is needed: a flag beside it may only say the same. What cos
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
-from megatron_dynapipe.config import expand, load_yaml
+from megatron_dynapipe.config import expand, load_yaml, words_of
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
-from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters
+from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters, Kind
 from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
-from megatron_dynapipe.costing.recipe import model_of, recipe_flags
+from megatron_dynapipe.costing.recipe import measured_flags, model_of, recipe_flags
 from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.flags.planning_flags import positive
 
 RUN_FILES = (".yaml", ".yml")
 
@@ -99,6 +100,13 @@ def take_model_config(args: argparse.Namespace) -> None:
     args.run_lengths = (model.max_seq_len, model.max_target_len)
 
 
+def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the adapters that are trained."""
+    add = parser.add_argument
+    add("--peft", choices=get_args(Kind), help="train adapters of all linear layers, in Megatron-Bridge, alone")
+    add("--peft-dim", type=positive, metavar="N", help=f"width of the adapters (default: {DEFAULT_DIM})")
+
+
 def _check_adapters(args: argparse.Namespace, recipe: Adapters | None) -> None:
     """Refuse flags of adapters that say something else than a recipe."""
     if recipe is None:
@@ -155,6 +163,24 @@ def run_words(args: argparse.Namespace) -> list[str]:
     return expand(["--dynapipe-config", str(file)]) if is_run_file else []
 
 
+def measured_words(args: argparse.Namespace) -> list[str]:
+    """The flags under which the layers of a recipe are built; the arguments know its kind and adapters afterwards.
+
+    Raises:
+        ConfigError: --model-config names no recipe of Megatron-Bridge, or a flag says something else than it.
+    """
+    path: Path = args.model_config
+    args.model_file = read_model(path)
+    if args.model not in (None, args.model_file.model):
+        raise ConfigError(f"expected --model {args.model_file.model}, as in {path}, got {args.model}")
+    args.model = args.model_file.model
+    _check_adapters(args, args.model_file.shape.get("adapters"))
+    try:
+        return words_of(measured_flags(_loaded(path)))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
+
+
 def experts_of(args: argparse.Namespace) -> Experts | None:
     """The model's experts; raises ConfigError where they cannot be shared or run as the arguments ask."""
     experts: Experts | None = given_numbers(args).get("experts")
@@ -202,15 +228,7 @@ def read_model(path: Path) -> ModelFile:
     Raises:
         ConfigError: it cannot be read, is none of the three kinds, or lacks a size.
     """
-    try:
-        loaded = load_yaml(path)  # JSON is YAML
-    except OSError as error:
-        raise ConfigError(f"cannot read the model's configuration {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"expected {path} to be YAML or JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"expected {path} to be a mapping, got {type(loaded).__name__}")
-    values = {str(name): value for name, value in loaded.items()}
+    values = _loaded(path)
     try:
         if (of_recipe := model_of(values)) is not None:
             model = _of_run_file(recipe_flags(of_recipe))
@@ -219,6 +237,19 @@ def read_model(path: Path) -> ModelFile:
         return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds; raises ConfigError."""
+    try:
+        loaded = load_yaml(path)  # JSON is YAML
+    except OSError as error:
+        raise ConfigError(f"cannot read the model's configuration {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"expected {path} to be YAML or JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"expected {path} to be a mapping, got {type(loaded).__name__}")
+    return {str(name): value for name, value in loaded.items()}
 
 
 def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
-from typing import Any, get_args
+from typing import Any
 
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.cli import say
@@ -14,6 +14,7 @@ from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_bat
 from megatron_dynapipe.cli.batches import read_batches
 from megatron_dynapipe.cli.model_config import (
     adapters_of,
+    add_adapter_arguments,
     experts_of,
     given_numbers,
     model_shape,
@@ -38,7 +39,6 @@ from megatron_dynapipe.costing import (
     even_layer_split,
     model_of_layers,
 )
-from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Kind
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.links import Link
@@ -130,8 +130,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
     for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
         add(f"--{name}", type=positive, metavar="N", help="of the model")
-    add("--peft", choices=get_args(Kind), help="train adapters of all linear layers, in Megatron-Bridge, alone")
-    add("--peft-dim", type=positive, metavar="N", help=f"width of the adapters (default: {DEFAULT_DIM})")
+    add_adapter_arguments(parser)
 
 
 def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:

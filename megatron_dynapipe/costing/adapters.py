@@ -72,6 +72,14 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
+def described(adapters: Adapters | None) -> str:
+    """Adapters in words; those of all weights are none."""
+    if adapters is None:
+        return "no adapters"
+    dropped = " with dropout" if adapters.dropout else ""
+    return f"{adapters.kind} adapters of width {adapters.dim}{dropped} on {', '.join(adapters.linears)}"
+
+
 def _adapted(targets: Sequence[str], without: Sequence[str]) -> tuple[Linear, ...]:
     """The linears that patterns such as `*.layers.0.*.linear_qkv` name; of some layers is counted as of all."""
     last = {pattern.rpartition(".")[2] for pattern in targets}

@@ -21,6 +21,7 @@ from megatron_dynapipe.core.costs import (
 )
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import BYTES_PER_MB, Recompute
+from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.format import (
     PARTS,
@@ -121,8 +122,9 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
     recorded = file.model.get("experts")
     if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
         differ.append("experts in place of the file's " + ("others" if recorded else "none"))
-    if model.get("adapters") is not None:  # `profile` measures layers without
-        differ.append("adapters in place of the file's none")
+    adapters: Adapters | None = model.get("adapters")
+    if adapters != file.adapters:
+        differ.append(f"{described(adapters)} in place of the file's {described(file.adapters)}")
     if differ:
         raise CostModelError(
             f"{file.name} was measured on another model: this one has {', '.join(differ)}",
@@ -147,7 +149,7 @@ def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
     divisions = entry.division or file.shares_by_flops(entry.recompute)
     grid = _on_one_grid({PARTS[quantity][part]: table for (quantity, part), table in tables.items()}, has_decoder)
     sizes, inputs, targets, layers = grid
-    divided = entry.recompute is not Recompute.FULL
+    divided = entry.recompute is not Recompute.FULL and file.adapters is None  # frozen weights get no gradients
     dividing = Dividing(
         divisions=divisions, inputs=inputs, targets=targets, weights=divided, sizes=sizes[:, None, None]
     )
@@ -159,6 +161,7 @@ def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
         divisions_of_rows = entry.packed.division or divisions
         packed = _packed_tables(entry.packed, tables.keys(), divisions_of_rows, divided, has_decoder, where)
     state = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.model_state_mb.items()}
+    trained = {kind: round(mb * BYTES_PER_MB) for kind, mb in entry.trained_state_mb.items()}
     if missing := {"embedding", "encoder"} - state.keys():
         raise CostModelError(f"{where}: model_state_mb lacks {sorted(missing)}")
     return CostTables(
@@ -172,6 +175,7 @@ def _cost_tables(file: CostFile, entry: CostEntry, where: str) -> CostTables:
             embedding_bytes=state["embedding"],
             expert_bytes=state.get("experts", 0),
             expert_parallel=entry.expert_parallel,
+            trained=parameter_bytes(trained, divisions) if trained else None,
         ),
         exchange_bytes=file.exchange_bytes,
         separate=separate,

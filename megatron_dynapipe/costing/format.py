@@ -17,6 +17,7 @@ import msgspec
 from megatron_dynapipe.core.costs import LARGEST_COST, Quantity
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
+from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind, shares_by_flops
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Part
@@ -96,7 +97,8 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     that has them. Of models where only some have, these are layers of the kind "expert". Where costs are those of
     experts that ranks share, `expert_parallel` says by how many. `measured` holds the points that the tables were
     fitted to, `packed` the costs of packed rows where those were measured (format 2), `division` how layers' costs are
-    divided where that was.
+    divided where that was. `trained_state_mb` counts the adapters of a layer of each kind, in a model that trains them
+    alone.
     """
 
     tp: _Size
@@ -105,6 +107,7 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     time_ms: dict[str, Table]
     stored_activation_mb: dict[str, Table]
     peak_activation_mb: dict[str, Table]
+    trained_state_mb: dict[LayerKind, _NonNegative] = {}
     expert_parallel: _Size = 1
     measured: Tables | None = None
     packed: PackedEntry | None = None
@@ -167,6 +170,16 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return 0
         element = 4 if self.provenance.get("dtype") == "float32" else 2
         return msgspec.json.decode(self.model["experts"], type=Experts).per_token * self._number("hidden") * element
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that the layers were measured with; None where all weights were trained."""
+        if "adapters" not in self.model:
+            return None
+        try:
+            return msgspec.json.decode(self.model["adapters"], type=Adapters)
+        except msgspec.DecodeError as error:
+            raise CostModelError(f"{self.name}: expected adapters under model.adapters: {error}") from error
 
     def shares_by_flops(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
         """How layers' costs are divided where that was not measured; empty where the file does not say its widths."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dynapipe.core.errors import ConfigError
+
 _SAME = (
     *("hidden_size", "num_layers", "num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size", "seq_length"),
     *("make_vocab_size_divisible_by", "normalization", "qk_layernorm", "position_embedding_type", "add_qkv_bias"),
@@ -16,6 +18,17 @@ NAMES = (
     "share_embeddings_and_output_weights",
 )
 """Attributes of a recipe's model that are read."""
+
+
+_WITHOUT = {
+    "apply_rope_fusion": "no-rope-fusion",
+    "masked_softmax_fusion": "no-masked-softmax-fusion",
+    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
+    "bias_dropout_fusion": "no-bias-dropout-fusion",
+}
+"""Flags by attributes of a recipe's model that are false."""
+_KERNELS = ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "sequence_parallel", "moe_grouped_gemm")
+"""Attributes that decide how layers are computed, and have flags of their names."""
 
 
 def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +50,37 @@ def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
         "hybrid-layer-pattern": model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern"),
     }
     return {name: value for name, value in flags.items() if value is not None and value is not False}
+
+
+def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's flags under which Megatron builds the layers of a recipe, to be measured.
+
+    Args:
+        recipe: its saved YAML.
+
+    Raises:
+        ConfigError: the mapping is of no recipe, or does not say how many tokens its model knows.
+    """
+    model = model_of(recipe)
+    if model is None or not model.get("vocab_size"):
+        raise ConfigError(
+            "expected a recipe of Megatron-Bridge with its model's vocab_size, got "
+            + ("another file" if model is None else "one without"),
+            hint="name a checkpoint's run_config.yaml; flags of Megatron, and run files, come after --",
+        )
+    flags = recipe_flags(model)
+    flags |= {flag: True for name, flag in _WITHOUT.items() if not model.get(name, True)}
+    flags |= {name.replace("_", "-"): model[name] for name in _KERNELS if model.get(name)}
+    mixed = recipe.get("mixed_precision") or model
+    halves = [name for name in ("bf16", "fp16") if (name in mixed if isinstance(mixed, str) else mixed.get(name))]
+    return {
+        **flags,
+        **dict.fromkeys(halves, True),
+        "global-batch-size": recipe["train"]["global_batch_size"],
+        "calculate-per-token-loss": True,
+        "padded-vocab-size": flags.pop("vocab-size"),
+        **dict.fromkeys(("train-iters", "lr", "eval-interval"), 1),  # that Megatron asks of every run
+    }
 
 
 def model_of(recipe: Mapping[str, Any]) -> Mapping[str, Any] | None:

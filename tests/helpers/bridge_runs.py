@@ -185,6 +185,15 @@ def _compute_in(provider: Any, dtype: torch.dtype) -> None:
         setattr(provider, fused, False)
 
 
+def saved_recipe(*, rank: int, world_size: int, folder: str, dim: int) -> str:
+    """The path of a recipe with LoRA of this width, as Bridge saves it."""
+    config = recipe(make_model(Path(folder, "llama"), "llama"), lora=folder)
+    config.peft.dim = dim
+    path = Path(folder, "recipe.yaml")
+    config.to_yaml(str(path))
+    return str(path)
+
+
 class Kept(Callback):
     """Keeps losses, gradient norms and weights of a run.
 

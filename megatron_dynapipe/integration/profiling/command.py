@@ -11,7 +11,9 @@ from tqdm import tqdm
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.format import encode_file, is_cost_file
+from megatron_dynapipe.integration.profiling import adapters as adapters_in_place
 from megatron_dynapipe.integration.profiling import division
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
@@ -42,12 +44,18 @@ def profile(
     budget_s: float,
     most_positions: int,
     vocabulary: int | None,
+    adapters: Adapters | None = None,
 ) -> Path | None:
     """Measure a model's layers; the path of the file on rank 0, None on the others.
 
+    With `adapters`, they are in place while all other weights are frozen.
+
     Raises:
         ConfigError: a flag is wrong, or the file cannot be written.
+        InstallationError: there is no Megatron-Bridge, whose adapters they are.
     """
+    if adapters is not None:
+        adapters_in_place.check(ModelFamily(family))
     started = time.monotonic()
     modes = _modes(recompute)
     with prepared(
@@ -56,7 +64,7 @@ def profile(
         is_first = dist.get_rank() == 0
         provenance = describe(setup)
         scope = Scope(
-            parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel),
+            parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters),
             modes=modes,
             within=setup.within,
             most_positions=most_positions,
@@ -80,6 +88,7 @@ def profile(
             setup,
             scope.parts,
             profiler.measurements,
+            adapters=adapters,
             modes=modes,
             within=scope.within,
             packed={mode: row_tables(scope, rows, mode) for mode in modes} if rows else {},

@@ -279,8 +279,10 @@ def _solved(terms: Floats, values: Floats) -> Floats:
 @contextmanager
 def _frozen(module: torch.nn.Module) -> Iterator[None]:
     """No gradients of parameters inside the block; those of norms and biases take little beside matrices'."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.requires_grad_(False)
     try:
         yield
     finally:
-        module.requires_grad_(True)
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
+from megatron_dynapipe.costing.adapters import Adapters
+from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
@@ -36,6 +38,7 @@ from megatron_dynapipe.integration.models.packed_rows import (
 from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.integration.profiling.adapters import put_adapters
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
@@ -87,6 +90,11 @@ class MeasuredModule:
         return sum(parameter.numel() for parameter in self.module.parameters()) // self.layers
 
     @property
+    def trained_parameters(self) -> int:
+        """Number of those in one layer that get gradients."""
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad) // self.layers
+
+    @property
     def embedding_parameters(self) -> int:
         """Number of this rank's parameters in the embedding."""
         return sum(parameter.numel() for parameter in (self.embedding or torch.nn.Module()).parameters())
@@ -98,12 +106,17 @@ class MeasuredModule:
 
 
 def build_parts(
-    model: ModelConfig, device: torch.device, *, chained: int | None = None, tensor_parallel: int = 1
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    chained: int | None = None,
+    tensor_parallel: int = 1,
+    adapters: Adapters | None = None,
 ) -> Mapping[str, MeasuredModule]:
     """The parts of a model by name, in training mode on `device`.
 
     `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
-    before an operation.
+    before an operation. With `adapters`, all other weights are frozen.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
@@ -117,6 +130,8 @@ def build_parts(
         single = {part.name: part for part in build(model, config, groups, 1, make)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
     for part in (part for chain in parts.values() for part in chain.from_most_layers):
+        if adapters is not None:
+            put_adapters(part.module, adapters, layers=part.name in LAYER_KINDS)
         part.module.to(device=device, dtype=model.dtype).train()
         accumulate_gradients(part.module, model.gradient_dtype)
     return parts
@@ -160,7 +175,7 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
 
     parameter: Any  # Megatron hangs a main_grad on it
     for parameter in module.parameters():
-        if not hasattr(parameter, "main_grad"):
+        if parameter.requires_grad and not hasattr(parameter, "main_grad"):
             parameter.main_grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(accumulate)

@@ -13,6 +13,7 @@ import torch
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Recompute, Shape
+from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.check import validated_errors
 from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.costing.format import (
@@ -53,6 +54,7 @@ def cost_file(
     parts: Mapping[str, MeasuredModule],
     measurements: Measurements,
     *,
+    adapters: Adapters | None,
     modes: Sequence[Recompute],
     within: Shape,
     packed: Mapping[Recompute, PackedTables],
@@ -64,8 +66,9 @@ def cost_file(
 ) -> CostFile:
     """The cost model that measurements make; its error bars are among its provenance.
 
-    `packed` are the tables of packed rows by mode; without them they are derived when plans are made. `halves` say how
-    layers' costs are divided, `halves_of_rows` in packed rows, `prefixes` what pieces cost besides.
+    `adapters` are those that the layers were measured with. `packed` are the tables of packed rows by mode; without
+    them they are derived when plans are made. `halves` say how layers' costs are divided, `halves_of_rows` in packed
+    rows, `prefixes` what pieces cost besides.
 
     Raises:
         CostModelError: something was not measured at all.
@@ -75,6 +78,11 @@ def cost_file(
     if setup.model.experts is not None:
         parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters
     state = {name: count * _STATE_BYTES / BYTES_PER_MB for name, count in parameters.items()}
+    trained: dict[LayerKind, float] = {}
+    if adapters is not None:
+        trained = {
+            kind: parts[kind].trained_parameters * _STATE_BYTES / BYTES_PER_MB for kind in LAYER_KINDS if kind in parts
+        }
     entries = {}
     for mode in modes:
         entry = fitted_entry(
@@ -89,7 +97,7 @@ def cost_file(
         if packed:
             rows = _packed_entry(packed[mode], prefixes.get(mode), _divisions(halves_of_rows, mode), setup)
         entries[key_of(setup.tensor_parallel, mode)] = msgspec.structs.replace(
-            entry, packed=rows, division=_divisions(halves, mode)
+            entry, trained_state_mb=trained, packed=rows, division=_divisions(halves, mode)
         )
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
@@ -97,7 +105,7 @@ def cost_file(
         source="measured by `megatron-dynapipe profile`",
         device=str(provenance["device"]),
         units=UNITS,
-        model={name: msgspec.Raw(json.dumps(value).encode()) for name, value in _model(setup).items()},
+        model={name: msgspec.Raw(json.dumps(value).encode()) for name, value in _model(setup, adapters).items()},
         keys=entries,
         provenance=provenance,
         links=dict(links),
@@ -165,10 +173,10 @@ def _engine_version() -> str:
     return str(getattr(importlib.import_module("transformer_engine"), "__version__", "unknown"))
 
 
-def _model(setup: ProfileSetup) -> dict[str, Any]:
+def _model(setup: ProfileSetup, adapters: Adapters | None) -> dict[str, Any]:
     model = setup.model
-    experts = {} if model.experts is None else {"experts": msgspec.to_builtins(model.experts)}
-    return experts | {
+    parts = {"experts": model.experts, "adapters": adapters}
+    return {name: msgspec.to_builtins(part) for name, part in parts.items() if part is not None} | {
         "type": model.family.value,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -15,6 +15,7 @@ from megatron_dynapipe.core.costs import ATTENTION, MLP
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import ABSENT, Quantity, TableCostModel
 from megatron_dynapipe.extras import DISTRIBUTION
+from tests.helpers.bridge_here import HAS_BRIDGE
 from tests.helpers.processes import run_ranks
 
 FLAGS = [
@@ -24,6 +25,9 @@ FLAGS = [
 ]
 GPT = ["--num-layers", "2"]
 T5 = ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--decoder-seq-length", "32"]
+
+
+WITHOUT_BRIDGE = pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is here")
 
 
 def run_command(rank: int, world_size: int, argv: list[str]) -> tuple[int, str, str]:
@@ -104,6 +108,10 @@ def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
         (["--recompute", "some"], "expected recompute modes of none, selective, full, got some"),
         (["--budget-minutes", "0"], "argument --budget-minutes: expected a number above 0"),
         (["--tensor-parallel", "2"], "expected a number of ranks that 2 divides, got 1"),
+        (["--peft-dim", "8"], "--peft-dim goes with --peft, which was not given"),
+        pytest.param(
+            ["--peft", "lora"], "the package megatron-bridge, which the extra [bridge] brings", marks=WITHOUT_BRIDGE
+        ),
     ],
 )
 def test_what_cannot_be_profiled_is_said(options: list[str], message: str, tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What the rank of the tests of measured adapters runs."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import ModelShape
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, Adapters, Kind
+from megatron_dynapipe.costing.work import LayerWork
+from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.setup import prepared
+
+SIZE, LENGTH = 2, 64
+FLAGS = [
+    *("--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "128", "--num-layers", "2"),
+    *(
+        "--seq-length",
+        "64",
+        "--max-position-embeddings",
+        "64",
+        "--global-batch-size",
+        "8",
+        "--calculate-per-token-loss",
+    ),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--no-rope-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion"),
+    *("--train-iters", "1", "--lr", "1", "--eval-interval", "1"),
+]
+
+
+def counted(*, rank: int, world_size: int, kind: Kind, dim: int) -> dict[str, Any]:
+    """FLOPs of a layer's and the head's passes, as PyTorch counts them and as costs do; which parameters are trained.
+
+    The latter two by part: parameters that are trained, and those that have a buffer for their gradient.
+    """
+    adapters = Adapters(kind=kind, dim=dim)
+    result: dict[str, Any] = {"counted": [], "trained": {}, "with buffers": {}}
+    with prepared(FLAGS, ModelFamily.GPT, vocabulary=512) as setup:
+        parts = build_parts(setup.model, setup.device, chained=1, adapters=adapters)
+        for name in ("encoder", "postprocess"):
+            part = parts[name]
+            forward = part.prepare((SIZE, LENGTH))
+            with FlopCounterMode(display=False) as counter:
+                output = forward()
+                result["counted"].append(counter.get_total_flops())
+                torch.autograd.backward(output, torch.ones_like(output))
+                result["counted"].append(counter.get_total_flops() - result["counted"][-1])
+            named = dict(part.module.named_parameters())
+            result["trained"][name] = [key for key, parameter in named.items() if parameter.requires_grad]
+            result["with buffers"][name] = [key for key, parameter in named.items() if hasattr(parameter, "main_grad")]
+    shape = ModelShape(
+        family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, ffn=128, vocabulary=512, gated=True, rms_norm=True,
+        biases=False, tied=False, adapters=adapters,
+    )  # fmt: skip
+    work = LayerWork(shape=shape)
+    size, length = np.array(float(SIZE)), np.array(float(LENGTH))
+    layer, head = work.encoder(size, length), work.head(size, length)
+    forward_flops = float(layer.linear_flops + layer.core_flops)
+    norms = 0  # of rows of W + B·A, whose time costs count by the bytes that are read
+    if kind == "dora":
+        sizes = (size for linear in ATTENTION_LINEARS + MLP_LINEARS for size in shape.sizes_of(linear))
+        norms = sum(2 * dim * inputs * outputs for inputs, outputs, _ in sizes)
+    result["computed"] = [
+        forward_flops + norms,
+        2 * forward_flops - float(layer.frozen_flops),
+        float(head.linear_flops),
+        float(2 * head.linear_flops - head.frozen_flops),
+    ]
+    return result

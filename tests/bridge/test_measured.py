@@ -1,0 +1,67 @@
+"""Layers are measured with Megatron-Bridge's adapters in place, while all other weights are frozen."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dynapipe.cli.main import main
+from megatron_dynapipe.core.units import ModelFamily, Recompute
+from megatron_dynapipe.costing import ModelShape, TableCostModel
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, Adapters
+from tests.helpers.bridge_here import MARKS
+from tests.helpers.commands import run_python
+from tests.helpers.rehearsal import jobs, launch
+
+pytestmark = MARKS
+RUNS = "tests.helpers.bridge_runs"
+SHORT = ("--max-positions", "256", "--budget-minutes", "0.05", "--recompute", "none")
+DIM = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that trains LoRA, as Bridge saves it."""
+    folder = tmp_path_factory.mktemp("measured")
+    made = jobs.Job(f"{RUNS}:saved_recipe", {"folder": str(folder), "dim": DIM}, 1)
+    (path,) = jobs.run_all([made], folder, engine=True, preloaded=RUNS)
+    assert Path(path[0]).exists(), path
+    return Path(path[0])
+
+
+def test_a_recipe_is_measured_with_its_adapters(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = recipe.with_name("costs.json")
+    words = ("profile", "--model-config", recipe, "--output", costs, *SHORT)
+    run_python("-m", "megatron_dynapipe", *words, timeout_s=300, **launch.environment(1, engine=True))
+    model = TableCostModel.load(costs)
+    assert model.file.adapters == Adapters(dim=DIM)
+    tables = model.tables(tensor_parallel=1, recompute=Recompute.NONE)
+    state = tables.state
+    assert state.trained is not None
+    shape = ModelShape(
+        family=ModelFamily.GPT, hidden=64, heads=4, kv_channels=16, query_groups=2, ffn=128, vocabulary=512,
+        gated=True, rms_norm=True, biases=False, adapters=Adapters(dim=DIM),
+    )  # fmt: skip
+    assert sum(state.trained.values()) == 2 * shape.adapter_parameters(ATTENTION_LINEARS + MLP_LINEARS, 1)
+    assert sum(state.modules.values()) == 2 * (shape.attention_parameters(1) + shape.mlp_parameters(1))
+    assert not tables.values[:, 4].any(), "frozen weights have no second half of a backward pass"
+    lengths = recipe.with_name("batches.json")
+    lengths.write_text('{"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [9, 30, 60]}]}')
+    planned = ["plan", "--batches", str(lengths), "--cost-model", str(costs), "--device-memory-mb", "500"]
+    planned += ["--limit-rc-type", "none"]
+    assert main([*planned, "--model-config", str(recipe)]) == 0
+    sizes = ["--model", "gpt", "--layers", "4", "--hidden-size", "64"]
+    assert main([*planned, *sizes]) == 2
+    assert "this one has no adapters in place of the file's lora adapters of width 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_measured_layer_multiplies_as_often_as_a_computed_one(tmp_path: Path, kind: str) -> None:
+    """No gradient of a frozen weight is computed or kept."""
+    job = jobs.Job("tests.bridge.measured_ranks:counted", {"kind": kind, "dim": DIM}, 1)
+    (results,) = jobs.run_all([job], tmp_path, engine=True, preloaded=RUNS)
+    assert not isinstance(results, str), results
+    (result,) = results
+    assert result["counted"] == pytest.approx(result["computed"], rel=1e-6)
+    assert result["trained"] == result["with buffers"]
+    assert all(".adapter." in name or "magnitude" in name for name in result["trained"]["encoder"])
+    assert result["trained"]["encoder"] and not result["trained"]["postprocess"]
