@@ -213,8 +213,11 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         chunks = args.virtual_stages
     elif not isinstance(layer_split, str):
         chunks = max(len(layer_split) // args.pipeline_parallel, 1)
+    halves = model.layers_divide and not trains_in_bridge(args)
     if layer_split == AUTO:  # begins even
-        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
+        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=halves)
+    elif not halves and not isinstance(layer_split, str) and any(layers % 1 for layers in layer_split):
+        raise _beyond_bridge("layers-per-stage", ",".join(map(str, layer_split)))
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -256,12 +259,16 @@ def _ways(args: argparse.Namespace, *, has_experts: bool) -> dict[str, Any]:
         return {"slices": args.slices, "split_backward": "off" if has_experts else args.split_backward}
     for name in ("slices", "split_backward"):
         if (value := getattr(args, name)) not in (AUTO, "off"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: the model of a recipe, or one with adapters, is trained inside"
-                " Megatron-Bridge, whose modules cannot do that",
-                hint="leave the flag out",
-            )
+            raise _beyond_bridge(name.replace("_", "-"), value)
     return {"slices": "off", "split_backward": "off"}
+
+
+def _beyond_bridge(flag: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"--{flag} {value}: the model of a recipe, or one with adapters, is trained inside Megatron-Bridge, whose"
+        " modules cannot do that",
+        hint="leave the flag out",
+    )
 
 
 def network_of(args: argparse.Namespace, links: Mapping[str, Link]) -> Network:
@@ -327,7 +334,8 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more)
+    halves = not trains_in_bridge(args)
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, halves=halves, chunks=more)
     return settings.with_layers_per_stage(layer_split)
 
 

@@ -125,7 +125,15 @@ def _add_validation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_validation(args: argparse.Namespace) -> None:
-    """Refuse, before the search, what could not be validated after it."""
+    """Refuse, before the search, what could not be validated, or written down, after it."""
+    if trains_in_bridge(args):
+        for name in ("validate", "write_config"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has flags of this package's entry scripts, and the model of a recipe,"
+                    " or one with adapters, is trained inside Megatron-Bridge",
+                    hint="leave it out: the recipe's overrides for the best layout are printed",
+                )
     command = [word for word in args.command_line if word != "--"]
     if args.validate is None:
         if command:
@@ -214,6 +222,7 @@ def _space(args: argparse.Namespace) -> Space:
         splits=splits,
         distributed_optimizer={"auto": None, "on": True, "off": False}[args.distributed_optimizer],
         global_batch_size=None if args.data is None else args.global_batch_size or SAMPLES,
+        halves=not trains_in_bridge(args),
         expert_sizes=tuple(size for size in range(1, count + 1) if count % size == 0),
     )
 

@@ -251,7 +251,8 @@ class _Search:
         one = self._evaluations[at]
         if one.unsplit:
             try:
-                split = choose_layer_split(one.settings, self._cost_model, self._batches)
+                halves = one.candidate.halves
+                split = choose_layer_split(one.settings, self._cost_model, self._batches, halves=halves)
             except DynaPipeError as error:
                 one.error = error.message
                 return

@@ -36,6 +36,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         tensor_sizes: of tensor parallelism, those that can be used; None: all.
         global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
         expert_sizes: numbers of replicas that may share experts.
+        halves: whether a stage may end in the middle of a layer.
     """
 
     devices: int
@@ -45,6 +46,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     tensor_sizes: tuple[int, ...] | None = None
     global_batch_size: int | None = None
     expert_sizes: tuple[int, ...] = (1,)
+    halves: bool = True
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -77,11 +79,13 @@ class Candidate(Layout, frozen=True, kw_only=True):
     Attributes:
         settings: the planner's; where they cannot be made, those of the model on one device.
         split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        halves: whether that choice may divide a layer.
         error: why there is no such layout.
     """
 
     settings: PlannerSettings
     split: SplitMethod = SplitMethod.EQUAL
+    halves: bool = True
     error: str | None = None
 
 
@@ -211,7 +215,7 @@ def _candidate(
             raise ConfigError(
                 "costs of one division into stages do not tell the costs of another: give the costs of layers"
             )
-        halves = split is SplitMethod.AUTO and base.model.layers_divide
+        halves = split is SplitMethod.AUTO and space.halves and base.model.layers_divide
         even = even_layer_split(base.model.layers, layout.pipeline_parallel * layout.chunks, halves=halves)
         settings = msgspec.structs.replace(
             base,
@@ -223,4 +227,4 @@ def _candidate(
         )
     except DynaPipeError as problem:
         error = problem.message
-    return Candidate(settings=settings, split=split, error=error, **layout.sizes)
+    return Candidate(settings=settings, split=split, halves=space.halves, error=error, **layout.sizes)
