@@ -297,9 +297,9 @@ class PlannedRecipe:
         """The recipe's own samples as a dataset folder, which rank 0 writes where there is none yet."""
         from megatron.bridge.data.utils import get_dataset_provider
 
-        name = samples.digest(self._recipe_dataset, self._config.tokenizer)
-        folder = self.report_folder.absolute() / f"samples-{name}"
         counts = [context.train_samples, context.valid_samples, context.test_samples]
+        name = samples.digest(self._recipe_dataset, self._config.tokenizer, counts)
+        folder = self.report_folder.absolute() / f"samples-{name}"
         datasets = get_dataset_provider(self._recipe_dataset)(
             counts, self._recipe_dataset, tokenizer=context.tokenizer, pg_collection=context.pg_collection
         )

@@ -8,7 +8,7 @@ A sample ends with its last learned token: what follows it changes no loss.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,13 @@ def _samples(dataset: Any | None) -> Iterator[Sample | None]:
     yield from (sample_of(dataset, index) for index in range(0 if dataset is None else len(dataset)))
 
 
-def digest(dataset: Any, tokenizer: Any) -> str:
-    """What samples depend on, as a name: the recipe's description of them, and its tokenizer's."""
+def digest(dataset: Any, tokenizer: Any, counts: Sequence[int]) -> str:
+    """What samples depend on, as a name: the recipe's description of them, its tokenizer's, and how many are asked for.
+
+    The latter are those of training, validation and test, which follow from `train_iters`.
+    """
     text = json.dumps(
-        [dataset, tokenizer], default=lambda value: getattr(value, "__dict__", str(value)), sort_keys=True
+        [dataset, tokenizer, *counts], default=lambda value: getattr(value, "__dict__", str(value)), sort_keys=True
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

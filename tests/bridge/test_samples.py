@@ -65,6 +65,19 @@ def test_a_sample_of_which_nothing_is_learned_is_left_out_and_counted(
     assert is_written(tmp_path / "made")
 
 
+def test_samples_are_read_again_where_others_are_asked_for() -> None:
+    """Datasets of a recipe may depend on its number of iterations."""
+    described = SimpleNamespace(dataset_root="data", seq_length=64)
+    names = {
+        samples.digest(dataset, tokenizer, counts)
+        for dataset in (described, SimpleNamespace(dataset_root="others", seq_length=64))
+        for tokenizer in (TOKENIZER, SimpleNamespace(vocab_size=200))
+        for counts in ([160, 32, 16], [320, 64, 16])
+    }
+    assert len(names) == 8
+    assert samples.digest(described, TOKENIZER, [160, 32, 16]) in names
+
+
 def test_samples_of_which_none_is_learned_are_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="training samples of a recipe of Megatron-Bridge have none"):
         samples.write(tmp_path / "made", (Rows([([5, 6], [0, 0])]), None, None), TOKENIZER)

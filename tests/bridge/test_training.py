@@ -53,6 +53,7 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "chats": (1, False, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
         "own": (1, False, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
+        "own, fewer": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept", "iterations": 2}),
         "exported": (1, True, {"model": "llama", "iterations": 2, "export": "exported"}),
     }
     return rows
@@ -166,6 +167,11 @@ def test_computed_products_are_those_that_run(ran: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["own", "chats"])
 def test_own_samples_are_those_of_bridge(ran: dict[str, Any], kind: str) -> None:
     assert_same(last(ran, f"{kind} planned"), last(ran, kind), within=EXACT)
+
+
+def test_own_samples_are_read_again_for_another_number_of_iterations(ran: dict[str, Any]) -> None:
+    assert last(ran, "own, fewer")["losses"]
+    assert len(list((ran["folder"] / "kept").glob("samples-*"))) == 2
 
 
 def test_a_planned_model_is_exported_to_hugging_face(ran: dict[str, Any]) -> None:
