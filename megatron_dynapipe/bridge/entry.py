@@ -9,7 +9,8 @@ from typing import Any
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import relied_on
-from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe, of_model
+from megatron_dynapipe.bridge.recipe import measured_costs
+from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import BYTES_PER_MB
@@ -51,6 +52,7 @@ def planned(
     dataset: str | Path | None = None,
     costs: str | Path = AUTO,
     *,
+    calibrate_s: float = 0.0,
     long_samples: LongSamples | str = LongSamples.FAIL,
     memory_limit_mb: float | None = None,
     cluster: str = AUTO,
@@ -68,6 +70,7 @@ def planned(
             are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
+        calibrate_s: seconds for which costs are measured instead, before the recipe's first run on such a machine.
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
         memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
         cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
@@ -85,13 +88,13 @@ def planned(
     """
     relied_on.check()
     check_recipe(config)
-    folder = None if dataset is None else Path(dataset).absolute()
-    if folder is not None:
-        check_dataset(config, folder)
+    folder = checked_dataset(config, dataset)
+    how = {"seconds": calibrate_s, "timeout_s": timeout_s, "report_folder": Path(report_folder)}
+    file = measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
     run = PlannedRecipe(
         config,
         dataset=folder,
-        costs=None if costs == AUTO else Path(costs),
+        costs=file,
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
         cluster=cluster,

@@ -1,6 +1,7 @@
 """From a recipe of Megatron-Bridge, once Bridge has settled it, and its built model, to the settings of plans."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
-from megatron_dynapipe.costing.adapters import Adapters
+from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
-from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
+from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.models.hybrid import STACKS
@@ -88,6 +90,24 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
     shape = ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
     return msgspec.structs.replace(shape, adapters=adapters_of(config))
+
+
+def measured_costs(config: Any, **how: Any) -> Path | None:
+    """The cost model file of a recipe's layers, its adapters in place; `how` is the rest for `calibration.measured`.
+
+    None where no time is given for measuring, or where it failed.
+    """
+    if not how["seconds"]:
+        return None
+    device = machine.processor_and_cores() if cpu.is_enabled() else torch.cuda.get_device_name()
+    flags = str(measured_flags(config.to_dict()))
+    causes = {"flags": flags, "adapters": described(adapters_of(config)), "device": device}
+    modes = recompute_modes(config)
+    shared = of_model(config).tensor_model_parallel_size
+    with tempfile.TemporaryDirectory() as folder:
+        config.to_yaml(f"{folder}/recipe.yaml")
+        words = ["--model-config", f"{folder}/recipe.yaml"]
+        return calibration.measured(words, causes=causes, recompute=modes, tensor_parallel=shared, **how)
 
 
 def adapters_of(config: Any) -> Adapters | None:

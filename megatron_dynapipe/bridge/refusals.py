@@ -125,16 +125,19 @@ def check_recipe(config: Any) -> None:
         raise ConfigError(f"expected model.seq_length to be a multiple of {LENGTH_MULTIPLE}, got {length}")
 
 
-def check_dataset(config: Any, folder: Path) -> None:
-    """Compare a dataset's tokenizer with the recipe's, as far as that is a folder.
+def checked_dataset(config: Any, dataset: str | Path | None) -> Path | None:
+    """A dataset's folder, its tokenizer compared with the recipe's, as far as that is a folder; None for none.
 
     Raises:
         DataError: they differ, or the dataset is missing or damaged.
     """
+    if dataset is None:
+        return None
+    folder = Path(dataset).absolute()
     meta = read_meta(folder)
     named = config.tokenizer.tokenizer_model
     if not meta.tokenizer or named is None or not Path(named).is_dir():
-        return
+        return folder
     if (actual := fingerprint(Path(named))) != meta.tokenizer:
         raise DataError(
             f"expected a dataset of the recipe's tokenizer {named} (fingerprint {actual}), got {folder}, whose samples"
@@ -142,3 +145,4 @@ def check_dataset(config: Any, folder: Path) -> None:
             hint=f"set tokenizer.tokenizer_model = {str(tokenizer_folder(folder))!r} if the model knows it, or prepare"
             " the dataset again with the recipe's",
         )
+    return folder

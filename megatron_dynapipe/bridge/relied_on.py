@@ -14,6 +14,7 @@ from megatron_dynapipe.extras import check_bridge
 from megatron_dynapipe.integration.hooks.compatibility import SCHEDULES, Call, Name, missing_calls, missing_name
 from megatron_dynapipe.integration.hooks.originals import Replacement
 from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.integration.profiling import adapters
 
 TESTED = "0.6.2"
 """The version that the tests run with."""
@@ -27,6 +28,9 @@ NAMES: tuple[Name, ...] = (
     ("megatron.bridge.data.base", "DatasetProvider.build_datasets", ("context",)),
     ("megatron.bridge.data.utils", "get_dataset_provider", ("dataset_config",)),
     ("megatron.bridge.data.datasets.gpt_sft", "GPTSFTDataset.collate_fn", ("batch",)),
+    *adapters.NAMES,
+    (f"{_TRAINING}.config", "ConfigContainer.to_dict", ()),
+    (f"{_TRAINING}.config", "ConfigContainer.to_yaml", ("yaml_path",)),
     (SCHEDULES, "get_forward_backward_func", ()),
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine", ()),
 )

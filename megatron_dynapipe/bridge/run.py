@@ -19,13 +19,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
-from megatron_dynapipe.bridge.recipe import (
-    batch_layouts,
-    device_of_rank,
-    evaluated_splits,
-    plan_inputs,
-    state_dtype,
-)
+from megatron_dynapipe.bridge.recipe import batch_layouts, device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout, Shape
 from megatron_dynapipe.data.identity import FileDigests
@@ -222,12 +216,7 @@ class PlannedRecipe:
         config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         required = required_fields(models)
         steps = open_runner(
-            control,
-            inputs.planner,
-            device=device,
-            dtype=state_dtype(config),
-            timeout_s=self.timeout_s,
-            adds_up=False,
+            control, inputs.planner, device=device, dtype=state_dtype(config), timeout_s=self.timeout_s, adds_up=False
         )
         self._resources.callback(steps.close)
         replica = parallel_state.get_data_parallel_rank()

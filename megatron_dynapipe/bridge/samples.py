@@ -45,10 +45,7 @@ def _samples(dataset: Any | None) -> Iterator[Sample | None]:
 
 
 def digest(dataset: Any, tokenizer: Any, counts: Sequence[int]) -> str:
-    """What samples depend on, as a name: the recipe's description of them, its tokenizer's, and how many are asked for.
-
-    The latter are those of training, validation and test, which follow from `train_iters`.
-    """
+    """What samples depend on, as a name: what the recipe says of them and its tokenizer, and how many it asks for."""
     text = json.dumps(
         [dataset, tokenizer, *counts], default=lambda value: getattr(value, "__dict__", str(value)), sort_keys=True
     )

@@ -62,11 +62,14 @@ def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the mapping is of no recipe, or does not say how many tokens its model knows.
     """
     model = model_of(recipe)
-    if model is None or not model.get("vocab_size"):
+    if model is None:
         raise ConfigError(
-            "expected a recipe of Megatron-Bridge with its model's vocab_size, got "
-            + ("another file" if model is None else "one without"),
+            "expected a recipe of Megatron-Bridge, got another file",
             hint="name a checkpoint's run_config.yaml; flags of Megatron, and run files, come after --",
+        )
+    if not model.get("vocab_size"):
+        raise ConfigError(
+            "expected a recipe with model.vocab_size, got one without", hint="set config.model.vocab_size"
         )
     flags = recipe_flags(model)
     flags |= {flag: True for name, flag in _WITHOUT.items() if not model.get(name, True)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dynapipe.bridge.refusals import check_dataset, check_recipe
+from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder, write_meta
@@ -98,8 +98,9 @@ def test_a_dataset_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     meta = read_meta(folder)
     fields = {name: getattr(meta, name) for name in meta.__struct_fields__}
     write_meta(folder, type(meta)(**fields | {"tokenizer": fingerprint(own)}))
-    check_dataset(recipe(tokenizer__tokenizer_model=str(own)), folder)
-    check_dataset(recipe(tokenizer__tokenizer_model="org/model-of-the-hub"), folder)
+    assert checked_dataset(recipe(tokenizer__tokenizer_model=str(own)), str(folder)) == folder
+    assert checked_dataset(recipe(tokenizer__tokenizer_model="org/model-of-the-hub"), folder) == folder
+    assert checked_dataset(recipe(), None) is None
     word_tokenizer(tmp_path / "other", 300)
     with pytest.raises(DataError, match="whose samples were encoded by another"):
-        check_dataset(recipe(tokenizer__tokenizer_model=str(tmp_path / "other")), folder)
+        checked_dataset(recipe(tokenizer__tokenizer_model=str(tmp_path / "other")), folder)

@@ -49,6 +49,7 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
         "dora": (2, False, {"model": "llama", **TWO, "lora": "saved", "dora": True}),
         "dora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", "dora": True, **SEVERAL}),
+        "lora measured": (1, True, {"model": "llama", "lora": "saved", "calibrate_s": 2.0}),
         "chats planned": (1, True, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "chats": (1, False, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
@@ -157,6 +158,12 @@ def test_state_is_that_of_adapters_alone(ran: dict[str, Any], kind: str) -> None
     for stage, rank in enumerate(ran[f"{kind} planned"]):
         assert rank["trained"] == rank["adapter"] * 2 > 0, "of two layers"
         assert rank["state_bytes"][stage] == pytest.approx(rank["weight_bytes"] + rank["trained"] * 12, rel=0.01)
+
+
+def test_layers_are_measured_with_their_adapters_before_training(ran: dict[str, Any]) -> None:
+    measured = last(ran, "lora measured")
+    assert measured["adapter"] == "lora adapters of width 4 on linear_qkv, linear_proj, linear_fc1, linear_fc2"
+    assert len(measured["losses"]) == 5
 
 
 def test_computed_products_are_those_that_run(ran: dict[str, Any]) -> None:

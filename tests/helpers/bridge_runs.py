@@ -31,11 +31,12 @@ from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
 from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
+from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
+from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
@@ -303,6 +304,7 @@ def train(
     is_planned: bool,
     memory_limit_mb: float | None = None,
     export: str | None = None,
+    calibrate_s: float = 0.0,
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
@@ -313,7 +315,7 @@ def train(
         dataset: a dataset folder; with a recipe's own samples the folder in which the planned run has kept them, and
             that run's report folder.
         is_planned: whether plans run, or Bridge's own schedule.
-        memory_limit_mb: as `planned`.
+        memory_limit_mb, calibrate_s: as `planned`.
         export: as `Kept`.
         layout: as `recipe`.
     """
@@ -328,9 +330,8 @@ def train(
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
-    with planned(
-        config, None if own is not None else dataset, report_folder=report, memory_limit_mb=memory_limit_mb
-    ) as run:
+    given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
+    with planned(config, None if own is not None else dataset, **given) as run:
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     assert run.inputs is not None
@@ -338,13 +339,20 @@ def train(
     rows = run.latest.entry.micro_batches
     counted = {
         "state_bytes": run.inputs.planner.model_state_bytes,
-        "adapter": run.inputs.costs.shape.adapter_parameters(ATTENTION_LINEARS + MLP_LINEARS, 1),
+        "adapter": _adapter(run.inputs.costs),
         "weight_bytes": sum(weight.nbytes for weight in kept.weights.values()),
         "trained": kept.trained,
         "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
     }
     of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
     return kept.kept() | of_rows | counted
+
+
+def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:
+    """Parameters of a layer's adapters by computed costs; the adapters of measured ones, in words."""
+    if isinstance(costs, MeasuredCosts):
+        return described(costs.load().file.adapters)
+    return costs.shape.adapter_parameters(ATTENTION_LINEARS + MLP_LINEARS, 1)
 
 
 def refused(*, rank: int, world_size: int, model: str, dataset: str) -> list[str]:

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ import torch
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.errors import CostModelError
-from megatron_dynapipe.core.units import amount
+from megatron_dynapipe.core.units import Recompute, amount
 from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.costing.format import CostFile
 from megatron_dynapipe.files import user_cache_folder
@@ -44,29 +44,69 @@ COST_FILE = "cost-model.json"
 
 
 def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
-    """The cost model file of this run's model on this machine, measured now or before; None where that cannot be.
+    """`measured`, of this run's model. Call it on every rank, inside the check of `start.start_together`."""
+    device = machine.processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
+    return measured(
+        ["--model", run.family.value, "--", *flags],
+        causes={**run.layer_costs, "family": run.family.value, "experts": str(run.model.experts), "device": device},
+        recompute=run.planner.recompute,
+        tensor_parallel=run.planner.tensor_parallel,
+        seconds=run.calibrate_s,
+        timeout_s=run.timeout_s,
+        report_folder=run.report_folder,
+        option="--dynapipe-calibrate ",
+    )
 
-    What keeps it from that is said. Call it on every rank, inside the check of `start.start_together`.
+
+def measured(
+    words: Sequence[str],
+    *,
+    causes: Mapping[str, str],
+    recompute: Sequence[Recompute],
+    tensor_parallel: int,
+    seconds: float,
+    timeout_s: float,
+    report_folder: Path,
+    option: str,
+) -> Path | None:
+    """The cost model file of a model on this machine, measured now or before; None where that cannot be, which is said.
+
+    Call it on every rank.
+
+    Args:
+        words: of `profile`, that say the model.
+        causes: what costs depend on besides words, by name.
+        recompute: modes that are measured.
+        tensor_parallel: ranks that share a layer.
+        seconds: of measuring.
+        timeout_s: of what ranks wait for one another.
+        report_folder: where a file lies that is the run's own.
+        option: as the run says the seconds.
     """
     if start.ranks_stand_alone():
         say("the model's layers are not measured: this takes ranks that torchrun started")
         return None
-    kept = user_cache_folder() / f"costs-{_identity(run)}.json"
-    own = (run.report_folder / COST_FILE).absolute()
+    modes = ",".join(recompute)
+    processes = _processes(tensor_parallel)
+    identity = _identity({**causes, "recompute": modes, "processes": str(processes), "seconds": str(seconds)})
+    kept = user_cache_folder() / f"costs-{identity}.json"
+    own = (report_folder / COST_FILE).absolute()
 
     def measure() -> str:
         if kept.exists():
-            return _kept(run, kept)
-        path = _profile(run, flags, kept, own)
+            return _kept(kept, twice=f"{option}{2 * seconds:g}")
+        say(f"measuring the model's layers for {seconds:.0f} s (kept for later runs; {option}0: not)")
+        more = ["--recompute", modes, "--tensor-parallel", str(tensor_parallel), *words]
+        path = _profile(more, kept, own, processes=processes, seconds=seconds)
         return "" if path is None else f"{_digest(path)} {'kept' if path == kept else 'own'}"
 
-    timeout_s = run.timeout_s + run.calibrate_s + START_S
-    digest, _, whose = from_rank_0("calibration", measure, timeout_s=timeout_s).partition(" ")
+    timeout_s += seconds + START_S
+    digest, _, whose = from_rank_0(f"calibration {identity}", measure, timeout_s=timeout_s).partition(" ")
     if not digest:
         return None
     path = own if whose == "own" else kept
     if is_first_rank() or not path.exists() or _digest(path) != digest:
-        _share(path, timeout_s)
+        _share(path, f"calibration file {identity}", timeout_s)
     return path
 
 
@@ -83,28 +123,22 @@ def with_measured_costs(run: RunConfig, args: argparse.Namespace) -> RunConfig:
     return dataclasses.replace(run, inputs=inputs, calibrate_s=0.0)
 
 
-def _kept(run: RunConfig, path: Path) -> str:
-    """Say how old the kept costs are, and what measures again; as `measure` answers."""
+def _kept(path: Path, *, twice: str) -> str:
+    """Say how old the kept costs are, and what measures again, for twice as long; as `measure` answers."""
     digest = _digest(path)
     days = int((time.time() - path.stat().st_mtime) / _DAY_S)
     age = "today" if days < 1 else f"{amount(days, 'day')} ago"
     say(
-        f"costs: measured {age}, kept in {path}; --dynapipe-calibrate {2 * run.calibrate_s:g}, for twice as long,"
+        f"costs: measured {age}, kept in {path}; {twice}, for twice as long,"
         " measures again, and so does this one once that file is deleted"
     )
     return f"{digest} kept"
 
 
-def _identity(run: RunConfig) -> str:
+def _identity(causes: Mapping[str, str]) -> str:
     causes = {
-        **run.layer_costs,
-        "family": run.family.value,
-        "experts": str(run.model.experts),
-        "recompute": ",".join(run.planner.recompute),
-        "device": machine.processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device),
-        "processes": str(_processes(run)),
+        **causes,
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
-        "seconds": str(run.calibrate_s),
         "file": json.dumps(msgspec.json.schema(CostFile)),  # what is measured
     }
     # Of the packages as they are imported: they may be used without being installed.
@@ -112,26 +146,21 @@ def _identity(run: RunConfig) -> str:
     return hashlib.blake2b(json.dumps(causes, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def _processes(run: RunConfig) -> int:
+def _processes(shared: int) -> int:
     """As many as the node's ranks, in whole tensor-parallel groups: the processes share its memory as in training."""
-    shared = run.planner.tensor_parallel
     ranks = min(machine.local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
 
 
-def _profile(run: RunConfig, flags: Sequence[str], path: Path, own: Path) -> Path | None:
+def _profile(words: Sequence[str], path: Path, own: Path, *, processes: int, seconds: float) -> Path | None:
     """Measure into `path`, or while the machine is busy into `own`; which it was. None, and why, if that failed."""
-    seconds = run.calibrate_s
-    say(f"measuring the model's layers for {seconds:.0f} s (kept for later runs; --dynapipe-calibrate 0: not)")
     started = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".measuring-") as folder:
         output = Path(folder) / path.name
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(_processes(run)), "-m", "megatron_dynapipe", "profile"]
-        command += ["--model", run.family.value, "--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}"]
-        command += ["--recompute", ",".join(run.planner.recompute)]
-        command += ["--tensor-parallel", str(run.planner.tensor_parallel), "--", *flags]
+        command += ["--nproc-per-node", str(processes), "-m", "megatron_dynapipe", "profile"]
+        command += ["--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}", *words]
         failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
             busy = noise(TableCostModel.load(output).file)
@@ -160,9 +189,9 @@ def _run(command: Sequence[str], *, deadline_s: float) -> str | None:
     return None if status == 0 else (errors or [f"exit status {status}"])[0]
 
 
-def _share(path: Path, timeout_s: float) -> None:
-    """Rank 0's file, at the same place on this rank's node."""
-    data = from_rank_0("calibration-file", lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s).encode()
+def _share(path: Path, name: str, timeout_s: float) -> None:
+    """Rank 0's file, at the same place on this rank's node; `name` is its key's in the store."""
+    data = from_rank_0(name, lambda: path.read_text(encoding="utf-8"), timeout_s=timeout_s).encode()
     TableCostModel.decode(data, origin="rank 0's measured costs")
     if path.exists() and path.read_bytes() == data:
         return

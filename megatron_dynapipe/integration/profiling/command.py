@@ -12,8 +12,7 @@ from tqdm import tqdm
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.format import encode_file, is_cost_file
-from megatron_dynapipe.integration.profiling import adapters as adapters_in_place
+from megatron_dynapipe.costing.format import CostFile, encode_file, is_cost_file
 from megatron_dynapipe.integration.profiling import division
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
@@ -46,23 +45,18 @@ def profile(
     vocabulary: int | None,
     adapters: Adapters | None = None,
 ) -> Path | None:
-    """Measure a model's layers; the path of the file on rank 0, None on the others.
-
-    With `adapters`, they are in place while all other weights are frozen.
+    """Measure a model's layers, with adapters in place where they are given; the file's path on rank 0, else None.
 
     Raises:
         ConfigError: a flag is wrong, or the file cannot be written.
-        InstallationError: there is no Megatron-Bridge, whose adapters they are.
+        InstallationError: there is no Megatron-Bridge, for adapters.
     """
-    if adapters is not None:
-        adapters_in_place.check(ModelFamily(family))
     started = time.monotonic()
     modes = _modes(recompute)
     with prepared(
         flags, ModelFamily(family), tensor_parallel=tensor_parallel, expert_parallel=1, vocabulary=vocabulary
     ) as setup:
         is_first = dist.get_rank() == 0
-        provenance = describe(setup)
         scope = Scope(
             parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters),
             modes=modes,
@@ -96,11 +90,16 @@ def profile(
             halves_of_rows=halves_of_rows,
             prefixes=prefixes,
             links=links,
-            provenance=provenance | {"seconds": round(time.monotonic() - started, 1)} | scope.noise.described(),
+            provenance=describe(setup) | {"seconds": round(time.monotonic() - started, 1)} | scope.noise.described(),
         )
-        write_file(output, encode_file(file), is_ours=is_cost_file)
-        print(verdict(file, output), file=sys.stderr, flush=True)
-        return output
+        return _written(file, output)
+
+
+def _written(file: CostFile, output: Path) -> Path:
+    """Write the file, and say how good it is."""
+    write_file(output, encode_file(file), is_ours=is_cost_file)
+    print(verdict(file, output), file=sys.stderr, flush=True)
+    return output
 
 
 def _modes(names: Sequence[str]) -> list[Recompute]:

@@ -38,6 +38,7 @@ from megatron_dynapipe.integration.models.packed_rows import (
 from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
+from megatron_dynapipe.integration.profiling.adapters import check as check_adapters
 from megatron_dynapipe.integration.profiling.adapters import put_adapters
 
 Point = tuple[int, ...]
@@ -120,6 +121,8 @@ def build_parts(
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
+    if adapters is not None:
+        check_adapters(model.family)
     config = model.transformer_config()
     config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -78,11 +78,7 @@ def cost_file(
     if setup.model.experts is not None:
         parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters
     state = {name: count * _STATE_BYTES / BYTES_PER_MB for name, count in parameters.items()}
-    trained: dict[LayerKind, float] = {}
-    if adapters is not None:
-        trained = {
-            kind: parts[kind].trained_parameters * _STATE_BYTES / BYTES_PER_MB for kind in LAYER_KINDS if kind in parts
-        }
+    trained = {} if adapters is None else _trained_mb(parts)
     entries = {}
     for mode in modes:
         entry = fitted_entry(
@@ -112,6 +108,12 @@ def cost_file(
         peak_covers_backward=True,
     )
     return msgspec.structs.replace(file, provenance=file.provenance | _error_bars(file))
+
+
+def _trained_mb(parts: Mapping[str, MeasuredModule]) -> dict[LayerKind, float]:
+    """Of a layer of each kind."""
+    kinds = (kind for kind in LAYER_KINDS if kind in parts)
+    return {kind: parts[kind].trained_parameters * _STATE_BYTES / BYTES_PER_MB for kind in kinds}
 
 
 def _error_bars(file: CostFile) -> Provenance:
