@@ -19,7 +19,7 @@ import torch
 from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 
-from megatron_dynapipe.bridge import entry, relied_on
+from megatron_dynapipe.bridge import entry, recipe, relied_on
 from megatron_dynapipe.bridge.recipe import splits_of
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
@@ -158,7 +158,7 @@ def main() -> None:
     with reported():
         certified = Certified(role=role, precision=precision, iterations=int(iterations), folder=Path(folder))
         entry.planning = certified.planning
-        entry.measured_costs = lambda *_, **__: None  # plans are exact by any costs, and nothing is written elsewhere
+        recipe.measured_costs = lambda *_, **__: None  # plans are exact by any costs, and nothing is written elsewhere
         sys.argv = [script, *words]
         sys.path.insert(0, str(Path(script).resolve().parent))
         runpy.run_path(script, run_name="__main__")

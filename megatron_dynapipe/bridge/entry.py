@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
-from megatron_dynapipe.bridge import relied_on
-from megatron_dynapipe.bridge.recipe import measured_costs
+from megatron_dynapipe.bridge import recipe, relied_on
 from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
@@ -90,7 +89,7 @@ def planned(
     check_recipe(config)
     folder = checked_dataset(config, dataset)
     how = {"seconds": calibrate_s, "timeout_s": timeout_s, "report_folder": Path(report_folder)}
-    file = measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
+    file = recipe.measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
     run = PlannedRecipe(
         config,
         dataset=folder,
