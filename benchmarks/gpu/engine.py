@@ -43,9 +43,11 @@ def variants(nvidia: Path) -> dict[str, dict[str, str]]:
     cudnn = nvidia / "cudnn"
     named = {"CUDNN_HOME": str(cudnn), "CUDNN_PATH": str(cudnn)}
     libraries = sorted(map(str, (cudnn / "lib").glob("libcudnn*.so.*")))
+    toolkit = str(nvidia / "cu13")
     return {
         "as it is": {},
         "PyTorch's cuDNN, named": named,
+        "PyTorch's cuDNN and toolkit, named": named | {"CUDA_HOME": toolkit, "CUDA_PATH": toolkit},
         "PyTorch's cuDNN, loaded before all else": named | {"LD_PRELOAD": ":".join(libraries)},
     }
 

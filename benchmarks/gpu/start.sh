@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs run.py with what carry.sh packed; the flags are run.py's. One command line is one turn:
+# Runs run.py, or another script of this checkout, with what carry.sh packed; the flags are the script's.
 #
 #   dynapipe/benchmarks/gpu/start.sh --part correct --output "$OUT/report.json" --budget-s 280    in the unpacked archive
+#   dynapipe/benchmarks/gpu/start.sh benchmarks/bridge/training.py --output "$OUT/bridge.json"    another script
 #   benchmarks/gpu/start.sh --part …      in a copy of this checkout that holds the archive as build/gpu.tgz (or .txz)
 set -euo pipefail
 root=$(realpath -- "$(dirname -- "${BASH_SOURCE[0]}")/../..")
@@ -23,8 +24,15 @@ if [[ -d $nvidia ]]; then
     export LD_LIBRARY_PATH=$nvidia/nccl/lib:$nvidia/cudnn/lib:$nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$nvidia/cu13/include}
 fi
-# Transformer Engine's cuDNN: what it takes to find its libraries, tried in half a minute.
+# Transformer Engine's cuDNN: what it takes to find its libraries, tried in half a minute, once.
 if compgen -G "$root/with/*/transformer_engine" >/dev/null; then
-    eval "$(python3 "$root/benchmarks/gpu/engine.py")"
+    [[ -e $root/ENGINE ]] || python3 "$root/benchmarks/gpu/engine.py" >"$root/ENGINE"
+    # shellcheck source=/dev/null
+    source "$root/ENGINE"
 fi
-exec python3 "$root/benchmarks/gpu/run.py" "$@"
+script=benchmarks/gpu/run.py
+if [[ ${1:-} == *.py ]]; then
+    script=$1
+    shift
+fi
+exec python3 "$root/$script" "$@"
