@@ -13,6 +13,10 @@ if [[ ! -d $root/site ]]; then
     tar --extract --file "${archives[0]}" --directory "$folder"
     exec "$folder/dynapipe/benchmarks/gpu/start.sh" "$@"
 fi
+if [[ ! -e $root/COMPILED ]]; then
+    python3 -m compileall -qq -j 0 "$root" >/dev/null 2>&1 || true  # every check's first import would, on a core of its own
+    touch "$root/COMPILED"
+fi
 paths=$root/site
 for folder in "$root"/with/*/; do
     [[ -d $folder ]] && paths+=:${folder%/}
