@@ -27,12 +27,8 @@ nvidia=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nv
 if [[ -d $nvidia ]]; then
     export LD_LIBRARY_PATH=$nvidia/nccl/lib:$nvidia/cudnn/lib:$nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$nvidia/cu13/include}
-fi
-# Transformer Engine's cuDNN: what it takes to find its libraries, tried in half a minute, once.
-if compgen -G "$root/with/*/transformer_engine" >/dev/null; then
-    [[ -e $root/ENGINE ]] || python3 "$root/benchmarks/gpu/engine.py" >"$root/ENGINE"
-    # shellcheck source=/dev/null
-    source "$root/ENGINE"
+    # Without it Transformer Engine opens the system's cuDNN, if there is one, beside PyTorch's: of two versions none works.
+    export CUDNN_HOME=${CUDNN_HOME:-$nvidia/cudnn}
 fi
 script=benchmarks/gpu/run.py
 if [[ ${1:-} == *.py ]]; then
