@@ -12,9 +12,8 @@ repeats one iteration by Megatron's own schedule (`overhead.second_iteration_in_
 import argparse
 import contextlib
 import fcntl
+import importlib.util
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 import numpy as np
 
 from benchmarks.bridge.overhead import second_iteration_in_turns
-from benchmarks.common import ROOT, interval, markdown, say, show_interval, torchrun
+from benchmarks.common import interval, markdown, say, show_interval, torchrun
 from benchmarks.gpu.machine import Processes, ProcessFailedError, provenance
 from benchmarks.planning.cases import recorded_batches
 from megatron_dynapipe.data.meta import DatasetMeta, write_meta
@@ -74,7 +73,7 @@ WAYS = ("planned", "stock")
 BATCH = "sft-s2048-t65536-b0"
 VOCABULARY = 512
 """Words of the samples' tokenizer, whose tokens the model's vocabulary holds."""
-ITERATIONS, PAIRS, WARM_UP = 5, 5, 2
+ITERATIONS, PAIRS, WARM_UP = 4, 5, 2
 MEMORY_MB = 40_000.0
 """Of the device, of which four runs hold their states at a time."""
 LAST_S = 20.0
@@ -338,9 +337,11 @@ def recipe_of(recipe: str, *, samples: int, longest: int, snapshot: Path, small:
     config.logger.tensorboard_dir = None
     config.model.calculate_per_token_loss = True
     config.ddp.average_in_collective = False
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex, which Megatron's head asks for
+        config.model.gradient_accumulation_fusion = False
     if small:  # rehearsed devices lack fused kernels
-        fused = ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion")
-        for name in (*fused, "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"):
+        fused = ("cross_entropy_loss_fusion", "masked_softmax_fusion", "apply_rope_fusion")
+        for name in (*fused, "bias_activation_fusion", "bias_dropout_fusion"):
             setattr(config.model, name, False)
     return config
 
