@@ -10,14 +10,13 @@ repeats one iteration by Megatron's own schedule (`overhead.second_iteration_in_
 """
 
 import argparse
-import contextlib
 import fcntl
 import importlib.util
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
