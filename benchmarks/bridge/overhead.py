@@ -88,11 +88,11 @@ def second_iteration_in_turns(
                 chunk.zero_grad_buffer()
         return run_entry(self, entry, host, models, step, **keywords)
 
-    IterationRunner.run = run  # type: ignore[method-assign]
+    IterationRunner.run = run
     try:
         yield result
     finally:
-        IterationRunner.run = run_entry  # type: ignore[method-assign]
+        IterationRunner.run = run_entry
 
 
 def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int) -> dict[str, Any]:
