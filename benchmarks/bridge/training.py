@@ -10,13 +10,10 @@ repeats one iteration by Megatron's own schedule (`overhead.second_iteration_in_
 """
 
 import argparse
-import fcntl
-import importlib.util
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,16 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is sta
 
 import numpy as np
 
-from benchmarks.bridge.overhead import second_iteration_in_turns
+from benchmarks.bridge.recipe_run import hub_snapshot, lengths_of, weights_file
 from benchmarks.common import interval, markdown, say, show_interval, torchrun
 from benchmarks.gpu.machine import Processes, ProcessFailedError, provenance
-from benchmarks.planning.cases import recorded_batches
 from megatron_dynapipe.data.meta import DatasetMeta, write_meta
 from tests.helpers.random_dataset import word_tokenizer
 from tests.helpers.rehearsal import launch
 from tests.helpers.samples import write_samples
 
-HUB_NAME = "meta-llama/Llama-3.2-1B"
 MODEL: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -69,20 +64,12 @@ SMALL = {
 }
 RECIPES = ("sft", "lora")
 WAYS = ("planned", "stock")
-BATCH = "sft-s2048-t65536-b0"
 VOCABULARY = 512
 """Words of the samples' tokenizer, whose tokens the model's vocabulary holds."""
-ITERATIONS, PAIRS, WARM_UP = 4, 5, 2
-MEMORY_MB = 40_000.0
-"""Of the device, of which four runs hold their states at a time."""
-LAST_S = 20.0
 COLUMNS = ("recipe", "way", "micro-batches", "iteration, ms", "tokens/s", "planned over Bridge's schedule", "losses")
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        work(*sys.argv[2:4], small=sys.argv[4] == "small", folder=Path(sys.argv[5]))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny layers, few short samples")
@@ -100,11 +87,11 @@ def main() -> None:
         runs = {}
         for recipe in options.recipes.split(","):
             for way in WAYS:
-                words = [*torchrun(1), "-m", "benchmarks.bridge.training", "--worker", recipe, way]
+                words = [*torchrun(1), "-m", "benchmarks.bridge.recipe_run", recipe, way]
                 words += ["small" if options.small else "large", str(folder)]
                 log = kept / f"{recipe}-{way}"
                 runs[recipe, way] = Processes([words], environments=[environment(options.device, folder)], log=log)
-        write_weights(snapshot, options.device, small=options.small)
+        write_weights(snapshot, folder, options.device, small=options.small)
         results = finished(runs, folder, deadline, options)
     print(markdown(COLUMNS, [cells(results, *run) for run in results]), flush=True)
     sys.exit(any("failure" in result for result in results.values()))
@@ -114,13 +101,6 @@ def environment(device: str, folder: Path) -> dict[str, str]:
     """Of a run: the hub's cache in place of the network, and where there is no GPU a rehearsed device."""
     offline = {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return offline if device == "cuda" else launch.environment(1, engine=True) | offline
-
-
-def lengths_of(*, small: bool) -> list[int]:
-    """Tokens of the samples of an iteration: half of a recorded batch."""
-    batch = next(batch for batch in recorded_batches("sft_like") if batch["id"] == BATCH)
-    lengths = [int(tokens) for tokens in batch["input"]][::2]
-    return [min(tokens, 60) for tokens in lengths[:16]] if small else lengths
 
 
 def write_dataset(folder: Path, *, small: bool) -> None:
@@ -156,17 +136,17 @@ def write_hub(folder: Path, *, small: bool) -> Path:
     """The model's folder as the hub's cache would have it, without weights; its path."""
     import transformers
 
-    cache = folder / "hub" / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
-    snapshot = cache / "snapshots" / "0"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text("0")
+    snapshot = hub_snapshot(folder)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(snapshot.name)
     word_tokenizer(snapshot, VOCABULARY)
     config = transformers.LlamaConfig(**MODEL | (SMALL if small else {}), architectures=["LlamaForCausalLM"])
     config.save_pretrained(snapshot)
     return snapshot
 
 
-def write_weights(snapshot: Path, device: str, *, small: bool) -> None:
+def write_weights(snapshot: Path, folder: Path, device: str, *, small: bool) -> None:
     """Random weights of the model; the runs wait for the file that says so."""
     import torch
     import transformers
@@ -176,12 +156,7 @@ def write_weights(snapshot: Path, device: str, *, small: bool) -> None:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32 if small else torch.bfloat16)
     model.save_pretrained(snapshot)
-    weights_file(snapshot.parents[4]).touch()
-
-
-def weights_file(folder: Path) -> Path:
-    """Says that the weights are there."""
-    return folder / "weights"
+    weights_file(folder).touch()
 
 
 def finished(
@@ -226,123 +201,6 @@ def cells(results: dict[tuple[str, str], dict[str, Any]], recipe: str, way: str)
         show_interval(interval(pairs)) if pairs else "–",
         apart,
     ]
-
-
-def work(recipe: str, way: str, *, small: bool, folder: Path) -> None:
-    """One run: imports, waits for the weights, builds and loads; waits for its turn, and trains."""
-    import torch
-    from megatron.bridge.training.callbacks import Callback, CallbackContext
-    from megatron.bridge.training.finetune import finetune
-    from megatron.bridge.training.gpt_step import forward_step
-
-    from megatron_dynapipe.bridge import planned
-    from tests.helpers.bridge_runs import stock
-    from tests.helpers.bridge_samples import StockDataset
-
-    torch.cuda.set_device(0)
-    turn = (folder / "turn").open("w")
-    result: dict[str, Any] = {"milliseconds": [], "losses": [], "norms": []}
-
-    class Timed(Callback):
-        """Waits for the run's turn, and keeps the times of iterations."""
-
-        def on_train_start(self, context: CallbackContext) -> None:
-            """Alone on the device from here."""
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            say(f"{recipe}, {way}: trains")
-
-        def on_train_step_start(self, context: CallbackContext) -> None:
-            """Before each iteration."""
-            torch.cuda.synchronize()
-            self._began = time.perf_counter()
-
-        def on_train_step_end(self, context: CallbackContext) -> None:
-            """After it."""
-            torch.cuda.synchronize()
-            result["milliseconds"].append(round((time.perf_counter() - self._began) * 1e3, 1))
-            result["losses"] += [float(loss) for loss in (context.loss_dict or {}).values()]
-            result["norms"].append(float(context.grad_norm or 0.0))
-
-    lengths = lengths_of(small=small)
-    config = recipe_of(recipe, samples=len(lengths), longest=max(lengths), snapshot=snapshot_of(folder), small=small)
-    result["tokens"] = sum(lengths) - len(lengths)
-    while not weights_file(folder).exists():
-        time.sleep(0.1)
-
-    def wall_clock(call: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def trained() -> None:
-        finetune(config=config, forward_step_func=forward_step, callbacks=[Timed()])
-
-    if way == "stock":
-        one_by_one = StockDataset(
-            dataloader_type="external",
-            folder=str(folder / "data"),
-            length=config.model.seq_length,
-            multiple=16,
-            batch=len(lengths),
-            seed=config.rng.seed,
-        )
-        result["micro_batches"] = len(lengths)
-        with stock(config, one_by_one):
-            trained()
-    else:
-        pairs = second_iteration_in_turns(PAIRS, length=config.model.seq_length, timed=wall_clock, warm_up=WARM_UP)
-        with (
-            pairs as measured,
-            planned(
-                config,
-                str(folder / "data"),
-                memory_limit_mb=MEMORY_MB,
-                report_folder=str(folder / f"{recipe}-report"),
-            ) as run,
-        ):
-            trained()
-        assert run.latest is not None
-        result |= measured
-        result["micro_batches"] = len(run.latest.entry.micro_batches)
-        result["layouts"] = sorted({row.layout for row in run.latest.entry.micro_batches})
-        result["predicted_ms"] = run.latest.entry.totals.predicted_ns / 1e6
-    result["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    (folder / f"{recipe}-{way}.json").write_text(json.dumps(result))
-
-
-def snapshot_of(folder: Path) -> Path:
-    """The model's folder in the hub's cache."""
-    return folder / "hub" / "hub" / f"models--{HUB_NAME.replace('/', '--')}" / "snapshots" / "0"
-
-
-def recipe_of(recipe: str, *, samples: int, longest: int, snapshot: Path, small: bool) -> Any:
-    """Bridge's recipe, changed as its users change it: without packing ahead of time, from this folder, for a few
-    iterations of this many samples."""
-    from megatron.bridge.recipes.llama.h100 import llama3
-
-    makers = {"sft": llama3.llama32_1b_sft_1gpu_h100_bf16_config, "lora": llama3.llama32_1b_peft_1gpu_h100_bf16_config}
-    config = makers[recipe]()
-    config.dataset.enable_offline_packing = False
-    config.dataset.offline_packing_specs = None
-    config.model.seq_length = config.dataset.seq_length = -(-longest // 64) * 64
-    config.checkpoint.pretrained_checkpoint = str(snapshot)
-    config.checkpoint.save = config.checkpoint.load = None
-    config.train.train_iters = ITERATIONS
-    config.train.global_batch_size = samples
-    config.validation.eval_iters = 0
-    config.scheduler.lr_warmup_iters = 0
-    config.logger.tensorboard_dir = None
-    config.model.calculate_per_token_loss = True
-    config.ddp.average_in_collective = False
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex, which Megatron's head asks for
-        config.model.gradient_accumulation_fusion = False
-    if small:  # rehearsed devices lack fused kernels
-        fused = ("cross_entropy_loss_fusion", "masked_softmax_fusion", "apply_rope_fusion")
-        for name in (*fused, "bias_activation_fusion", "bias_dropout_fusion"):
-            setattr(config.model, name, False)
-    return config
 
 
 if __name__ == "__main__":
