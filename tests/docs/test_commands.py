@@ -35,6 +35,7 @@ NOT_RUN = {
     r"torchrun (\{\}|--standalone) --nproc-per-node (\{\}|8)": "of the layout that `tune` has found; cli/test_tune.py",
     r"megatron-dynapipe data prepare --mixture configs/data": "downloads; configs/test_mixtures.py reads local copies",
     r"megatron-dynapipe tune .*--model-config recipe.yaml": "of a recipe that Megatron-Bridge saves; cli/test_tune.py",
+    r"megatron-dynapipe profile --model-config": "with Megatron-Bridge's adapters; bridge/test_measured.py",
     r"torchrun with `-m": "no whole line; docs/cost-models.md has it",
 }
 RUN = {
@@ -73,15 +74,6 @@ RUN = {
             ("--devices 8 --device-memory-mb 36000", "--devices 2 --device-memory-mb 4000"),
             ("--validate 3", "--validate 1 --validate-iterations 2"),
         )
-    ),
-    rf"{PROGRAM} tune .*--peft": Runs(
-        swaps=(
-            ("DATASET", ".demo/data"),
-            ("models/llama-3.1-70b/config.json", "model.yaml"),
-            ("--devices 8", "--devices 2"),
-            ("--global-batch-size 128", "--global-batch-size 8"),
-        ),
-        slow=False,
     ),
     rf"{PROGRAM} tune .*--write-config": Runs(
         swaps=(
