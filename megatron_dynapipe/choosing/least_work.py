@@ -80,6 +80,9 @@ class LeastWork:
         self._has_free_kind = samples.labels is not None
         if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out
             self.modules[-2:] = len(kinds)
+        self.links = planner.links
+        self.sent_per_position = s.sent_per_position
+        self.rounded_up = (1 + int(self.targets.any())) * (LENGTH_MULTIPLE - 1) if self._derives else 0
         self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
 
     @cached_property
@@ -124,8 +127,37 @@ class LeastWork:
         least = np.stack([mode.whole(quantity, *shortest) for mode in self._modes]).min(axis=0)
         if self._derives:
             positions = np.maximum(shortest[0] + shortest[1], 1)[:, None]
-            least = least * positions / (positions + (1 + self.targets.any()) * (LENGTH_MULTIPLE - 1))
+            least = least * positions / (positions + self.rounded_up)
         return self._of_kinds(least)
+
+    def of_rows(self, positions: float) -> tuple[Floats, Floats, Floats]:
+        """Least forward, backward and whole time of any row, in the shares of its samples and what it pays by itself.
+
+        A row takes at least the sum. What it pays is chosen so that the sum is highest for rows of so many positions.
+        Rows that are derived from padded costs pay it by positions over these rounded up.
+
+        Returns:
+            `[samples + 1, kinds]` each; the last is what a row pays.
+        """
+        passes = (Quantity.FORWARD, Quantity.BACKWARD)
+        intercepts = (np.stack([mode.intercept(one, positions) for mode in self._modes]) for one in passes)
+        fixed: list[Floats] = [of_modes.min(axis=0) for of_modes in intercepts]
+        times = np.array(
+            [
+                [
+                    mode.pass_time(one, self.inputs, self.targets, cut=self._cut, most=limit, fixed=by_itself)
+                    for one, by_itself in zip(passes, fixed, strict=True)
+                ]
+                for mode, limit in zip(self._modes, self._most, strict=True)
+            ]
+        )
+        least = [times[:, 0].min(axis=0), times[:, 1].min(axis=0), times.sum(axis=1).min(axis=0)]
+        of_row = [*fixed, fixed[0] + fixed[1]]
+        forward, backward, both = (
+            self._of_kinds(np.concatenate([shares, by_itself[None]]))
+            for shares, by_itself in zip(least, of_row, strict=True)
+        )
+        return forward, backward, both
 
     def _times(self, most: float, *, fitting: bool = False) -> Floats:
         """Times of samples in micro-batches of at most so many positions, that fit the memory if asked for."""
