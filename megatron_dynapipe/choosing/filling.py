@@ -46,6 +46,8 @@ MOST = 64
 """So many rows or more are bounded together."""
 SHORT = 96
 """Positions from which on a row that is rounded up counts as one."""
+LIKE_OTHERS = 1.12
+"""Of its work, what a sample in short rows is charged at least."""
 _SLOWEST = 0.99
 """Weights fall at least by this."""
 _ROWS = (1, 2)
@@ -64,9 +66,9 @@ def fastest_filling(work: LeastWork) -> int:
 
 
 def _stages(work: LeastWork, positions: float) -> Iterator[tuple[Floats, Floats, Floats, float]]:
-    """For every stage and direction: way, first stage and work, `[samples + 1]`, and what the other end takes.
+    """For every stage and direction: way, first stage and work, `[shares + 1]`, and what the other end takes.
 
-    The last of each is what a row pays by itself. `positions` as of `LeastWork.of_rows`.
+    Shares are those of `LeastWork.of_rows`, for rows of so many positions.
     """
     layout = work.layout
     stage_of = np.searchsorted(layout.cuts, np.arange(len(work.modules)), side="right")
@@ -85,19 +87,29 @@ def _stages(work: LeastWork, positions: float) -> Iterator[tuple[Floats, Floats,
 
 
 def _transfers(work: LeastWork, with_decoder: BoolArray) -> Floats:
-    """What rows take from each virtual stage to the next: `[samples + 1, virtual stages - 1]`."""
+    """What rows take from each virtual stage to the next: `[shares + 1, virtual stages - 1]`."""
     links = work.links
-    positions = work.inputs[:, None] + work.targets[:, None] * with_decoder
+    positions = _with_pairs(work, work.inputs)[:, None] + _with_pairs(work, work.targets)[:, None] * with_decoder
     by_position = (8 * work.sent_per_position / links.gbps).min(axis=0)
     return np.concatenate([positions * by_position, links.latency_ns.min(axis=0)[None]])
 
 
+def _with_pairs(work: LeastWork, values: IntArray) -> IntArray:
+    """Values by sample for all shares: pairs of positions have none."""
+    return np.concatenate([values, np.zeros_like(values)]) if work.cut else values
+
+
+def _parts(work: LeastWork) -> Floats:
+    """How often a replica has every share."""
+    return np.asarray(np.tile(work.counts, 1 + work.cut) / work.replicas)
+
+
 def _of_stage(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> float:
     """The least over numbers of rows of one stage's bound."""
-    if not (np.isfinite(way).all() and np.isfinite(at_stage).all()):
-        return 0.0
+    if not (np.isfinite(way).all() and np.isfinite(at_stage).all() and at_stage[:-1].any()):
+        return 0.0  # a sample of which nothing is known, or nothing to do
     charges, alone = _charges(work, way, first, at_stage)
-    parts = work.counts / work.replicas
+    parts = _parts(work)
     bounds = alone + charges @ parts
     if work.replicas == 1:
         return float(bounds.min())
@@ -107,33 +119,36 @@ def _of_stage(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> 
 
 
 def _charges(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
-    """What samples are charged by numbers of rows, `[numbers, samples]`, and what these rows pay: `[numbers]`."""
-    parts = work.counts / work.replicas
-    short = _short(work, at_stage)
+    """What shares are charged by numbers of rows, `[numbers, shares]`, and what these rows pay: `[numbers]`."""
     paid = SHORT / (SHORT + work.rounded_up)
+    alone_in_row = at_stage[-1]
     way, first, at_stage = (np.append(of[:-1], of[-1] * paid) for of in (way, first, at_stage))
     rows = np.arange(1, MOST + 1)[:, None]
     if way[:-1].any():
-        charges, alone = _by_rows(rows, parts, way, first, at_stage)
+        charges, alone = _by_rows(rows, _parts(work), way, first, at_stage)
     else:
         charges, alone = np.repeat(at_stage[None, :-1], MOST, axis=0), at_stage[-1] * rows[:, 0]
     if not work.rounded_up:
         return charges, alone
-    of_all = min(1.05 * float((at_stage[:-1] / short).max()), 1.0)
-    charges = (1 - of_all) * charges + of_all * at_stage[:-1]
+    part = _part_of_short(work, at_stage[:-1], alone_in_row)
+    of_all = min(LIKE_OTHERS * part, 1.0)
+    charges = np.minimum((1 - of_all) * charges + of_all * at_stage[:-1], at_stage[:-1] * of_all / part)
     alone = (1 - of_all) * alone + of_all * at_stage[-1] * rows[:, 0]
-    return np.concatenate([np.minimum(charges, of_all * short), short[None]]), np.append(alone, 0.0)
+    return np.concatenate([charges, at_stage[None, :-1] / part]), np.append(alone, 0.0)
 
 
-def _short(work: LeastWork, costs: Floats) -> Floats:
-    """What samples in rows of fewer than `SHORT` positions take: `[samples]`."""
-    by_position = costs[-1] / (SHORT + work.rounded_up)
-    return np.asarray(costs[:-1] + by_position * (work.inputs + work.targets))
+def _part_of_short(work: LeastWork, shares: Floats, alone: float) -> float:
+    """The most that a short row takes for its shares, of its time; the last pieces have twice the pairs of others."""
+    by_position = alone / (SHORT + work.rounded_up)
+    samples = len(work.inputs)
+    most = shares[:samples] + 2 * shares[samples:] if work.cut else shares
+    return float((most / np.maximum(most + by_position * (work.inputs + work.targets), 1e-9)).max())
 
 
 def _by_rows(rows: IntArray, parts: Floats, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
     """`_charges` of a stage that is not the first, all rows counting as such."""
-    share = (first[:-1] / way[:-1]).min()
+    goes = way[:-1] > 0
+    share = (first[:-1][goes] / way[:-1][goes]).min()
     first = np.append(share * way[:-1], first[-1])
     rest = at_stage - first
     of_way, of_rest = (float(of[:-1] @ parts) for of in (way, rest))

@@ -156,13 +156,22 @@ class LeastCosts:
         axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
         ends = np.unique(np.concatenate([axis[axis > 0] for axis in axes]))
         fitting = np.searchsorted(ends, inputs, side="right") - 1
-        _, _, pair, unit = prefix_costs(self.tables)[PREFIX_QUANTITIES.index(quantity)]
-        half = np.zeros(len(self.tables.kinds))
-        half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
+        half = self._half_pairs(quantity)  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
         pieces = self.share(quantity, ends, np.zeros_like(ends), most, fixed=fixed)
         by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
         least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
         return np.asarray(np.where((fitting >= 0)[:, None], np.minimum(whole, least), whole))
+
+    def attending(self, quantity: Quantity, inputs: IntArray) -> Floats:
+        """The part of `pass_time` that pieces pay by pairs of positions, not by position: `[samples, kinds]`."""
+        return np.asarray(self._half_pairs(quantity) * inputs[:, None] ** 2)
+
+    def _half_pairs(self, quantity: Quantity) -> Floats:
+        """Half of what a pair of positions of one sample costs, as far as it grows with both: `[kinds]`."""
+        _, _, pair, unit = prefix_costs(self.tables)[PREFIX_QUANTITIES.index(quantity)]
+        half = np.zeros(len(self.tables.kinds))
+        half[0] = pair / unit / 2
+        return half
 
 
 def _least_share(costs: Floats, sizes: IntArray, largest: Floats) -> Floats:

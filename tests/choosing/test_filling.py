@@ -1,0 +1,83 @@
+"""The bound of how rows fill the stages of a split, against all rows in all orders, and against recorded plans."""
+
+import functools
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planning.optimum import best_makespan
+from megatron_dynapipe.choosing.filling import fastest_filling
+from megatron_dynapipe.choosing.least_work import LeastWork
+from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.network import Network
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from tests.core.planner_cases import batch_of, of_padded_costs, planner
+from tests.helpers.examples import examples
+
+type Rows = tuple[frozenset[int], ...]
+
+
+def divisions(samples: frozenset[int]) -> Iterator[Rows]:
+    """All ways to put samples into rows."""
+    if not samples:
+        yield ()
+        return
+    first = min(samples)
+    others = sorted(samples - {first})
+    for size in range(len(others) + 1):
+        for beside in combinations(others, size):
+            row = frozenset((first, *beside))
+            for rest in divisions(samples - row):
+                yield (row, *rest)
+
+
+def fastest(made: Planner, samples: Samples) -> int:
+    """The least time over all rows, replicas and orders of whole passes."""
+    problem = made.problem(samples)
+
+    @functools.cache
+    def of_replica(held: frozenset[int]) -> int:
+        best = 1 << 60
+        for rows in divisions(held):
+            members = [np.array(sorted(row)) for row in rows]
+            layouts = [made.settings.micro_batch_layouts[0]] * len(rows)
+            costs, _ = problem.costs_of(members, layouts, np.zeros(len(rows), np.int64))
+            best = best_makespan(costs, best)
+        return best
+
+    everything = frozenset(range(len(samples.ids)))
+    if made.settings.data_parallel == 1:
+        return of_replica(everything)
+    held = [frozenset(one) for size in range(1, len(everything)) for one in combinations(everything, size)]
+    return min(max(of_replica(one), of_replica(everything - one)) for one in held)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 1500), min_size=2, max_size=4),
+    split=st.sampled_from([(2, 2), (3, 1), (1.5, 2.5), (1, 1, 2), (2, 1, 1), (1, 1, 1, 1)]),
+    replicas=st.sampled_from([1, 1, 2]),
+    layout=st.sampled_from(BatchLayout),
+    derived=st.booleans(),
+    latency_us=st.sampled_from([0, 0, 300]),
+)
+@settings(max_examples=examples(25))
+def test_no_rows_in_any_order_are_faster_than_their_bound(
+    lengths, split, replicas, layout, derived, latency_us
+) -> None:
+    made = planner(
+        ModelFamily.GPT,
+        layers_per_stage=split,
+        pipeline_parallel=len(split),
+        data_parallel=replicas,
+        micro_batch_layouts=(layout,),
+        recompute=(Recompute.NONE,),
+        slices="off",
+        network=Network(devices_per_node=1, inter_node_gbps=1, inter_node_latency_us=latency_us),
+    )
+    made = of_padded_costs(made) if derived else made
+    samples = made.samples(batch_of(*[(length, 0) for length in lengths]))
+    assert fastest_filling(LeastWork(made, samples)) <= fastest(made, samples)
