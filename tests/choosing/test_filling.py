@@ -1,21 +1,29 @@
 """The bound of how rows fill the stages of a split, against all rows in all orders, and against recorded plans."""
 
 import functools
+import json
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
+from benchmarks.planning.recorded import CASES, RECORDED, SHAPES, cases
 from megatron_dynapipe.choosing.filling import fastest_filling
 from megatron_dynapipe.choosing.least_work import LeastWork
+from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, CostModel, TableCostModel
+from megatron_dynapipe.sampling import GlobalBatch
 from tests.core.planner_cases import batch_of, of_padded_costs, planner
+from tests.helpers.benchmark_data import BENCHMARKS, flan_like_batches
 from tests.helpers.examples import examples
 
 type Rows = tuple[frozenset[int], ...]
@@ -81,3 +89,41 @@ def test_no_rows_in_any_order_are_faster_than_their_bound(
     made = of_padded_costs(made) if derived else made
     samples = made.samples(batch_of(*[(length, 0) for length in lengths]))
     assert fastest_filling(LeastWork(made, samples)) <= fastest(made, samples)
+
+
+@functools.cache
+def costs_of(name: str) -> CostModel:
+    """The costs of a recorded model."""
+    if name in SHAPES:
+        return AnalyticCostModel(SHAPES[name], A100_RATES)
+    return TableCostModel.load(BENCHMARKS / "data" / f"{name}.gz")
+
+
+RECORDED_CASES = [case for case in islice(cases(), CASES) if case.settings.pipeline_parallel > 1]
+
+
+@pytest.mark.parametrize("case", RECORDED_CASES[::12], ids=lambda case: case.name)
+def test_no_recorded_plan_is_below_its_bound(case) -> None:
+    _, predicted_ns = json.loads(RECORDED.read_text())[case.name]
+    if not predicted_ns:
+        pytest.skip("nothing fits")
+    lengths = flan_like_batches()[case.batch]
+    samples = GlobalBatch.of_lengths(lengths["input"], lengths.get("target") or 0)
+    made = planner_of(case.settings, costs_of(case.model.costs))
+    assert 0 < fastest_filling(LeastWork(made, made.samples(samples))) <= predicted_ns
+
+
+def test_few_rows_of_many_stages_take_longer_than_their_work_and_the_shortest_fill() -> None:
+    """Rows that fill four stages are so short that they run slowly, or so long that stages wait for them."""
+    made = planner(
+        ModelFamily.GPT,
+        encoder_layers=8,
+        pipeline_parallel=4,
+        micro_batch_layouts=(BatchLayout.PACKED,),
+        recompute=(Recompute.NONE,),
+        split_backward="auto",
+    )
+    samples = batch_of(*[(40, 0)] * 40)
+    plan = made.plan(samples, 0)
+    bounds = limits(made, samples, plan)
+    assert 1.2 * bounds.memory < bounds.split <= bounds.micro_batches <= plan.totals.predicted_ns
