@@ -50,37 +50,32 @@ LIKE_OTHERS = 1.12
 """Of its work, what a sample in short rows is charged at least."""
 _SLOWEST = 0.99
 """Weights fall at least by this."""
-_ROWS = (1, 2)
-"""For each stage: rows that the replica's positions are divided into, to choose what a row pays by itself."""
 
 
 def fastest_filling(work: LeastWork) -> int:
     """What no plan of the samples under the layer split can beat, in ns."""
-    total = float((work.inputs + work.targets) @ work.counts) / work.replicas
-    bounds = [
-        _of_stage(work, way, first, at_stage) + other_end
-        for rows in _ROWS
-        for way, first, at_stage, other_end in _stages(work, total / (rows * work.stages))
-    ]
+    bounds = [_of_stage(work, way, first, at_stage) + other_end for way, first, at_stage, other_end in _stages(work)]
     return int(max(max(bounds) - 2 * work.rounding - work.stages, 0))
 
 
-def _stages(work: LeastWork, positions: float) -> Iterator[tuple[Floats, Floats, Floats, float]]:
+def _stages(work: LeastWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
     """For every stage and direction: way, first stage and work, `[shares + 1]`, and what the other end takes.
 
-    Shares are those of `LeastWork.of_rows`, for rows of so many positions.
+    Shares are those of `LeastWork.of_rows`, for a row for every stage of what a replica has.
     """
     layout = work.layout
     stage_of = np.searchsorted(layout.cuts, np.arange(len(work.modules)), side="right")
     modules = np.zeros((work.time.shape[2], layout.virtual_stages))
     np.add.at(modules, (work.modules, stage_of), 1)
-    forward, backward, both = (costs @ modules for costs in work.of_rows(positions))
+    positions = float((work.inputs + work.targets) @ work.counts) / work.replicas
+    forward, backward, both = (costs @ modules for costs in work.of_rows(positions / work.stages))
     onward = forward[:, :-1] + _transfers(work, np.array(layout.decoder_state_forward, np.bool_))
     back = backward[:, :-1] + _transfers(work, np.array(layout.decoder_state_backward, np.bool_))
+    latencies = np.append(work.links.latency_ns.min(axis=0), 0.0)
     for stage in range(work.stages):
         at_stage = both[:, stage :: work.stages].sum(axis=1)
-        onward_least = float((work.forward @ modules)[:stage].sum())
-        back_least = float((work.backward @ modules)[:stage].sum())
+        onward_least = float((work.forward @ modules + latencies)[:stage].sum())
+        back_least = float((work.backward @ modules + latencies)[:stage].sum())
         yield onward[:, :stage].sum(axis=1), forward[:, 0], at_stage, 0.0 if work.divides else back_least
         if not work.divides:
             yield back[:, :stage].sum(axis=1), backward[:, 0], at_stage, onward_least

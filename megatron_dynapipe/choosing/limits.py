@@ -165,8 +165,9 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     stages = max(devices, work.best_layer_split(work.time, PRICES[:1]), work.longest_way())
     memory = max(stages, work.best_layer_split(work.fitting_time, PRICES))
     if has_one_stage(planner):
-        memory = max(memory, work.on_one_stage())
-    split = max(memory, fastest_filling(work))
+        split = memory = max(memory, work.on_one_stage())
+    else:
+        split = max(memory, fastest_filling(work))
     divides = planner.settings.effective_split_backward != "off"
     of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
     return Limits(devices, stages, memory, split, max(split, of_plan), rows_alone(planner, batch, plan))
