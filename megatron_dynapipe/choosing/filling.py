@@ -1,37 +1,39 @@
-"""How long micro-batches, here rows, take to fill the stages of a layer split, however many there are.
+"""What filling the stages of a layer split costs any plan, however many micro-batches (here rows) it has.
 
-What a row takes at least is what it pays by itself and a share for every sample in it (`LeastWork.of_rows`): of row r,
+A row takes at least what it pays by itself and a share for each of its samples (`LeastWork.of_rows`). For a stage s let
 
-    way(r)   from its start to stage s: forward passes on the stages before, and transfers
-    first(r) the first stage; lowered to a constant and a part of the way, so that a shorter way has a shorter first
-    work(r)  all its passes on stage s
+    way(r)    be what row r takes to come to s: its forward passes on the stages before, and transfers,
+    first(r)  its pass on the first stage, lowered to a constant and a part of its way, so that of two rows the one with
+              the shorter way has the shorter first pass, too,
+    work(r)   all its passes on s.
 
-Let arrival(r) = way(r) + the sum of first(i) over rows i that the first stage begins before r. Until then r cannot run
-on s. With rows numbered by arrival, stage s has all work of rows k, k + 1, … ahead of it at arrival(k), so that, for
-every k,
+Let arrival(r) = way(r) + the sum of first(i) over all rows i that the first stage begins before r. Stage s cannot begin
+r earlier. Number rows by arrival: at arrival(k), stage s has all work of rows k, k + 1, … ahead of it. So for every k
 
-    T ≥ way(k) + Σ first(i that began before k) + Σ work(i ≥ k)
+    T ≥ way(k) + Σ first(i that began before k) + Σ work(i ≥ k).
 
-Take the mean of these with weights p1 ≥ p2 ≥ … of sum 1, and let P_k = p1 + … + p_k. Of two rows i < k, either i began
-before k: then first(i) is in the inequality of k, with weight p_k. Or k began before i: then first(k) is in that of i,
-with weight p_i ≥ p_k; and since k still arrives after i, its way is the longer, and so its first is: there is at least
-p_k · first(i) again. Hence
+Take the mean of these with weights p1 ≥ p2 ≥ … that add up to 1, and let P_k = p1 + … + p_k. Of two rows i < k, one
+began before the other on the first stage. If it was i, the inequality of k holds first(i), with weight p_k. If it was
+k, that of i holds first(k), with weight p_i ≥ p_k; and since k arrives later all the same, its way is the longer one,
+so that first(k) ≥ first(i). Either way there is at least p_k · first(i), and therefore
 
-    T ≥ Σ p_k · way(k) + (1 - P_k) · first(k) + P_k · work(k)
+    T ≥ Σ p_k · way(k) + (1 - P_k) · first(k) + P_k · work(k).
 
-The right-hand side adds up over what rows pay by themselves and over samples. So no plan of m rows is faster than if
-every sample were in the row that charges it least. Any weights give a bound. Weights that fall by way / (way + work -
-first) from row to row make all rows charge alike: rows that grow by the inverse fill a pipeline best, each arriving
-when the stage is done with those before. Few rows fill it slowly, many pay more by themselves; the bound is the least
-over all m, where m rows or more are bounded by weights on the first m.
+This adds up over what rows pay and over samples. So no plan of m rows is faster than if every sample were in the row
+that charges it least. Any weights give a bound. If they fall by way / (way + work - first) from row to row, all rows
+charge alike, which is best: it belongs to rows that grow by the inverse, each arriving when s is done with those before.
+Few rows fill the pipeline slowly, many pay more; the bound is the least over all m. Of `MOST` rows or more, those
+after the first `MOST` have no weight, and charge their work.
 
-Whole backward passes are the same backwards in time: the way is that of gradients from s to the first stage. Ahead of
-that goes the way forward of the shortest row, and the other way round. Of replicas, some has its part of any sum over
-samples, here of what samples are charged by the number of rows that gives the bound.
+The last stages drain as the first ones fill: if backward passes are whole, the same holds backwards in time, with the
+gradients' way from s to the first stage; and the least way of any row at the other end comes on top.
 
-Rows derived from padded costs are rounded up, so that very short ones pay little by themselves. All rows of fewer than
-`SHORT` positions are taken for samples without a row, which pay by position. They may slip past others, and are only in
-the bound of all work, T ≥ Σ work, which then has as much weight as charges them like others.
+Of several replicas one has at least its part of any sum over samples. The sum is of what samples are charged by the
+number of rows that would give the bound.
+
+Rows derived from padded costs pay by their positions over these rounded up, so very short ones pay little. In rows of
+fewer than `SHORT` positions, samples pay by position and no row is counted. Such rows may slip past others, so they
+are only in T ≥ Σ work, which gets as much weight as it takes to charge them like others.
 """
 
 from collections.abc import Iterator
@@ -47,7 +49,7 @@ MOST = 64
 SHORT = 96
 """Positions from which on a row that is rounded up counts as one."""
 LIKE_OTHERS = 1.12
-"""Of its work, what a sample in short rows is charged at least."""
+"""The part of its work that a sample in short rows is charged at least, if that bound has less than all the weight."""
 _SLOWEST = 0.99
 """Weights fall at least by this."""
 

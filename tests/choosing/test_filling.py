@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, islice
 
 import numpy as np
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from benchmarks.planning.optimum import best_makespan
 from benchmarks.planning.recorded import CASES, RECORDED, SHAPES, cases
 from megatron_dynapipe.choosing.filling import fastest_filling
+from megatron_dynapipe.choosing.least_costs import LeastCosts
 from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.choosing.limits import limits
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.costs import Quantity
 from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
@@ -127,3 +130,39 @@ def test_few_rows_of_many_stages_take_longer_than_their_work_and_the_shortest_fi
     plan = made.plan(samples, 0)
     bounds = limits(made, samples, plan)
     assert 1.2 * bounds.memory < bounds.split <= bounds.micro_batches <= plan.totals.predicted_ns
+
+
+@given(
+    family=st.sampled_from(ModelFamily),
+    pairs=st.lists(st.tuples(st.integers(2, 900), st.integers(1, 200)), min_size=1, max_size=8),
+    layout=st.sampled_from(BatchLayout),
+    derived=st.booleans(),
+    positions=st.floats(1, 10_000),
+)
+@settings(max_examples=examples(60))
+def test_a_row_takes_its_samples_shares_and_what_it_pays(family, pairs, layout, derived, positions) -> None:
+    made = planner(family, micro_batch_layouts=(layout,), slices="off")
+    made = of_padded_costs(made) if derived else made
+    samples = made.samples(batch_of(*[(first, second * (family is ModelFamily.T5)) for first, second in pairs]))
+    work = LeastWork(made, samples)
+    row = np.arange(len(pairs))
+    modes = range(len(made.tables))
+    costs, covered = made.problem(samples).costs_of([row] * len(modes), [layout] * len(modes), np.array(modes))
+    held = int((samples.input_positions + samples.target_positions).sum())
+    paid = held / (held + work.rounded_up)
+    modules = made.layout.counts(made.tables[0].kinds).T
+    bounds = [work.counts @ (of[:-1] @ modules) + paid * (of[-1] @ modules) for of in work.of_rows(positions)]
+    taken = (costs.forward_ns, costs.backward_ns, costs.forward_ns + costs.backward_ns)
+    for bound, times in zip(bounds, taken, strict=True):
+        assert (bound - work.rounding <= times[covered]).all()
+
+
+def test_what_a_row_pays_is_the_highest_at_rows_of_the_length_asked_for() -> None:
+    """Short rows of one price, and longer ones by position: a line through the corner, then one through the origin."""
+    made = planner(ModelFamily.GPT)
+    (tables, *_) = made.tables
+    values = np.broadcast_to(np.maximum(tables.inputs, 100)[:, None], tables.values.shape).copy()
+    values *= tables.sizes[:, None, None]
+    costs = LeastCosts(replace(tables, values=values, separate=None, packed=None))
+    assert costs.intercept(Quantity.FORWARD, 50) == pytest.approx(100, rel=0.05)
+    assert costs.intercept(Quantity.FORWARD, 5000) == pytest.approx(0, abs=1)
