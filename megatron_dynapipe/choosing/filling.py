@@ -21,7 +21,7 @@ so that first(k) ≥ first(i). Either way there is at least p_k · first(i), and
 
 This adds up over what rows pay and over samples. So no plan of m rows is faster than if every sample were in the row
 that charges it least. Any weights give a bound. If they fall by way / (way + work - first) from row to row, all rows
-charge alike, which is best: it belongs to rows that grow by the inverse, each arriving when s is done with those before.
+charge alike, which is best: it belongs to rows that grow by the inverse, each arriving when s is done with the others.
 Few rows fill the pipeline slowly, many pay more; the bound is the least over all m. Of `MOST` rows or more, those
 after the first `MOST` have no weight, and charge their work.
 
@@ -36,13 +36,13 @@ fewer than `SHORT` positions, samples pay by position and no row is counted. Suc
 are only in T ≥ Σ work, which gets as much weight as it takes to charge them like others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.core.costs import Floats
-from megatron_dynapipe.core.problem import BoolArray, IntArray
+from megatron_dynapipe.core.problem import IntArray
 
 MOST = 64
 """So many rows or more are bounded together."""
@@ -56,8 +56,10 @@ _SLOWEST = 0.99
 
 def fastest_filling(work: LeastWork) -> int:
     """What no plan of the samples under the layer split can beat, in ns."""
-    bounds = [_of_stage(work, way, first, at_stage) + other_end for way, first, at_stage, other_end in _stages(work)]
-    return int(max(max(bounds) - 2 * work.rounding - work.stages, 0))
+    longest = 0.0
+    for way, first, at_stage, other_end in _stages(work):
+        longest = max(longest, _of_stage(work, way, first, at_stage) + other_end)
+    return int(max(longest - 2 * work.rounding - work.stages, 0))
 
 
 def _stages(work: LeastWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
@@ -71,24 +73,30 @@ def _stages(work: LeastWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
     np.add.at(modules, (work.modules, stage_of), 1)
     positions = float((work.inputs + work.targets) @ work.counts) / work.replicas
     forward, backward, both = (costs @ modules for costs in work.of_rows(positions / work.stages))
-    onward = forward[:, :-1] + _transfers(work, np.array(layout.decoder_state_forward, np.bool_))
-    back = backward[:, :-1] + _transfers(work, np.array(layout.decoder_state_backward, np.bool_))
+    onward = forward[:, :-1] + _transfers(work, layout.decoder_state_forward)
+    back = backward[:, :-1] + _transfers(work, layout.decoder_state_backward)
     latencies = np.append(work.links.latency_ns.min(axis=0), 0.0)
+    least_onward = work.forward @ modules + latencies
+    least_back = work.backward @ modules + latencies
     for stage in range(work.stages):
         at_stage = both[:, stage :: work.stages].sum(axis=1)
-        onward_least = float((work.forward @ modules + latencies)[:stage].sum())
-        back_least = float((work.backward @ modules + latencies)[:stage].sum())
-        yield onward[:, :stage].sum(axis=1), forward[:, 0], at_stage, 0.0 if work.divides else back_least
-        if not work.divides:
-            yield back[:, :stage].sum(axis=1), backward[:, 0], at_stage, onward_least
+        way_there = onward[:, :stage].sum(axis=1)
+        if work.divides:
+            yield way_there, forward[:, 0], at_stage, 0.0
+            continue
+        way_back = back[:, :stage].sum(axis=1)
+        yield way_there, forward[:, 0], at_stage, least_back[:stage].sum()
+        yield way_back, backward[:, 0], at_stage, least_onward[:stage].sum()
 
 
-def _transfers(work: LeastWork, with_decoder: BoolArray) -> Floats:
+def _transfers(work: LeastWork, with_decoder: Sequence[bool]) -> Floats:
     """What rows take from each virtual stage to the next: `[shares + 1, virtual stages - 1]`."""
     links = work.links
-    positions = _with_pairs(work, work.inputs)[:, None] + _with_pairs(work, work.targets)[:, None] * with_decoder
+    targets = _with_pairs(work, work.targets)[:, None] * np.array(with_decoder, np.int64)
+    positions = _with_pairs(work, work.inputs)[:, None] + targets
     by_position = (8 * work.sent_per_position / links.gbps).min(axis=0)
-    return np.concatenate([positions * by_position, links.latency_ns.min(axis=0)[None]])
+    latencies = links.latency_ns.min(axis=0)
+    return np.concatenate([positions * by_position, latencies[None]])
 
 
 def _with_pairs(work: LeastWork, values: IntArray) -> IntArray:
@@ -111,8 +119,10 @@ def _of_stage(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> 
     if work.replicas == 1:
         return float(bounds.min())
     measure = charges[bounds.argmin()]
-    least = np.divide(charges, measure, out=np.full_like(charges, np.inf), where=measure > 0).min(axis=1)
-    return float((alone + least * (measure @ parts)).min())
+    counted = measure > 0
+    least = (charges[:, counted] / measure[counted]).min(axis=1)
+    bounds = alone + least * (measure @ parts)
+    return float(bounds.min())
 
 
 def _charges(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
@@ -121,17 +131,22 @@ def _charges(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> t
     alone_in_row = at_stage[-1]
     way, first, at_stage = (np.append(of[:-1], of[-1] * paid) for of in (way, first, at_stage))
     rows = np.arange(1, MOST + 1)[:, None]
+    shares = at_stage[:-1]
+    all_alone = at_stage[-1] * rows[:, 0]
     if way[:-1].any():
         charges, alone = _by_rows(rows, _parts(work), way, first, at_stage)
     else:
-        charges, alone = np.repeat(at_stage[None, :-1], MOST, axis=0), at_stage[-1] * rows[:, 0]
+        charges = np.repeat(shares[None], MOST, axis=0)
+        alone = all_alone
     if not work.rounded_up:
         return charges, alone
-    part = _part_of_short(work, at_stage[:-1], alone_in_row)
+    part = _part_of_short(work, shares, alone_in_row)
+    in_short = shares / part
     of_all = min(LIKE_OTHERS * part, 1.0)
-    charges = np.minimum((1 - of_all) * charges + of_all * at_stage[:-1], at_stage[:-1] * of_all / part)
-    alone = (1 - of_all) * alone + of_all * at_stage[-1] * rows[:, 0]
-    return np.concatenate([charges, at_stage[None, :-1] / part]), np.append(alone, 0.0)
+    charges = (1 - of_all) * charges + of_all * shares
+    charges = np.minimum(charges, of_all * in_short)
+    alone = (1 - of_all) * alone + of_all * all_alone
+    return np.concatenate([charges, in_short[None]]), np.append(alone, 0.0)
 
 
 def _part_of_short(work: LeastWork, shares: Floats, alone: float) -> float:
@@ -139,7 +154,9 @@ def _part_of_short(work: LeastWork, shares: Floats, alone: float) -> float:
     by_position = alone / (SHORT + work.rounded_up)
     samples = len(work.inputs)
     most = shares[:samples] + 2 * shares[samples:] if work.cut else shares
-    return float((most / np.maximum(most + by_position * (work.inputs + work.targets), 1e-9)).max())
+    whole = most + by_position * (work.inputs + work.targets)
+    takes = whole > 0
+    return float((most[takes] / whole[takes]).max())
 
 
 def _by_rows(rows: IntArray, parts: Floats, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
@@ -151,8 +168,10 @@ def _by_rows(rows: IntArray, parts: Floats, way: Floats, first: Floats, at_stage
     of_way, of_rest = (float(of[:-1] @ parts) for of in (way, rest))
     falls = min(of_way / max(of_way + of_rest, 1.0), _SLOWEST)
     whole = 1 - falls**rows
-    begun = (way * (1 - falls) - rest * falls)[:-1] / whole  # what the first row charges beyond all that come after
-    charges = first[:-1] + rest[:-1] / whole + np.where(begun > 0, begun * falls ** (rows - 1), begun)
+    at_first = (way * (1 - falls) - rest * falls)[:-1] / whole  # in the first row, above what all would charge in time
+    at_last = at_first * falls ** (rows - 1)
+    charges = first[:-1] + rest[:-1] / whole + np.minimum(at_first, at_last)
     charges[-1] = np.minimum(charges[-1], at_stage[:-1])
-    reached = ((rows - falls * whole / (1 - falls)) / whole)[:, 0]  # Σ P_k
-    return charges, way[-1] + first[-1] * (rows[:, 0] - reached) + at_stage[-1] * reached
+    weights = (rows - falls * whole / (1 - falls)) / whole  # Σ P_k
+    alone = way[-1] + first[-1] * (rows - weights) + at_stage[-1] * weights
+    return charges, alone[:, 0]
