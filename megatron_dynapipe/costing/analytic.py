@@ -45,7 +45,7 @@ _PEAK_SHARED = 0.4
 what they divide: as in published profiles of Megatron's layers."""
 
 _ADDED_PASSES = 3.0
-"""Over an adapter's outputs in each pass: its product writes them, they are scaled, and added; and the like backward."""
+"""Over an adapter's outputs in each pass: its product writes them, they are scaled and added; backward as much."""
 
 _NORM_PASSES = 5
 """Over weights, to compute their norms with an adapter's: B·A is written, added to W, and the sum is read."""
