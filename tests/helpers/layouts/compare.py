@@ -3,9 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_dynapipe.tools.certify.parts import errors_by_name, relative_error, whole
+
+TOLERANCE = 1e-5
+"""Of layouts in fp32 compared with their reference: several times what rounding comes to."""
+
+
+def assert_trained_alike(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Gradients of the first iteration, losses and gradient norms of all: of every rank, as the reference's."""
+    assert_close(gradients_of(results), gradients_of([expected]), TOLERANCE)
+    for result in results:
+        assert result["tokens"] == expected["tokens"]
+        assert result["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:

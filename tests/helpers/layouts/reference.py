@@ -7,7 +7,7 @@ import torch
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.certify.parameters import parts_of
 from megatron_dynapipe.tools.certify.reference import position_losses
-from tests.helpers.layouts.layout import Layout, samples
+from tests.helpers.layouts.layout import EPSILON, Layout, samples
 from tests.helpers.layouts.model import build, start, t5_split
 
 BOS, EOS = 1, 2
@@ -21,7 +21,7 @@ def train_one_by_one(layout: Layout, *, steps: int = 5) -> dict[str, object]:
     split = t5_split(alone)
     start(alone, split)
     model = build(alone, split)[0]
-    optimizer = torch.optim.Adam(model.parameters(), lr=alone.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=alone.learning_rate, eps=EPSILON)
     losses, norms, first = [], [], []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ from megatron_dynapipe.tools.certify.parameters import parts_of
 from megatron_dynapipe.tools.certify.records import Part
 from megatron_dynapipe.tools.megatron_pipeline import MegatronPipeline, Tokens, global_batch
 from megatron_dynapipe.ways.chains import chains
-from tests.helpers.layouts.layout import Layout, samples
+from tests.helpers.layouts.layout import EPSILON, Layout, samples
 from tests.helpers.layouts.model import DTYPES, build, start, t5_split
 from tests.helpers.layouts.planning import planner
 from tests.helpers.layouts.reference import BOS, EOS
@@ -49,6 +49,7 @@ class Trainer:
         options = OptimizerConfig(
             optimizer="adam",
             lr=layout.learning_rate,
+            adam_eps=EPSILON,
             weight_decay=0.0,
             clip_grad=1.0,
             fp16=layout.dtype == "fp16",
