@@ -24,13 +24,26 @@ std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
 
 // An empty micro-batch, with the memory of one that was forgotten where there is such.
 MicroBatch& BatchMaker::next() {
-    if (used_ == made_.size()) made_.emplace_back();
-    MicroBatch& batch = made_[used_];
+    if (forgotten_.empty()) forgotten_.push_back(&made_.emplace_back());
+    MicroBatch& batch = *forgotten_.back();
     batch.work = 0;
     batch.cached = nullptr;
     batch.pieces.clear();
     for (RowSums& sums : batch.sums) sums.terms.clear();
     return batch;
+}
+
+void BatchMaker::forget_since(size_t kept, const std::vector<const MicroBatches*>& but) {
+    const auto mark = [&](bool marked) {
+        for (const MicroBatches* batches : but)
+            for (const MicroBatch* batch : *batches) batch->marked = marked;
+    };
+    mark(true);
+    const auto is_held = [](const MicroBatch* batch) { return batch->marked; };
+    const auto gone = std::stable_partition(kept_.begin() + kept, kept_.end(), is_held);
+    forgotten_.insert(forgotten_.end(), gone, kept_.end());
+    kept_.erase(gone, kept_.end());
+    mark(false);
 }
 
 const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
@@ -64,7 +77,8 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     batch.modes.assign(modes.begin(), modes.end());
     const PassCosts costs = batch.costs();
     for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += costs(kForwardNs, v) + costs(kBackwardNs, v);
-    ++used_;
+    kept_.push_back(&batch);
+    forgotten_.pop_back();
     return &batch;
 }
 
