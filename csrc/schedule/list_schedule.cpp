@@ -83,21 +83,33 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
 bool ListScheduler::begin_memory(const Costs& costs) {
     const int64_t count = costs.size(), stages = shape_.stages, virtual_stages = shape_.virtual_stages();
     left_ = count * virtual_stages * (shape_.forward_only ? 1 : 2);
+    largest_.assign(kCosts * virtual_stages, 0);
+    largest_above_.assign(virtual_stages, 0);
+    for (const PassCosts& cost : costs) {
+        for (const Cost kind : {kPeakBytes, kForwardMessageBytes, kBackwardMessageBytes}) {
+            const int64_t* const bytes = cost.of(kind);
+            int64_t* const largest = largest_.data() + kind * virtual_stages;
+            for (int64_t v = 0; v < virtual_stages; ++v) largest[v] = std::max(largest[v], bytes[v]);
+        }
+        if (shape_.peak_covers_backward)
+            for (int64_t v = 0; v < virtual_stages; ++v)
+                largest_above_[v] = std::max(largest_above_[v], cost(kPeakBytes, v) - cost(kStoredBytes, v));
+        if (divided_)
+            for (int64_t v = 0; v < virtual_stages; ++v) left_ += cost(kWeightNs, v) > 0;
+    }
+    const PassCosts largest(largest_.data(), virtual_stages);
     peaks_.assign(stages, 0);
     above_.assign(stages, 0);
     messages_.assign(stages, Messages());
-    for (const PassCosts& cost : costs)
-        for (int64_t first = 0; first < virtual_stages; first += stages)
-            for (int64_t s = 0; s < stages; ++s) {
-                const int64_t v = first + s;
-                left_ += divided_ && cost(kWeightNs, v) > 0;
-                peaks_[s] = std::max(peaks_[s], cost(kPeakBytes, v));
-                above_[s] = std::max(above_[s], above_stored(cost, v));
-                Messages& messages = messages_[s];
-                messages.input = std::max(messages.input, input_message(cost, v));
-                messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
-                messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
-            }
+    for (int64_t v = 0; v < virtual_stages; ++v) {
+        const int64_t s = v % stages;
+        peaks_[s] = std::max(peaks_[s], largest(kPeakBytes, v));
+        above_[s] = std::max(above_[s], largest_above_[v]);
+        Messages& messages = messages_[s];
+        messages.input = std::max(messages.input, input_message(largest, v));
+        messages.gradient = std::max(messages.gradient, gradient_message(shape_, largest, v));
+        messages.sent = std::max(messages.sent, sent_message(shape_, largest, v));
+    }
     for (int64_t s = 0; s < stages; ++s) {
         Messages& messages = messages_[s];
         messages.inputs = count * (shape_.chunks - (s == 0));

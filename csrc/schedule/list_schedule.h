@@ -163,10 +163,6 @@ private:
         return {place, 0, place, place};
     }
 
-    // What a backward pass, or either of its halves, holds above what its forward stored.
-    int64_t above_stored(const PassCosts& cost, int64_t v) const {
-        return shape_.peak_covers_backward ? cost(kPeakBytes, v) - cost(kStoredBytes, v) : 0;
-    }
     // Messages that a stage of a forward-only plan holds at most of what it sends.
     int64_t most_sent(int64_t s, int64_t count) const {
         return s + 1 < shape_.stages ? std::min(kSentAhead, count * shape_.chunks) : count * (shape_.chunks - 1);
@@ -185,6 +181,7 @@ private:
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;
     const int64_t ahead_ = shape_.transfers.receive_ahead != 0;  // receives that are posted before they are waited for
+    std::vector<int64_t> largest_, largest_above_;               // [kCosts][virtual stages], [virtual stages]
     std::vector<int64_t> above_;                                 // [stages] room that every backward finds
     std::vector<int64_t> work_, weights_, peaks_;                // [stages] of all micro-batches
     std::vector<Messages> messages_;                             // [stages]
