@@ -231,10 +231,9 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Row
 }
 
 void CostCache::changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
-                            const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
-                            CostRow& row) {
+                            const RowSums& before, RowSums& sums, CostRow& row) {
     const PackedRow of_samples = packed(samples);
-    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums_before, sums, module_costs_);
+    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums, module_costs_);
     finish_packed(covered, of_samples, sums, row);
 #ifdef DYNAPIPE_CHECKED
     CostRow anew;

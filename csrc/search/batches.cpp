@@ -55,10 +55,10 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     sort_nearly_sorted(batch.samples);
     if (problem_.is_cut() && !take_pieces(batch)) return nullptr;
     Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
-    places_.clear();
-    for (int32_t place : batch.samples) {
-        const int32_t sample = order_[place];
-        places_.push_back(sample);
+    places_.resize(samples.size());
+    for (size_t i = 0; i < places_.size(); ++i) places_[i] = order_[batch.samples[i]];
+    for (size_t i = 0; i < places_.size() && !packed; ++i) {
+        const int32_t sample = places_[i];
         shape.input = std::max(shape.input, problem_.inputs[sample]);
         shape.target = std::max(shape.target, problem_.targets[sample]);
         if (problem_.counts_labels()) shape.labels += problem_.labels[sample];
@@ -93,27 +93,33 @@ const CostRow& BatchMaker::under(size_t mode, MicroBatch& batch, const Shape& sh
     batch.sums.resize(problem_.modes.size());
     like->sums.resize(problem_.modes.size());
     RowSums& before = like->sums[mode];
-    if (before.terms.empty()) costs_.packed_row(mode, like_places_, before, packed);
+    if (before.terms.empty()) {
+        like_places_.clear();
+        for (int32_t place : like->samples) like_places_.push_back(order_[place]);
+        costs_.packed_row(mode, like_places_, before, packed);
+    }
     if (before.terms.empty())
         costs_.packed_row(mode, places_, batch.sums[mode], packed);
     else
-        costs_.changed_row(mode, places_, change_, like_places_, before, batch.sums[mode], packed);
+        costs_.changed_row(mode, places_, change_, before, batch.sums[mode], packed);
     return packed;
 }
 
 // How samples follow from those of another micro-batch, both ascending.
 void BatchMaker::compare(const std::vector<int32_t>& samples, const MicroBatch& like) {
-    change_.from.clear();
+    const size_t count = like.samples.size();
+    change_.from.resize(samples.size());
     change_.removed.clear();
-    like_places_.clear();
-    for (int32_t place : like.samples) like_places_.push_back(order_[place]);
+    const auto remove = [&](size_t at) {
+        change_.removed.push_back({static_cast<int32_t>(at), order_[like.samples[at]]});
+    };
     size_t at = 0;
-    for (int32_t sample : samples) {
-        while (at < like.samples.size() && like.samples[at] < sample) change_.removed.push_back(at++);
-        const bool both = at < like.samples.size() && like.samples[at] == sample;
-        change_.from.push_back(both ? static_cast<int32_t>(at++) : -1);
+    for (size_t i = 0; i < samples.size(); ++i) {
+        while (at < count && like.samples[at] < samples[i]) remove(at++);
+        const bool both = at < count && like.samples[at] == samples[i];
+        change_.from[i] = both ? static_cast<int32_t>(at++) : -1;
     }
-    while (at < like.samples.size()) change_.removed.push_back(at++);
+    while (at < count) remove(at++);
 }
 
 // False where pieces would be padded, or two of a sample run together.
