@@ -40,7 +40,7 @@ void BatchMaker::forget_since(size_t kept, const std::vector<const MicroBatches*
     };
     mark(true);
     const auto is_held = [](const MicroBatch* batch) { return batch->marked; };
-    const auto gone = std::stable_partition(kept_.begin() + kept, kept_.end(), is_held);
+    const auto gone = std::partition(kept_.begin() + kept, kept_.end(), is_held);
     forgotten_.insert(forgotten_.end(), gone, kept_.end());
     kept_.erase(gone, kept_.end());
     mark(false);
