@@ -36,15 +36,22 @@ public:
           turns_(!run.turned_.empty()),
           peak_covers_backward_(run.shape_.peak_covers_backward) {}
 
-    // The stage whose next pass starts first.
+    // The stage whose next pass starts first; of even and odd ones apart, since every comparison waits for the last.
     int64_t earliest() const {
-        int64_t s = 0, start = starts_[0];
-        for (int64_t other = 1; other <= last_; ++other) {
-            const bool earlier = starts_[other] < start;
-            s = earlier ? other : s;
-            start = earlier ? starts_[other] : start;
+        int64_t even = 0, odd = 1;
+        int64_t start = starts_[0], odd_start = last_ > 0 ? starts_[1] : kUnreachable;
+        for (int64_t s = 2; s < last_; s += 2) {
+            const bool earlier = starts_[s] < start, odd_earlier = starts_[s + 1] < odd_start;
+            even = earlier ? s : even;
+            start = earlier ? starts_[s] : start;
+            odd = odd_earlier ? s + 1 : odd;
+            odd_start = odd_earlier ? starts_[s + 1] : odd_start;
         }
-        return s;
+        if (last_ % 2 == 0 && starts_[last_] < start) {
+            even = last_;
+            start = starts_[last_];
+        }
+        return odd_start < start || (odd_start == start && odd < even) ? odd : even;
     }
 
     // Runs the next pass of a stage; what it makes ready, on the stage itself where that is nothing, on none where it
