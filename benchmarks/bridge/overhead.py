@@ -10,11 +10,12 @@ Bridge's, with a 95% confidence interval from resampling the pairs, and the medi
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,67 @@ def processor_seconds(call: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+@contextlib.contextmanager
+def second_iteration_in_turns(
+    pairs: int, *, length: int, timed: Callable[[Callable[[], object]], float], warm_up: int = WARM_UP
+) -> Iterator[dict[str, Any]]:
+    """For the length of a block, the second planned iteration of a run is repeated: as planned, and by Megatron's own
+    schedule without pipelining, which Bridge calls without a plan.
+
+    Args:
+        pairs: timed iterations of each.
+        length: tokens of the longest sample.
+        timed: seconds of a call.
+        warm_up: iterations of each before them.
+
+    Yields:
+        A dictionary that gets `seconds`, float[pairs, 2], planned last, and `shapes` of the micro-batches.
+    """
+    import torch
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from megatron_dynapipe.integration.execution.iterations import IterationRunner
+
+    run_entry = IterationRunner.run
+    result: dict[str, Any] = {}
+
+    def run(self: IterationRunner, entry: Any, host: Any, models: Sequence[Any], step: Any, **keywords: Any) -> Any:
+        """An iteration of the loop; in its second one, the pairs."""
+        if entry.iteration == 1:
+            count = len(entry.micro_batches)
+            hosts = [host(index) for index in range(count)]
+            batches = [self.make_batch(micro_batch, torch.device("cpu")) for micro_batch in hosts]
+
+            def by_plan() -> None:
+                run_entry(self, entry, hosts.__getitem__, models, step, **keywords)
+
+            def by_bridge() -> None:
+                forward_backward_no_pipelining(
+                    forward_step_func=step,
+                    data_iterator=iter([dict(batch) for batch in batches]),
+                    model=list(models),
+                    num_microbatches=count,
+                    seq_length=length,
+                    micro_batch_size=1,
+                    forward_only=False,
+                )
+
+            in_turns(by_bridge, by_plan, warm_up)
+            result["seconds"] = in_turns(by_bridge, by_plan, pairs, timed=timed).tolist()
+            result["shapes"] = [str(row.shape) for row in entry.micro_batches]
+            for chunk in models:
+                chunk.zero_grad_buffer()
+        return run_entry(self, entry, host, models, step, **keywords)
+
+    IterationRunner.run = run
+    try:
+        yield result
+    finally:
+        IterationRunner.run = run_entry
+
+
 def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int) -> dict[str, Any]:
-    """On the only rank: seconds of both, planned last, and the shapes of the micro-batches.
+    """On the only rank: what `second_iteration_in_turns` yields.
 
     Args:
         rank: 0.
@@ -48,48 +108,18 @@ def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int)
     import torch
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     from megatron_dynapipe.bridge import planned
-    from megatron_dynapipe.integration.execution.iterations import IterationRunner
-    from tests.helpers.bridge_runs import LENGTH, recipe
+    from tests.helpers.bridge_runs import recipe
+    from tests.helpers.bridge_samples import LENGTH
 
     torch.cuda.set_device(rank)
-    run_entry = IterationRunner.run
-    result: dict[str, Any] = {}
-
-    def run(self: IterationRunner, entry: Any, host: Any, models: Sequence[Any], step: Any, **keywords: Any) -> Any:
-        """An iteration of the loop; in its second one, the pairs."""
-        if entry.iteration == 1:
-            count = len(entry.micro_batches)
-            hosts = [host(index) for index in range(count)]
-            batches = [self.make_batch(one, torch.device("cpu")) for one in hosts]
-
-            def by_plan() -> None:
-                run_entry(self, entry, hosts.__getitem__, models, step, **keywords)
-
-            def by_bridge() -> None:
-                forward_backward_no_pipelining(
-                    forward_step_func=step,
-                    data_iterator=iter([dict(batch) for batch in batches]),
-                    model=list(models),
-                    num_microbatches=count,
-                    seq_length=LENGTH,
-                    micro_batch_size=1,
-                    forward_only=False,
-                )
-
-            in_turns(by_bridge, by_plan, WARM_UP)
-            result["seconds"] = in_turns(by_bridge, by_plan, pairs, timed=processor_seconds).tolist()
-            result["shapes"] = [str(row.shape) for row in entry.micro_batches]
-            for chunk in models:
-                chunk.zero_grad_buffer()
-        return run_entry(self, entry, host, models, step, **keywords)
-
-    IterationRunner.run = run  # type: ignore[method-assign]
     config = recipe(Path(model), iterations=2)
     config.train.global_batch_size = SAMPLES
-    with planned(config, dataset, memory_limit_mb=6.0, report_folder=f"{dataset}-report"):
+    with (
+        second_iteration_in_turns(pairs, length=LENGTH, timed=processor_seconds) as result,
+        planned(config, dataset, memory_limit_mb=6.0, report_folder=f"{dataset}-report"),
+    ):
         pretrain(config=config, forward_step_func=forward_step)
     return result
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs everything that a machine with PyTorch and a GPU, but without a network, needs for `start.sh`: the code, the
-# built native core, the demo data, and packages at the versions of requirements.lock, installed and compiled to
-# bytecode. The machines' processor and Python (3.12, say) must be alike.
+# built native core, the demo data, and packages at the versions of requirements.lock. The machines' processor and Python
+# (3.12, say) must be alike.
 #
 #   benchmarks/gpu/carry.sh ARCHIVE [--with FOLDER]… [PACKAGE…]      here, after `make setup`
 #   tar xf ARCHIVE && dynapipe/benchmarks/gpu/start.sh [FLAGS of run.py]      there
@@ -40,6 +40,5 @@ git ls-files -z | tar --create --null --files-from - | tar --extract --directory
 cp --parents megatron_dynapipe/core/_native*.so "$root"
 cp --parents --recursive .demo/data "$root"
 git describe --always --dirty --abbrev=40 >"$root/COMMIT"
-# Bytecode goes by the sources' content, not by their time, which whatever unpacks them may set anew.
-$python -m compileall -qq -j 0 --invalidation-mode checked-hash "$root" || true
+find "$root" -name __pycache__ -prune -exec rm -rf -- {} +  # start.sh compiles
 tar --create --auto-compress --file "$archive" --directory "$work" dynapipe

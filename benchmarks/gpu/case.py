@@ -158,7 +158,7 @@ def environments(device: str, count: int, tensor: int = 1, *, alone: bool = True
     common |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **COMPILERS}
     if device == "cuda":  # one hardware queue with tensor parallelism
         major, _ = torch.cuda.get_device_capability()
-        common |= environment(tensor_parallel=tensor, capability=major, environ=os.environ)
+        common |= environment(tensor_parallel=tensor, stages=count, capability=major, environ=os.environ)
     return [common | {"RANK": str(r), "LOCAL_RANK": str(0 if alone else r)} for r in range(count)]
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs run.py with what carry.sh packed; the flags are run.py's. One command line is one turn:
+# Runs run.py, or another script of this checkout, with what carry.sh packed; the flags are the script's.
 #
 #   dynapipe/benchmarks/gpu/start.sh --part correct --output "$OUT/report.json" --budget-s 280    in the unpacked archive
+#   dynapipe/benchmarks/gpu/start.sh benchmarks/bridge/training.py --output "$OUT/bridge.json"    another script
 #   benchmarks/gpu/start.sh --part …      in a copy of this checkout that holds the archive as build/gpu.tgz (or .txz)
 set -euo pipefail
 root=$(realpath -- "$(dirname -- "${BASH_SOURCE[0]}")/../..")
@@ -11,6 +12,10 @@ if [[ ! -d $root/site ]]; then
     folder=$(mktemp -d)
     tar --extract --file "${archives[0]}" --directory "$folder"
     exec "$folder/dynapipe/benchmarks/gpu/start.sh" "$@"
+fi
+if [[ ! -e $root/COMPILED ]]; then
+    python3 -m compileall -qq -j 0 "$root" >/dev/null 2>&1 || true  # every check's first import would, on a core of its own
+    touch "$root/COMPILED"
 fi
 paths=$root/site
 for folder in "$root"/with/*/; do
@@ -22,9 +27,12 @@ nvidia=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nv
 if [[ -d $nvidia ]]; then
     export LD_LIBRARY_PATH=$nvidia/nccl/lib:$nvidia/cudnn/lib:$nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$nvidia/cu13/include}
+    # Without it Transformer Engine opens the system's cuDNN, if there is one, beside PyTorch's: of two versions none works.
+    export CUDNN_HOME=${CUDNN_HOME:-$nvidia/cudnn}
 fi
-# Transformer Engine's cuDNN: what it takes to find its libraries, tried in half a minute.
-if compgen -G "$root/with/*/transformer_engine" >/dev/null; then
-    eval "$(python3 "$root/benchmarks/gpu/engine.py")"
+script=benchmarks/gpu/run.py
+if [[ ${1:-} == *.py ]]; then
+    script=$1
+    shift
 fi
-exec python3 "$root/benchmarks/gpu/run.py" "$@"
+exec python3 "$root/$script" "$@"

@@ -8,6 +8,7 @@ their mean, and cases that are left out since too many orders would have to be t
 """
 
 import argparse
+import heapq
 import operator
 import statistics
 from collections import Counter
@@ -99,14 +100,14 @@ def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_ord
     sent = {True: problem.forward_transfer_ns.tolist(), False: problem.backward_transfer_ns.tolist()}
     best, tried = known_ns, 0
 
-    def search(free: Stages, ready: Ready, left: Stages, held: Stages) -> None:
+    def search(free: Stages, ready: Ready, held: Stages) -> None:
         nonlocal best, tried
         tried += 1
         if most_orders is not None and tried > most_orders:
             raise TooManyOrdersError
         if not ready:
             best = min(best, max(free))
-        if not ready or bound.reaches(best, free, ready, left):
+        if not ready or bound.reaches(best, free, ready):
             return
         fits = (key for key in ready if not key[0] or held[key[2]] + peak[key[1]][key[2]] <= room[key[2]])
         starts = {key: max(free[key[2]], ready[key]) for key in fits}
@@ -124,10 +125,9 @@ def best_makespan(problem: ScheduleProblem, known_ns: int = 1 << 60, *, most_ord
             elif following >= 0:
                 after[forward, row, following] = end + sent[forward][row][stage]
             change = stored[row][stage] if forward else -stored[row][stage]
-            search(_with(free, stage, end - free[stage]), after, _with(left, stage, -time), _with(held, stage, change))
+            search(_with(free, stage, end - free[stage]), after, _with(held, stage, change))
 
-    work = tuple((problem.forward_ns + problem.backward_ns).sum(axis=0).tolist())
-    search((0,) * stages, {(True, row, 0): 0 for row in rows}, work, (0,) * stages)
+    search((0,) * stages, {(True, row, 0): 0 for row in rows}, (0,) * stages)
     return best
 
 
@@ -135,26 +135,62 @@ class _Bound:
     """Which parts of orders cannot be faster than the best one so far, or than another part of the same passes."""
 
     def __init__(self, problem: ScheduleProblem) -> None:
-        back = np.cumsum(problem.backward_ns + problem.backward_transfer_ns, axis=1)
-        onward = np.flip(np.cumsum(np.flip(problem.forward_ns + problem.forward_transfer_ns, 1), axis=1), 1)
-        self._to_end = {
-            True: (onward + back[:, -1:]).tolist(),
-            False: back.tolist(),
-        }  # of a micro-batch, from a pass on
-        self._drain = [0, *(back[:, :-1] + problem.backward_transfer_ns[:, 1:]).min(axis=0).tolist()]
+        stages = range(problem.stages)
+        self._chain = [(True, stage) for stage in stages] + [(False, stage) for stage in reversed(stages)]
+        times = {True: problem.forward_ns.tolist(), False: problem.backward_ns.tolist()}
+        sent = {True: problem.forward_transfer_ns.tolist(), False: problem.backward_transfer_ns.tolist()}
+        self._passes = [
+            [(stage, times[kind][row][stage], sent[kind][row][stage]) for kind, stage in self._chain]
+            for row in range(problem.micro_batches)
+        ]
+        self._after = [
+            [sum(time + sent for _, time, sent in passes[step + 1 :]) + passes[step][2] for step in range(len(passes))]
+            for passes in self._passes
+        ]  # of a micro-batch, from the end of a pass on
         self._seen: dict[frozenset[tuple[bool, int, int]], list[Stages]] = {}
 
-    def reaches(self, best: int, free: Stages, ready: Ready, left: Stages) -> bool:
-        stages = zip(free, left, self._drain, strict=True)
-        if max(end + (work and work + drain) for end, work, drain in stages) >= best:
-            return True
-        if any(max(free[v], at) + self._to_end[kind][row][v] >= best for (kind, row, v), at in ready.items()):
-            return True
+    def reaches(self, best: int, free: Stages, ready: Ready) -> bool:
         now, others = (*free, *(ready[key] for key in sorted(ready))), self._seen.setdefault(frozenset(ready), [])
         if any(all(map(operator.le, earlier, now)) for earlier in others):
             return True
         others.append(now)
-        return False
+        return any(_of_stage(passes) >= best for passes in self._left(free, ready))
+
+    def _left(self, free: Stages, ready: Ready) -> list[list[tuple[int, int, int]]]:
+        """Of every stage the passes that are left: when they can begin at the earliest, their time, what follows."""
+        left: list[list[tuple[int, int, int]]] = [[] for _ in free]
+        for (kind, row, stage), at in ready.items():
+            first = self._chain.index((kind, stage))
+            for (on, time, sent), after in zip(self._passes[row][first:], self._after[row][first:], strict=True):
+                begins = max(at, free[on])
+                left[on].append((begins, time, after))
+                at = begins + time + sent
+        return left
+
+
+def _of_stage(passes: list[tuple[int, int, int]]) -> int:
+    """The least time to the end of what one stage has to run, if a pass may be broken off for one with more after it.
+
+    No order that runs passes whole is faster than always to run the one, of those that can begin, that most follows
+    (Jackson's preemptive schedule).
+    """
+    waiting: list[tuple[int, int]] = []
+    now = ends = 0
+    coming = sorted(passes, reverse=True)
+    while coming or waiting:
+        if not waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, time, after = coming.pop()
+            heapq.heappush(waiting, (-after, time))
+        after, time = heapq.heappop(waiting)
+        until = min(now + time, coming[-1][0]) if coming else now + time
+        if until < now + time:
+            heapq.heappush(waiting, (after, now + time - until))
+        else:
+            ends = max(ends, until - after)
+        now = until
+    return ends
 
 
 def _with(values: Stages, at: int, change: int) -> Stages:

@@ -7,9 +7,9 @@ All batches of 65,536 tokens of a maximum length. The plan's layers and virtual 
 batches, as in training. The others run the fastest for each batch of 1, 2 and 4 virtual stages (1F1B, interleaved),
 equal layers and whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A
 line per setting and length has the geometric mean of real tokens per second over each, and over the fastest of each
-batch the mean and the worst; then which share of the plan's time is left if devices did nothing but the least work of
-every sample (`choosing/limits.py`), and what the ratio would be then. With --labels the batches of sft_like alone,
-whose plans leave out what does not count; the others run all of it.
+batch the mean and the worst; then which share of the plan's time no plan of the same layers and stages could save
+(`split` of `choosing/limits.py`), and what the ratio would be then. With --labels the batches of sft_like alone, whose
+plans leave out what does not count; the others run all of it.
 
 --output keeps the rows of earlier runs that are not asked for again, and draws them all: `rivals.json`, `rivals.md`,
 `rivals.png`. Without --settings it draws what is there.
@@ -69,7 +69,7 @@ def figures(compared: dict[str, Any]) -> dict[str, Any]:
         ms = {name: batch["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)}
         fastest = min((ms[name] for name in TRAINERS if ms[name]), default=None)
         if ms["dynapipe"] and fastest:
-            both.append((fastest, ms["dynapipe"], batch["methods"]["dynapipe"]["limits"]["devices"]))
+            both.append((fastest, ms["dynapipe"], batch["methods"]["dynapipe"]["limits"]["split"]))
     mean = statistics.geometric_mean
     return {
         "batches": len(both),

@@ -1,13 +1,15 @@
 """How long a start takes: from launch to the end of the first iteration, in turns with Megatron's own start.
 
-    python benchmarks/start/run.py [--rounds 5] [--ranks 2] [--against CHECKOUT] [-- FLAGS]
+    python benchmarks/start/run.py [--rounds 5] [--ranks 2] [--run-file FILE] [--against CHECKOUT] [-- FLAGS]
 
-Starts the demo's GPT with costs that are kept, and Megatron's own training of the same model on rows of one length. A
+Starts a GPT with costs that are kept, and Megatron's own training of the same model on rows of one length. A
 first start of each is not counted: it measures costs, and fills caches. Prints a table; processor seconds are those of
 all processes, so they tell more than the clock on a busy machine.
 """
 
 import argparse
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +28,6 @@ from benchmarks.common import DEMO_DATA, ROOT, environment, markdown, number, sa
 from benchmarks.start.stock import DATA
 from megatron_dynapipe import config
 
-RUN_FILE = "configs/demo_gpt.yaml"
 FIRST = re.compile(r" iteration +1/")
 PHASES = re.compile(r"the start took .*\((.*)\)")
 DEADLINE_S = 300.0
@@ -56,7 +57,8 @@ def start(words: Sequence[str], folder: Path) -> Start:
     Raises:
         RuntimeError: it printed no first iteration; with what it printed.
     """
-    env = environment() | {"PYTHONPATH": str(folder), DATA: str(DEMO_DATA), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    env = environment() | {"PYTHONPATH": paths, DATA: str(DEMO_DATA), "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
     process = subprocess.Popen(
         words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
@@ -94,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="counted starts of each (%(default)d)")
     parser.add_argument("--ranks", type=int, default=2, help="one stage on each (%(default)d)")
+    parser.add_argument("--run-file", default="configs/demo_gpt.yaml", metavar="FILE", help="of a GPT (%(default)s)")
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, after `make setup`"
     )
@@ -102,13 +105,13 @@ def main() -> None:
     common = [*options.flags, "--train-iters", "1", "--eval-iters", "0"]
     common += ["--pipeline-model-parallel-size", str(options.ranks)]
     with tempfile.TemporaryDirectory() as reports:
-        ours = [*torchrun(options.ranks), "pretrain_gpt_multitask.py", "--dynapipe-config", RUN_FILE]
+        ours = [*torchrun(options.ranks), "pretrain_gpt_multitask.py", "--dynapipe-config", options.run_file]
         ours += [*common, "--dynapipe-report-dir", reports]
         commands = {"planned": (ours, ROOT)}
         if options.against is not None:
             commands[f"planned, {options.against.name}"] = ours, options.against.resolve()
         stock = [*torchrun(options.ranks), str(ROOT / "benchmarks" / "start" / "stock.py")]
-        commands["Megatron's own"] = [*stock, *stock_flags(common)], ROOT
+        commands["Megatron's own"] = [*stock, *stock_flags(options.run_file, common)], ROOT
         found: dict[str, list[Start]] = {name: [] for name in commands}
         for turn in range(options.rounds + 1):
             for name, (words, folder) in commands.items():
@@ -117,11 +120,13 @@ def main() -> None:
     print(markdown(COLUMNS, [cells(name, starts[1:]) for name, starts in found.items()]))
 
 
-def stock_flags(common: Sequence[str]) -> list[str]:
-    """The run file's flags of Megatron, for rows of one length."""
-    written = config.expand(["--dynapipe-config", str(ROOT / RUN_FILE), *common])
+def stock_flags(run_file: str, common: Sequence[str]) -> list[str]:
+    """A run file's flags of Megatron, for rows of one length."""
+    written = config.expand(["--dynapipe-config", str(ROOT / run_file), *common])
     own = {word.partition("=")[0] for word in written if word.startswith("--dynapipe")}
     flags = config.without_flags(written, [*own, "--global-batch-size"])
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        flags.append("--no-gradient-accumulation-fusion")  # apex's, without which Megatron stops
     flags += ["--global-batch-size", str(ROWS), "--micro-batch-size", "1", "--dataloader-type", "external"]
     return [*flags, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(DEMO_DATA / "tokenizer")]
 

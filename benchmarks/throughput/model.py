@@ -12,7 +12,7 @@ def build(setup: Any) -> tuple[list[Any], Any]:
     from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
     if setup.layout is None:
-        provide = gpt_provider(setup.model, run_config(setup.args, setup.family).divided_layout)
+        provide = gpt_provider(setup.model, run_config(setup.args, setup.family).cut_layout)
     else:
         provide = t5_provider(setup.model, setup.layout)
     chunks = setup.args.virtual_pipeline_model_parallel_size or 1

@@ -13,12 +13,14 @@ least its positions times the least cost of a position, and the attention of its
 
 import numpy as np
 
-from megatron_dynapipe.core.costs import ABSENT, CostTables, Floats, Quantity
+from megatron_dynapipe.core.costs import ABSENT, PREFIX_QUANTITIES, CostTables, Floats, Quantity
 from megatron_dynapipe.core.problem import IntArray
 from megatron_dynapipe.costing.pieces import prefix_costs
 
 INPUT, BOTH = len(Quantity), len(Quantity) + 1
 """After the quantities of the tables: of a backward pass what is not its second half; and forward and backward."""
+_TURNS = 12
+"""Of the line of `LeastCosts.intercept`; it is below all costs after each."""
 
 
 class LeastCosts:
@@ -60,27 +62,70 @@ class LeastCosts:
         targets: IntArray,
         most: float = np.inf,
         charged: tuple[int, int] = (1, 1),
+        fixed: Floats | float = 0.0,
     ) -> Floats:
         """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`.
 
         A measured row's positions are `charged` to its samples by those of inputs and targets together, or of one.
+        `fixed` is what the micro-batch pays by itself, at most the least that any costs (`intercept`).
         """
         costs = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets)
+        costs = costs - np.asarray(fixed)[..., None]
         largest = np.maximum(most / np.maximum(inputs + targets, 1), 1)  # size of a micro-batch of them alone
         least = _least_share(costs, self.tables.sizes, largest)
         if self.packed is not None:
             attention = _at(self.attention[:, quantity], self.packed.inputs, self.packed.targets, inputs, targets)
             positions = charged[0] * inputs + charged[1] * targets
-            least = np.minimum(least, self._row_by_position(quantity, most, charged) * positions[:, None] + attention)
+            by_position = self._row_by_position(quantity, most, charged, fixed)
+            least = np.minimum(least, by_position * positions[:, None] + attention)
         return np.asarray(least)
 
-    def _row_by_position(self, quantity: int, most: float = np.inf, charged: tuple[int, int] = (1, 1)) -> Floats:
+    def intercept(self, quantity: int, positions: float) -> Floats:
+        """What a micro-batch of any size costs by itself: `[kinds]`.
+
+        It is where the line that lies below all costs, and is the highest at so many positions, meets a micro-batch of
+        none. The line is turned until it touches costs on both sides.
+        """
+        sizes, costs = self._points(quantity)
+        shorter = sizes <= max(positions, sizes.min())
+        longer = sizes >= max(min(positions, sizes.max()), 1)
+        fixed = costs.min(axis=1)
+        for _ in range(_TURNS):
+            slope = ((costs[:, longer] - fixed[:, None]) / sizes[longer]).min(axis=1)
+            slope = np.where(np.isfinite(slope), slope, 0.0)
+            fixed = np.minimum(fixed, (costs[:, shorter] - slope[:, None] * sizes[shorter]).min(axis=1))
+        return np.maximum(fixed, 0.0)
+
+    def _points(self, quantity: int) -> tuple[Floats, Floats]:
+        """Positions of every measured micro-batch, and its costs apart from attention in rows: `[kinds, points]`."""
+        lengths = self.tables.inputs[:, None] + self.tables.targets
+        sizes, costs = [self.tables.sizes[:, None, None] * lengths], [self.values[:, quantity]]
+        if (packed := self.packed) is not None:
+            sizes.append(packed.row_inputs[:, None] + packed.row_targets)
+            costs.append(self._linear(quantity))
+        return (
+            np.concatenate([np.asarray(of, np.float64).ravel() for of in sizes]),
+            np.concatenate([of.reshape(len(of), -1) for of in costs], axis=1),
+        )
+
+    def _linear(self, quantity: int) -> Floats:
+        """Costs of measured rows, apart from attention: `[kinds, row inputs, row targets]`."""
+        assert self.packed is not None, "asked where rows were measured"
+        linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
+        return np.asarray(linear[:, :2].sum(axis=1) if quantity == BOTH else linear[:, quantity])
+
+    def _row_by_position(
+        self,
+        quantity: int,
+        most: float = np.inf,
+        charged: tuple[int, int] = (1, 1),
+        fixed: Floats | float = 0.0,
+    ) -> Floats:
         """The least cost of a position of measured rows, apart from attention: `[kinds]`."""
         assert self.packed is not None, "asked where rows were measured"
         inputs = self.packed.row_inputs
         targets = self.packed.row_targets
-        linear = np.where(self.packed.linear == ABSENT, np.inf, self.packed.linear)
-        costs = linear[:, :2].sum(axis=1) if quantity == BOTH else linear[:, quantity]
+        costs = self._linear(quantity) - np.asarray(fixed)[..., None, None]
         if len(targets) == 1 and targets[0] == 0 and inputs[-1] > 0:
             of_rows = inputs > 0
             sizes = charged[0] * inputs[of_rows]
@@ -91,21 +136,42 @@ class LeastCosts:
 
     def times(self, inputs: IntArray, targets: IntArray, *, cut: bool, most: float = np.inf) -> Floats:
         """The least time of a sample, forward and backward, whole or in any pieces: `[samples, kinds]`."""
-        sums = [self.share(quantity, inputs, targets, most) for quantity in (Quantity.FORWARD, Quantity.BACKWARD)]
+        passes = (Quantity.FORWARD, Quantity.BACKWARD)
+        return np.asarray(sum(self.pass_time(one, inputs, targets, cut=cut, most=most) for one in passes))
+
+    def pass_time(
+        self,
+        quantity: Quantity,
+        inputs: IntArray,
+        targets: IntArray,
+        *,
+        cut: bool,
+        most: float = np.inf,
+        fixed: Floats | float = 0.0,
+    ) -> Floats:
+        """The least time of a sample's forward or backward passes, likewise; `fixed` as of `share`."""
+        whole = self.share(quantity, inputs, targets, most, fixed=fixed)
         if not cut:
-            return np.asarray(sum(sums))
+            return whole
         axes = [self.tables.inputs, *([] if self.packed is None else [self.packed.inputs])]
         ends = np.unique(np.concatenate([axis[axis > 0] for axis in axes]))
         fitting = np.searchsorted(ends, inputs, side="right") - 1
-        for number, (_, _, pair, unit) in enumerate(prefix_costs(self.tables)[:2]):
-            half = np.zeros(len(self.tables.kinds))
-            half[0] = pair / unit / 2  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
-            quantity = (Quantity.FORWARD, Quantity.BACKWARD)[number]
-            pieces = self.share(quantity, ends, np.zeros_like(ends), most)
-            by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
-            least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
-            sums[number] = np.where((fitting >= 0)[:, None], np.minimum(sums[number], least), sums[number])
-        return np.asarray(sum(sums))
+        half = self._half_pairs(quantity)  # pieces of x positions attend to (n² - Σ x²) / 2 pairs of earlier ones
+        pieces = self.share(quantity, ends, np.zeros_like(ends), most, fixed=fixed)
+        by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
+        least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
+        return np.asarray(np.where((fitting >= 0)[:, None], np.minimum(whole, least), whole))
+
+    def attending(self, quantity: Quantity, inputs: IntArray) -> Floats:
+        """The part of `pass_time` that pieces pay by pairs of positions, not by position: `[samples, kinds]`."""
+        return np.asarray(self._half_pairs(quantity) * inputs[:, None] ** 2)
+
+    def _half_pairs(self, quantity: Quantity) -> Floats:
+        """Half of what a pair of positions of one sample costs, as far as it grows with both: `[kinds]`."""
+        _, _, pair, unit = prefix_costs(self.tables)[PREFIX_QUANTITIES.index(quantity)]
+        half = np.zeros(len(self.tables.kinds))
+        half[0] = pair / unit / 2
+        return half
 
 
 def _least_share(costs: Floats, sizes: IntArray, largest: Floats) -> Floats:

@@ -66,7 +66,7 @@ class LeastWork:
         self.limit = s.memory_limit_bytes
         self.divides = s.effective_split_backward != "off"
         self.inputs, self.targets, self.counts = _different(samples)
-        self._cut = s.may_cut and can_cut(planner.problem(samples))
+        self.cut = s.may_cut and can_cut(planner.problem(samples))
         packs = BatchLayout.PACKED in s.micro_batch_layouts
         self._derives = packs and any(tables.packed is None for tables in planner.tables)
         self._modes = _least_costs(planner.tables, s.micro_batch_layouts)
@@ -80,6 +80,9 @@ class LeastWork:
         self._has_free_kind = samples.labels is not None
         if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out
             self.modules[-2:] = len(kinds)
+        self.links = planner.links
+        self.sent_per_position = s.sent_per_position
+        self.rounded_up = (1 + int(self.targets.any())) * (LENGTH_MULTIPLE - 1) if self._derives else 0
         self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
 
     @cached_property
@@ -120,18 +123,53 @@ class LeastWork:
         Costs of a row that are derived from padded ones are those of its samples, by their parts of the row's
         positions: of all positions, since rows are rounded up.
         """
-        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if self._cut else (self.inputs, self.targets)
+        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if self.cut else (self.inputs, self.targets)
         least = np.stack([mode.whole(quantity, *shortest) for mode in self._modes]).min(axis=0)
         if self._derives:
             positions = np.maximum(shortest[0] + shortest[1], 1)[:, None]
-            least = least * positions / (positions + (1 + self.targets.any()) * (LENGTH_MULTIPLE - 1))
+            least = least * positions / (positions + self.rounded_up)
         return self._of_kinds(least)
+
+    def of_rows(self, positions: float) -> tuple[Floats, Floats, Floats]:
+        """Least forward, backward and whole time of any row, in shares of its samples and what it pays by itself.
+
+        A row takes at least the sum. What it pays is chosen so that the sum is highest for rows of so many positions.
+        Rows that are derived from padded costs pay it by positions over these rounded up.
+
+        Returns:
+            `[shares + 1, kinds]` each, of every sample and, where samples may be cut, of pairs of its positions: pieces
+            have either at different ratios. The last is what a row pays.
+        """
+        passes = (Quantity.FORWARD, Quantity.BACKWARD)
+        intercepts = (np.stack([mode.intercept(one, positions) for mode in self._modes]) for one in passes)
+        paid: list[Floats] = [of_modes.min(axis=0) for of_modes in intercepts]
+        shares = np.stack(
+            [
+                np.stack([self._shares(mode, one, limit, alone) for one, alone in zip(passes, paid, strict=True)])
+                for mode, limit in zip(self._modes, self._most, strict=True)
+            ]
+        )
+        least = (shares[:, 0].min(axis=0), shares[:, 1].min(axis=0), shares.sum(axis=1).min(axis=0))
+        of_row = (*paid, paid[0] + paid[1])
+        forward, backward, both = (
+            self._of_kinds(np.concatenate([of_samples, alone[None]]))
+            for of_samples, alone in zip(least, of_row, strict=True)
+        )
+        return forward, backward, both
+
+    def _shares(self, mode: LeastCosts, quantity: Quantity, most: float, paid: Floats) -> Floats:
+        """Shares of rows of at most so many positions under a mode, `paid` apart: `[shares, kinds]`."""
+        times = mode.pass_time(quantity, self.inputs, self.targets, cut=self.cut, most=most, fixed=paid)
+        if not self.cut:
+            return times
+        by_pair = np.minimum(mode.attending(quantity, self.inputs), times)
+        return np.concatenate([times - by_pair, by_pair])
 
     def _times(self, most: float, *, fitting: bool = False) -> Floats:
         """Times of samples in micro-batches of at most so many positions, that fit the memory if asked for."""
         limits = self._most if fitting else [np.inf] * len(self._modes)
         times = [
-            mode.times(self.inputs, self.targets, cut=self._cut, most=min(most, limit))
+            mode.times(self.inputs, self.targets, cut=self.cut, most=min(most, limit))
             for mode, limit in zip(self._modes, limits, strict=True)
         ]
         return self._of_kinds(np.stack(times))

@@ -5,6 +5,8 @@
                    the way of the longest sample through all modules and back, which few micro-batches cannot hide
     memory         the same with as much recomputation as memory asks for; on one stage, in rows that are no longer than
                    a replica's work allows, too
+    split          any micro-batches under the plan's own split: how they fill its stages, with what each takes by
+                   itself (`choosing.filling`)
     micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
                    more is lost to rows, uneven stages or recomputation (`choosing.lost_time`)
     the plan
@@ -30,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dynapipe.choosing.filling import fastest_filling
 from megatron_dynapipe.choosing.least_work import PROVEN, LeastWork, has_one_stage
 from megatron_dynapipe.choosing.lost_time import rows_alone
 from megatron_dynapipe.core.instructions import Forward, Pass
@@ -75,7 +78,7 @@ class Limits(NamedTuple):
     """Lower bounds on a batch's time, in ns.
 
     Attributes:
-        devices, stages, memory, micro_batches: the ladder.
+        devices, stages, memory, split, micro_batches: the ladder.
         rows: of the plan's micro-batches, on the mean stage and on the busiest, where nothing is recomputed; None where
             replicas run in step.
     """
@@ -83,16 +86,21 @@ class Limits(NamedTuple):
     devices: int
     stages: int
     memory: int
+    split: int
     micro_batches: int
     rows: tuple[int, int] | None = None
 
     def milliseconds(self) -> dict[str, float]:
         """The ladder by name."""
-        return {name: bound / 1e6 for name, bound in zip(self._fields[:4], self[:4], strict=True)}
+        return {name: bound / 1e6 for name, bound in zip(self._fields[:5], self[:5], strict=True)}
 
     def causes(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> str:
         """Where a plan's time goes, in words, with an advice if much of it is lost; arguments are those of `shares`."""
-        return described(self.shares(plan_ns, measured_ns, waited_ns))
+        return described(self.shares(plan_ns, measured_ns, waited_ns), self.within(plan_ns))
+
+    def within(self, plan_ns: int) -> float:
+        """The share of its bound by which a plan of these stages may be above the best, at most."""
+        return plan_ns / self.split - 1 if self.split else math.inf
 
     def shares(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> dict[str, float]:
         """Shares of a plan's time: the least that any plan takes (`WORK`), and what the rest is lost to (`CAUSES`).
@@ -106,7 +114,8 @@ class Limits(NamedTuple):
         if self.rows is None:
             names.append("micro-batches")
         else:
-            even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in self.rows)
+            of_rows = (self.rows[0], max(self.rows[1], self.split))
+            even, busiest = (min(max(self.memory, rows), self.micro_batches) for rows in of_rows)
             steps, names = [*steps, even, max(even, busiest)], [*names, "rows", "uneven stages", "recomputation"]
         steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
         if measured_ns is not None:
@@ -118,8 +127,13 @@ class Limits(NamedTuple):
         return shares
 
 
-def described(shares: Mapping[str, float]) -> str:
-    """Shares of a time as a sentence, with an advice if the largest loss is more than a tenth."""
+def described(shares: Mapping[str, float], within: float = math.inf) -> str:
+    """Shares of a time as a sentence, with an advice if the largest loss is more than a tenth.
+
+    Args:
+        shares: as of `Limits.shares`.
+        within: as of `Limits.within`; unknown by default.
+    """
     losses = {name: share for name, share in shares.items() if name in CAUSES and round(share, 2) > 0}
     largest_first = sorted(losses, key=lambda name: -losses[name])
     text = f"{shares[WORK]:.0%} of the time is work that no plan can avoid"
@@ -129,20 +143,13 @@ def described(shares: Mapping[str, float]) -> str:
         lost += [f"{losses[name]:.0%} to {CAUSES[name]}" for name in others]
         text += f"; {', '.join(lost)}"
     faster = -shares.get("prediction", 0.0)
-    if (within := _within(shares)) <= PROVEN:
+    if within <= PROVEN:
         text += f"; proven within {max(math.ceil(1000 * within), 1) / 1000:.1%}"
     if round(faster, 2) > 0:
         text += f"; passes took {faster:.0%} less than predicted"
     if largest_first and losses[largest_first[0]] >= ADVISED:
         text += f". {ADVICE[largest_first[0]]}"
     return text
-
-
-def _within(shares: Mapping[str, float]) -> float:
-    """By what part of its bound a plan is above it."""
-    plan = sum(share for name, share in shares.items() if name not in ("prediction", "waits"))
-    bound = sum(shares.get(name, 0.0) for name in (WORK, "stages", "memory"))
-    return plan / bound - 1
 
 
 def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
@@ -158,10 +165,12 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
     stages = max(devices, work.best_layer_split(work.time, PRICES[:1]), work.longest_way())
     memory = max(stages, work.best_layer_split(work.fitting_time, PRICES))
     if has_one_stage(planner):
-        memory = max(memory, work.on_one_stage())
+        split = memory = max(memory, work.on_one_stage())
+    else:
+        split = max(memory, fastest_filling(work))
     divides = planner.settings.effective_split_backward != "off"
     of_plan = max(_of_replica(replica, divides=divides) for replica in plan.replicas)
-    return Limits(devices, stages, memory, max(memory, of_plan), rows_alone(planner, batch, plan))
+    return Limits(devices, stages, memory, split, max(split, of_plan), rows_alone(planner, batch, plan))
 
 
 def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:

@@ -44,6 +44,8 @@ _PEAK_SHARED = 0.4
 """How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
 what they divide: as in published profiles of Megatron's layers."""
 
+_ADDED_PASSES = 3.0
+"""Over an adapter's outputs in each pass: its product writes them, they are scaled and added; backward as much."""
 
 _NORM_PASSES = 5
 """Over weights, to compute their norms with an adapter's: B·A is written, added to W, and the sum is read."""
@@ -347,13 +349,14 @@ def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floa
     products, traffic, overhead = 1.0, 1.0, 1.0
     multiplied = work.linear_flops + work.core_flops
     norms = _NORM_PASSES * work.norm_bytes
+    added = _ADDED_PASSES * work.added_bytes
     if backward:  # which has no gradients of frozen weights
         products, traffic, overhead = rates.backward_products, rates.backward_traffic, rates.backward_overhead
         multiplied = multiplied - work.frozen_flops / 2
         norms = 0.0
     seconds = (
         products * multiplied / rates.flops_per_second
-        + (traffic * (work.kept_bytes + work.core_bytes) + norms) / rates.bytes_per_second
+        + (traffic * (work.kept_bytes + work.core_bytes) + norms + added) / rates.bytes_per_second
         + work.message_bytes / rates.link_bytes_per_second
     )
     floor = overhead * work.kernels * rates.layer_overhead_us * 1e-6

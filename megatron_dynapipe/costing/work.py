@@ -40,6 +40,7 @@ class Workload:
         message_bytes: what tensor-parallel ranks add up over their links.
         kernels: launches, in units of those of an encoder layer.
         norm_bytes: weights whose norms a forward computes.
+        added_bytes: outputs that adapters add to frozen products, without keeping them.
     """
 
     linear_flops: Floats
@@ -53,6 +54,7 @@ class Workload:
     message_bytes: Floats
     kernels: float
     norm_bytes: float = 0.0
+    added_bytes: Floats | float = 0.0
 
     @property
     def kept_bytes(self) -> Floats:
@@ -168,7 +170,8 @@ class LayerWork:
                     kernels=_ADAPTER_KERNELS[adapters.kind],
                 )
                 norms = is_dora * inputs * outputs / self.tensor_parallel * self.element_bytes
-                work = work.then(replace(added, norm_bytes=norms))
+                outputs_bytes = each * outputs / self.tensor_parallel * self.element_bytes
+                work = work.then(replace(added, norm_bytes=norms, added_bytes=outputs_bytes))
         return work
 
     def head(self, b: Floats, q: Floats) -> Workload:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common import ROOT, environment
 from benchmarks.gpu import case as cases
-from benchmarks.gpu import engine, machine, timings
+from benchmarks.gpu import machine, timings
 from benchmarks.gpu import run as gpu
 from benchmarks.throughput import report
 from tests.helpers.commands import run_python
@@ -192,27 +192,11 @@ def test_megatrons_own_packed_rows_are_compared_with_planned_ones_for_both_losse
     assert losses == ["everything", "targets"] and all("planned,stock_packed" in words for words in ran)
 
 
-def test_an_environment_is_taken_in_which_the_engine_runs(tmp_path, capsys, monkeypatch):
-    (tmp_path / "cudnn" / "lib").mkdir(parents=True)
-    (tmp_path / "cudnn" / "lib" / "libcudnn_graph.so.9").touch()
-    environments = engine.variants(tmp_path)
-    assert next(iter(environments.values())) == {}
-    assert environments["PyTorch's cuDNN, loaded before all else"]["LD_PRELOAD"].endswith("libcudnn_graph.so.9")
-    program = "import os, sys; sys.exit(0 if os.environ.get('CUDNN_HOME') else 'no sublibrary')"
-    monkeypatch.setattr(engine, "variants", lambda _: environments)
-    monkeypatch.setattr(engine, "PROGRAM", program)
-    engine.main()
-    said = capsys.readouterr()
-    assert said.out == f"export CUDNN_HOME={tmp_path}/cudnn\nexport CUDNN_PATH={tmp_path}/cudnn\n"
-    assert "as it is: status 1\nno sublibrary" in said.err and "named: runs" in said.err
-
-
-def test_an_environment_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr(engine, "DEADLINE_S", 0.5)
-    failures = engine.failures(
-        {"slow": {}, "fast": {"FAST": "1"}}, "import os, time; time.sleep(60 * ('FAST' not in os.environ))"
-    )
-    assert failures["slow"].startswith("not done after")
+def test_ranks_on_a_gpu_have_the_environment_of_a_run(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    first, second = cases.environments("cuda", 2, 2)
+    assert {first["RANK"], second["RANK"]} == {"0", "1"}
+    assert first["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and first["CUDA_MODULE_LOADING"] == "EAGER"
 
 
 @pytest.mark.slow
@@ -228,6 +212,5 @@ def test_an_archive_holds_what_a_machine_without_a_network_needs(tmp_path):
     assert {"dynapipe/COMMIT", "dynapipe/benchmarks/gpu/start.sh", "dynapipe/.demo/data/train.bin"} <= names
     assert any(name.startswith("dynapipe/megatron_dynapipe/core/_native") for name in names)
     assert "dynapipe/site/msgspec/__init__.py" in names
-    for module in ("with/engine/some_package/__init__", "site/msgspec/__init__", "benchmarks/gpu/run"):
-        folder, name = module.rsplit("/", 1)
-        assert f"dynapipe/{folder}/__pycache__/{name}.{sys.implementation.cache_tag}.pyc" in names
+    assert "dynapipe/with/engine/some_package/__init__.py" in names
+    assert not any("__pycache__" in name for name in names)

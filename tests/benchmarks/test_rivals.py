@@ -14,7 +14,7 @@ def batch(plan: float | None, limit: float | None, **others: float) -> dict[str,
     methods: dict[str, dict[str, Any]] = {name: {"error": "no plan"} for name in TRAINERS}
     methods |= {name: {"ms": ms} for name, ms in others.items()}
     return {
-        "methods": methods | {"dynapipe": {"ms": plan, "limits": {"devices": limit}} if plan else {"error": "no plan"}}
+        "methods": methods | {"dynapipe": {"ms": plan, "limits": {"split": limit}} if plan else {"error": "no plan"}}
     }
 
 

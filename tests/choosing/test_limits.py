@@ -20,7 +20,7 @@ from tests.helpers.examples import examples
 
 
 def test_what_a_plan_loses_adds_up() -> None:
-    even = Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(65, 72))
+    even = Limits(devices=50, stages=60, memory=60, split=60, micro_batches=80, rows=(65, 72))
     assert even.shares(100) == pytest.approx(
         {"work": 0.5, "stages": 0.1, "memory": 0, "rows": 0.05, "uneven stages": 0.07, "recomputation": 0.08}
         | {"order": 0.2}
@@ -30,12 +30,12 @@ def test_what_a_plan_loses_adds_up() -> None:
         " pipeline and dividing the layers, 8% to more recomputation than memory asks for, 7% to uneven stages, 5% to"
         " short rows. Batches of more samples would have fewer waits"
     )
-    measured = Limits(devices=50, stages=60, memory=60, micro_batches=80, rows=(50, 90)).shares(100, 150, 50)
+    measured = Limits(devices=50, stages=60, memory=60, split=60, micro_batches=80, rows=(50, 90)).shares(100, 150, 50)
     assert measured == pytest.approx(
         {"work": 0.25, "stages": 0.05, "memory": 0, "rows": 0, "uneven stages": 0.1, "recomputation": 0}
         | {"order": 0.1, "prediction": 0.25, "waits": 0.25}
     )
-    in_step = Limits(devices=50, stages=60, memory=60, micro_batches=80)
+    in_step = Limits(devices=50, stages=60, memory=60, split=60, micro_batches=80)
     assert in_step.shares(100) == pytest.approx(
         {"work": 0.5, "stages": 0.1, "memory": 0, "micro-batches": 0.2, "order": 0.2}
     )
@@ -51,16 +51,18 @@ def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None
         "10% is lost to waits between stages; passes took 5% less than predicted."
         " Batches of more samples would have fewer waits"
     )
-    assert described({"work": 1.0, "order": 0.0}).startswith("100% of the time is work that no plan can avoid; proven")
+    assert described({"work": 1.0, "order": 0.0}, 0.0).startswith("100% of the time is work that no plan can avoid; p")
 
 
 def test_a_plan_near_its_bound_is_said_to_be_proven() -> None:
-    near = {"work": 0.9, "stages": 0.06, "memory": 0.037, "order": 0.003}
-    assert described(near).startswith("90% of the time is work that no plan can avoid; 6% is lost to filling")
-    assert described(near).endswith("; proven within 0.4%")
-    slower = near | {"order": 0.002, "prediction": 0.3, "waits": 0.1}
-    assert "; proven within 0.3%" in described(slower)
-    assert "proven" not in described(near | {"order": 0.01})
+    near = Limits(devices=900, stages=960, memory=990, split=997, micro_batches=998)
+    said = near.causes(1000)
+    assert said.startswith("90% of the time is work that no plan can avoid; 6% is lost to filling")
+    assert said.endswith("; proven within 0.4%")
+    assert "; proven within 0.4%" in near.causes(1000, 1300, 100)
+    assert "proven" not in near.causes(1003)
+    assert "proven" not in near._replace(split=990).causes(1000)
+    assert "proven" not in described(near.shares(1000))
     assert CAUSES.keys() == ADVICE.keys()
 
 
@@ -102,7 +104,7 @@ def test_no_plan_is_faster_than_its_limits(
     except InfeasibleError:
         return
     bounds = limits(made, lengths, plan)
-    ladder = [*bounds[:4], plan.totals.predicted_ns]
+    ladder = [*bounds[:5], plan.totals.predicted_ns]
     assert all(below <= above for below, above in pairwise(ladder)), ladder
     assert bounds.rows[0] <= bounds.rows[1] <= bounds.micro_batches
 

@@ -29,7 +29,9 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
     assert good["predicted_ms"] == max(replica["predicted_ms"] for replica in good["replicas"])
     assert len(good["digest"]) == 32
     ladder = [*good["limits"].values(), good["predicted_ms"]]
-    assert list(good["limits"]) == ["devices", "stages", "memory", "micro_batches"] and ladder == sorted(ladder)
+    assert list(good["limits"]) == ["devices", "stages", "memory", "split", "micro_batches"] and ladder == sorted(
+        ladder
+    )
     assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
 
 

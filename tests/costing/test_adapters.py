@@ -48,6 +48,17 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert LayerWork(shape=LORA).head_memory(B, Q)[1] == LayerWork(shape=GPT).head_memory(B, Q)[1] - 2 * 1000 * 64
 
 
+def test_outputs_of_adapters_are_moved_in_every_pass() -> None:
+    """They are written by the last product, scaled, and added to the frozen product's; and the like backward."""
+    work = LayerWork(shape=LORA).encoder(B, Q)
+    assert work.added_bytes == 2 * TOKENS * sum(outputs for _, outputs in SIZES)
+    slow = msgspec.structs.replace(PLAIN, flops_per_second=1e30, bytes_per_second=1e9, sharpness=1.0)
+    forward, backward, *_ = layer_costs(work, slow, Recompute.NONE)
+    kept = work.kept_bytes + work.core_bytes
+    assert forward == pytest.approx(kept + 3 * work.added_bytes)
+    assert backward == pytest.approx(2 * kept + 3 * work.added_bytes)
+
+
 def test_magnitudes_need_norms_of_weights_in_every_forward() -> None:
     lora, dora = (LayerWork(shape=shape).encoder(B, Q) for shape in (LORA, DORA))
     assert dora.norm_bytes == 2 * WEIGHTS
@@ -56,6 +67,7 @@ def test_magnitudes_need_norms_of_weights_in_every_forward() -> None:
     times = [layer_costs(work, slow, Recompute.NONE)[:2] for work in (lora, dora)]
     kept = (dora.kept_bytes - lora.kept_bytes) / 1e9
     norms = 5 * 2 * WEIGHTS / 1e9
+    assert dora.added_bytes == lora.added_bytes
     assert times[1][0] - times[0][0] == pytest.approx((kept + norms) * 1e9)
     assert times[1][1] - times[0][1] == pytest.approx(slow.backward_traffic * kept * 1e9)
     peaks = [layer_costs(work, PLAIN, Recompute.FULL)[3] for work in (lora, dora)]

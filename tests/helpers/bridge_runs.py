@@ -240,11 +240,11 @@ class Kept(Callback):
 
 
 @contextlib.contextmanager
-def _stock(config: Any, dataset: str, own: Any) -> Iterator[None]:
-    """Bridge's own loop; its wheels lack the Makefile that it looks for."""
+def stock(config: Any, dataset: StockDataset) -> Iterator[None]:
+    """Bridge's own loop over these samples; its wheels lack the Makefile that it looks for."""
     originals = Originals()
     originals.install([dataclasses.replace(row, everywhere=True) for row in TABLE if row.name == "compile_helpers"])
-    config.dataset = StockDataset(dataloader_type="external", folder=dataset, own=own)
+    config.dataset = dataset
     try:
         yield
     finally:
@@ -269,7 +269,7 @@ def products(*, rank: int, world_size: int, model: str, dataset: str, lora: str)
                 losses.sum().backward()
                 counted.append(counter.get_total_flops() - counted[0])
 
-    with _stock(config, dataset, None):
+    with stock(config, StockDataset(dataloader_type="external", folder=dataset)):
         finetune(config=config, forward_step_func=forward_step, callbacks=[Counted()])
     shape = model_shape(config, on_cpu=False)
     work = LayerWork(shape=shape)
@@ -315,7 +315,7 @@ def train(
     loop = finetune if config.peft is not None else pretrain
     if not is_planned:
         found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
-        with _stock(config, found, own):
+        with stock(config, StockDataset(dataloader_type="external", folder=found, own=own)):
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"

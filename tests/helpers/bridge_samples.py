@@ -48,10 +48,23 @@ def write_own_samples(folder: Path, samples: int = 48, *, chats: bool) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class StockDataset(DatasetProvider):
-    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch."""
+    """The samples of planned iterations as Bridge's own loop takes them: one padded row in each micro-batch.
+
+    Attributes:
+        folder: a dataset folder.
+        own: the recipe's own samples, as it describes them; None for the folder's.
+        length: tokens of every row, and of the longest sample.
+        multiple: rows are no longer than their sample needs, rounded up to it; 0 for rows of `length`.
+        batch: samples of an iteration.
+        seed: of the order of samples.
+    """
 
     folder: str
     own: Any = None
+    length: int = LENGTH
+    multiple: int = 0
+    batch: int = BATCH
+    seed: int = 1234
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, Any]:
         """Iterators of this replica's micro-batches; of the recipe's `own` samples, as Bridge collates each alone."""
@@ -65,12 +78,22 @@ class StockDataset(DatasetProvider):
     def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
         meta = read_meta(Path(self.folder))
         reader = open_split(Path(self.folder), split, ModelFamily.GPT)
-        return self._rows(split, lambda sample: padded(*reader[sample], targets_alone=meta.loss == "targets"))
+
+        def row(sample: int) -> dict[str, torch.Tensor]:
+            given, target = reader[sample]
+            tokens = len(given) + len(target) - 1
+            length = -(-tokens // self.multiple) * self.multiple if self.multiple else self.length
+            return padded(given, target, length=length, targets_alone=meta.loss == "targets")
+
+        return self._rows(split, row)
 
     def _rows(self, split: str, row: Callable[[int], Any]) -> Iterator[Any]:
         folder = Path(self.folder)
         settings = SamplerSettings(
-            family=ModelFamily.GPT, seed=1234, samples_per_iteration=BATCH, max_input_length=LENGTH + 1
+            family=ModelFamily.GPT,
+            seed=self.seed,
+            samples_per_iteration=self.batch,
+            max_input_length=self.length + 1,
         )
         sampler = split_sampler(folder, SplitSettings(name=split, sampler=settings))
         replica = parallel_state.get_data_parallel_rank()
@@ -85,12 +108,12 @@ class StockDataset(DatasetProvider):
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
-def padded(given: Any, target: Any, *, targets_alone: bool) -> dict[str, torch.Tensor]:
-    """A sample as a row."""
+def padded(given: Any, target: Any, *, length: int, targets_alone: bool) -> dict[str, torch.Tensor]:
+    """A sample as a row of so many tokens."""
     tokens = np.concatenate([given, target]).astype(np.int64)
-    row = {name: torch.zeros(1, LENGTH, dtype=torch.int64) for name in ("tokens", "labels")}
-    mask = torch.zeros(1, LENGTH)
+    row = {name: torch.zeros(1, length, dtype=torch.int64) for name in ("tokens", "labels")}
+    mask = torch.zeros(1, length)
     row["tokens"][0, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
     row["labels"][0, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
     mask[0, (len(given) - 1 if targets_alone else 0) : len(tokens) - 1] = 1
-    return row | {"loss_mask": mask, "position_ids": torch.arange(LENGTH)[None], "attention_mask": None}
+    return row | {"loss_mask": mask, "position_ids": torch.arange(length)[None], "attention_mask": None}

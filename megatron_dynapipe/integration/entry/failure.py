@@ -149,6 +149,11 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
             " --moe-aux-loss-coeff",
             hint="--dist-ckpt-strictness log_unexpected begins with equal shares, and warns of what else is missing",
         )
+    if "Missing key in checkpoint" in str(error) and "_extra_state" in str(error):
+        return ConfigError(
+            "the checkpoint lacks states of Transformer Engine's layers: it was saved with local ones",
+            hint="--dist-ckpt-strictness log_unexpected begins with empty states, and warns of what else is missing",
+        )
     if isinstance(error, RuntimeError) and (waited := re.search(r"gloo.*Timed out waiting (\d+)ms", str(error))):
         late = ExecutionError(
             f"waited {int(waited[1]) / 1000:.0f} s for another rank, which still runs but does not answer"

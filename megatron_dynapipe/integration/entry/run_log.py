@@ -200,7 +200,8 @@ class RunLog:
         bounds = limits(planner, batch, planner.plan(batch, record.iteration))
         measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
         shares = bounds.shares(record.predicted_ns, *measured)
-        return msgspec.structs.replace(record, of_limits=described(shares), time_shares=shares)
+        within = bounds.within(record.predicted_ns)
+        return msgspec.structs.replace(record, of_limits=described(shares, within), time_shares=shares)
 
     def flush(self) -> None:
         """Write the records that are left."""

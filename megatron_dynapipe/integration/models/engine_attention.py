@@ -74,8 +74,29 @@ def has_fused_kernel(heads: int, groups: int, channels: int, dtype: torch.dtype,
     *_, (flash, fused, _unfused) = utils.get_attention_backend(row)
     if not (flash or fused):
         kind = f"heads of {channels} channels, {str(dtype).removeprefix('torch.')}, mask {mask}"
-        print(f"Transformer Engine has no fused attention for {kind}: PyTorch's FlashAttention runs", flush=True)
+        print(
+            f"Transformer Engine has no fused attention for {kind}: PyTorch's FlashAttention runs"
+            f"{two_cudnns(utils.get_cudnn_version())}",
+            flush=True,
+        )
     return bool(flash or fused)
+
+
+def two_cudnns(of_engine: tuple[int, int, int]) -> str:
+    """What to do if Transformer Engine has opened another cuDNN than PyTorch's; empty if there is one.
+
+    It looks for one in CUDNN_HOME, in the toolkit and among the system's libraries before it takes PyTorch's. Of two
+    versions in a process, each finds libraries of the other, and answers CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED.
+    """
+    version = torch.backends.cudnn.version() or 0
+    of_pytorch = (version // 10_000, version // 100 % 100, version % 100)
+    if of_pytorch == of_engine:
+        return ""
+    names = [".".join(map(str, numbers)) for numbers in (of_engine, of_pytorch)]
+    return (
+        f"; it has opened cuDNN {names[0]} next to PyTorch's {names[1]}, and neither works like that: set CUDNN_HOME to"
+        " the folder nvidia/cudnn of PyTorch's packages"
+    )
 
 
 @functools.cache

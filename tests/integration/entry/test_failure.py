@@ -68,10 +68,15 @@ IN_OUR_WORDS = [
         *(ConfigError, "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"),
         "--dist-ckpt-strictness log_unexpected",
     ),
+    (
+        RuntimeError("Missing key in checkpoint state_dict: decoder.final_layernorm._extra_state/shard_0_1."),
+        *(ConfigError, "the checkpoint lacks states of Transformer Engine's layers: it was saved with local ones"),
+        "--dist-ckpt-strictness log_unexpected",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("error", "ours", "message", "hint"), IN_OUR_WORDS, ids=range(3))
+@pytest.mark.parametrize(("error", "ours", "message", "hint"), IN_OUR_WORDS, ids=range(4))
 def test_an_error_that_has_a_way_out_is_said_in_our_words(error, ours, message, hint):
     error.add_note("at stage 0, step 15: --> WAIT_RECV_B1<1 <--")
     told = failure._explained(error)

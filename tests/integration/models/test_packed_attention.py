@@ -266,6 +266,8 @@ def test_what_transformer_engine_has_no_kernel_for_runs_in_pytorchs(monkeypatch,
     with kernel("engine"):
         utils = sys.modules[f"{ENGINE}.attention.dot_product_attention.utils"]
         monkeypatch.setattr(utils, "get_attention_backend", answer)
+        monkeypatch.setattr(utils, "get_cudnn_version", lambda: (9, 14, 0), raising=False)
+        monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
         has_fused_kernel.cache_clear()
         for _ in range(2):
             with mock.patch.object(packed_attention, "varlen_attn", by_kernel):
@@ -276,7 +278,9 @@ def test_what_transformer_engine_has_no_kernel_for_runs_in_pytorchs(monkeypatch,
     assert params["attn_mask_type"] == "padding_causal" and params["window_size"] == (-1, 0)
     assert params["head_dim_qk"] == CHANNELS and params["qkv_layout"] == "thd_thd_thd"
     said = "no fused attention for heads of 8 channels, float32, mask padding_causal: PyTorch's FlashAttention runs"
-    assert capsys.readouterr().out.count(said) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 1
+    assert "it has opened cuDNN 9.14.0 next to PyTorch's 9.19.0" in printed and "set CUDNN_HOME" in printed
 
 
 @pytest.mark.parametrize(("error", "runs"), [(None, True), (ImportError("undefined symbol"), False)])

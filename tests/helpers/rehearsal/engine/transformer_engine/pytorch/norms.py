@@ -37,6 +37,12 @@ class LayerNorm(nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = sequence_parallel
 
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        assert state is None or state.numel() == 0, "fp8 is not rehearsed"
+
     def forward(self, inputs: Tensor) -> Tensor:
         centered = self.zero_centered_gamma
         return normalized(inputs, self.weight, self.bias, kind=self.kind, eps=self.eps, centered=centered)

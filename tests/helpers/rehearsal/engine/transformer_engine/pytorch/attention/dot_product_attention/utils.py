@@ -29,6 +29,12 @@ class AttentionParams:
     bottom_right_diagonal: bool = True
 
 
+def get_cudnn_version() -> tuple[int, int, int]:
+    """PyTorch's."""
+    version = torch.backends.cudnn.version() or 0
+    return version // 10_000, version // 100 % 100, version % 100
+
+
 def get_attention_backend(attention_params: AttentionParams) -> tuple[Any, ...]:
     """Flash and its version, fused and its number, unfused; and which of the three there are."""
     asked = attention_params
