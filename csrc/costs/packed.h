@@ -46,8 +46,8 @@ public:
     bool module_costs(size_t mode, const PackedRow& row, RowSums& sums, std::vector<int64_t>& out);
 
     // The same of a row that follows from another one, by that one's sums.
-    bool changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const RowSums& before,
-                       RowSums& sums, std::vector<int64_t>& out);
+    bool changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const RowSums& before, RowSums& sums,
+                       std::vector<int64_t>& out);
 
     // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as
     // long.

@@ -49,8 +49,8 @@ struct Place {
     }
 };
 
-// Values of the rows that are read at a point of their planes; false above the planes, and where a corner with weight is
-// absent.
+// Values of the rows that are read at a point of their planes; false above the planes, and where a corner with weight
+// is absent.
 template <typename Take>
 bool at_point(const Rows& rows, const Axis& first, const Axis& second, const View& planes, int64_t x, int64_t y,
               Take take) {

@@ -148,9 +148,7 @@ private:
         if constexpr (kChunked) return (forward ? forward_ : backward_)[place];
         return {place, 0, place, place};
     }
-    int64_t virtual_stage(const Item& item, int64_t s) const {
-        return kChunked ? item.chunk * (last_ + 1) + s : s;
-    }
+    int64_t virtual_stage(const Item& item, int64_t s) const { return kChunked ? item.chunk * (last_ + 1) + s : s; }
     // A chain's backward passes begin with its last forward, however deep that is.
     bool is_awaited(int64_t i, int64_t j) const {
         return kChunked && turns_ && j < items_ && item(false, j).forward >= i;
