@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -103,6 +104,25 @@ public:
             copy_costs(row, i, count, rows);
         });
         return {to_numpy(std::move(rows), kCosts * count), std::move(covered)};
+    }
+
+    // As `packed_costs`, but priced as a search does it, from the row before and the samples that differ; and whether
+    // each row fits alone.
+    std::tuple<Out, std::vector<bool>> changed_costs(const Ints& samples, const Ints& sizes, const Ints& modes) {
+        const size_t count = sizes.size(), stages = problem_.modules.size();
+        Integers rows(kCosts * count * stages), every(problem_.samples());
+        std::vector<bool> fits(count);
+        std::iota(every.begin(), every.end(), int64_t{0});
+        BatchMaker maker(problem_, *costs_, every);
+        const MicroBatch* before = nullptr;
+        for_packed_rows(samples, sizes, modes, [&](size_t i, size_t mode, const std::vector<int32_t>& of_row) {
+            const MicroBatch* made = maker.make(of_row, Modes(stages, mode), true, before);
+            fits[i] = made;
+            if (!made) return;
+            before = made;
+            copy_costs(made->own, i, count, rows);
+        });
+        return {to_numpy(std::move(rows), kCosts * count), std::move(fits)};
     }
 
     // [rows][kinds · kQuantities] what the modules of packed rows cost, and whether the cost model covers each row.
@@ -245,6 +265,8 @@ void bind_batch_problem(nb::module_& module) {
              "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage, ns) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
+        .def("changed_costs", &BatchProblem::changed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
+             "modes"_a.noconvert(), "Rows of costs, each priced from the row before, and whether each fits alone.")
         .def("packed_modules", &BatchProblem::packed_modules, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Costs of the modules of packed rows, and whether the cost model covers each row.")
         .def("costs", &BatchProblem::costs, "sizes"_a.noconvert(), "inputs"_a.noconvert(), "targets"_a.noconvert(),

@@ -1,5 +1,8 @@
 #include "costs/costs.h"
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 
 #include "costs/memory.h"
@@ -10,6 +13,25 @@ namespace {
 int64_t round_up(int64_t positions, int64_t multiple) {
     return (positions + multiple - 1) / multiple * multiple;
 }
+
+#ifdef DYNAPIPE_CHECKED
+// A row that is priced too high would merely be refused by the search, and one priced too low only if it is taken.
+void require_same_price(const CostRow& row, const CostRow& anew, const std::vector<int32_t>& samples) {
+    if (row.covered == anew.covered && row.values == anew.values) return;
+    const auto at = std::mismatch(row.values.begin(), row.values.end(), anew.values.begin());
+    std::fprintf(stderr, "a row follows from another one at another price than its own: %zu samples, covered %d and %d",
+                 samples.size(), row.covered, anew.covered);
+    if (at.first != row.values.end()) {
+        const size_t place = at.first - row.values.begin(), stages = row.values.size() / kCosts;
+        std::fprintf(stderr, ", %s of virtual stage %zu %lld and %lld", kCostNames[place / stages], place % stages,
+                     static_cast<long long>(*at.first), static_cast<long long>(*at.second));
+    }
+    std::fprintf(stderr, "; its samples:");
+    for (int32_t sample : samples) std::fprintf(stderr, " %d", sample);
+    std::fprintf(stderr, "\n");
+    std::abort();
+}
+#endif
 
 }  // namespace
 
@@ -209,11 +231,15 @@ void CostCache::packed_row(size_t mode, const std::vector<int32_t>& samples, Row
 }
 
 void CostCache::changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
-                            const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
-                            CostRow& row) {
+                            const RowSums& before, RowSums& sums, CostRow& row) {
     const PackedRow of_samples = packed(samples);
-    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums_before, sums, module_costs_);
+    const bool covered = packed_.changed_costs(mode, of_samples, change, before, sums, module_costs_);
     finish_packed(covered, of_samples, sums, row);
+#ifdef DYNAPIPE_CHECKED
+    CostRow anew;
+    packed_row(mode, samples, sums_, anew);
+    require_same_price(row, anew, samples);
+#endif
 }
 
 void CostCache::finish_packed(bool covered, const PackedRow& of_samples, RowSums& sums, CostRow& row) {

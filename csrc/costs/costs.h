@@ -92,9 +92,9 @@ public:
     // Of samples packed into one row, as places in the problem; every set is computed anew. Fills `sums`, which are
     // none where the cost model does not cover the row.
     void packed_row(size_t mode, const std::vector<int32_t>& samples, RowSums& sums, CostRow& row);
-    // The same of a row that follows from another one, by that one's samples and sums.
-    void changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change,
-                     const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums, CostRow& row);
+    // The same of a row that follows from another one, by that one's sums.
+    void changed_row(size_t mode, const std::vector<int32_t>& samples, const RowChange& change, const RowSums& before,
+                     RowSums& sums, CostRow& row);
 
     // Costs of the modules of such a row, by kind and quantity: [rows]; false where the cost model does not cover it.
     bool packed_modules(size_t mode, const std::vector<int32_t>& samples, std::vector<int64_t>& out);

@@ -46,26 +46,29 @@ bool PackedCosts::module_costs(size_t mode, const PackedRow& row, RowSums& sums,
     sums.cells.clear();
     for (int32_t sample : row.samples) {
         const size_t cell = cell_of(mode, sample, row.inputs + row.targets);
-        if (!add(mode, sample, cell, 1, sums)) return false;
+        if (!add(mode, sample, cell, sums)) return false;
         sums.cells.push_back(cell);
     }
     return finish(mode, row, sums, out);
 }
 
-bool PackedCosts::changed_costs(size_t mode, const PackedRow& row, const RowChange& change,
-                                const std::vector<int32_t>& before, const RowSums& sums_before, RowSums& sums,
-                                std::vector<int64_t>& out) {
-    sums.terms = sums_before.terms;
-    sums.cells.clear();
-    for (int32_t place : change.removed) add(mode, before[place], sums_before.cells[place], -1, sums);
+bool PackedCosts::changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const RowSums& before,
+                                RowSums& sums, std::vector<int64_t>& out) {
+    const bool cells_stay = problem_.packed[mode].measured();
+    sums.terms = before.terms;
+    sums.cells.resize(row.samples.size());
+    for (const RowChange::Removed& removed : change.removed)
+        subtract(mode, removed.sample, before.cells[removed.place], sums);
     for (size_t i = 0; i < row.samples.size(); ++i) {
         const int32_t sample = row.samples[i], from = change.from[i];
-        const size_t was = from < 0 ? 0 : sums_before.cells[from];
+        const size_t was = from < 0 ? 0 : before.cells[from];
+        sums.cells[i] = was;
+        if (from >= 0 && cells_stay) continue;
         const size_t cell = cell_of(mode, sample, row.inputs + row.targets, was);
-        sums.cells.push_back(cell);
         if (from >= 0 && cell == was) continue;
-        if (from >= 0) add(mode, sample, was, -1, sums);
-        if (!add(mode, sample, cell, 1, sums)) return false;
+        sums.cells[i] = cell;
+        if (from >= 0) subtract(mode, sample, was, sums);
+        if (!add(mode, sample, cell, sums)) return false;
     }
     return finish(mode, row, sums, out);
 }
@@ -83,7 +86,7 @@ bool PackedCosts::share(size_t mode, int32_t sample, int64_t positions, std::vec
     const int64_t input = problem_.input_positions[sample], target = problem_.target_positions[sample];
     const int64_t own = own_[sample], scale = std::max(positions, own);
     of_sample_.terms.assign(2 * stride_, 0);
-    if (!add(mode, sample, cell_of(mode, sample, scale), 1, of_sample_)) return false;
+    if (!add(mode, sample, cell_of(mode, sample, scale), of_sample_)) return false;
     sum(scale, of_sample_.terms);
     if (problem_.packed[mode].measured()) {
         std::vector<int64_t> linear(width_, 0);
@@ -106,16 +109,25 @@ size_t PackedCosts::cell_of(size_t mode, int32_t sample, int64_t positions, size
     return cell;
 }
 
-// Adds a sample's terms so many times; false where the cost model does not cover it.
-bool PackedCosts::add(size_t mode, int32_t sample, size_t cell, int64_t times, RowSums& sums) {
+// Adds a sample's terms; false where the cost model does not cover it.
+bool PackedCosts::add(size_t mode, int32_t sample, size_t cell, RowSums& sums) {
     const Shares& its = shares(mode, sample);
     if (!its.covered) return false;
-    const int64_t* values = its.terms.data() + cell * sums.terms.size();
+    const int64_t* values = its.terms.data() + cell * 2 * stride_;
     int64_t* terms = sums.terms.data();
-    for (size_t term = 0; term < sums.terms.size(); term += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] += times * values[term + lane];
-    if (problem_.is_piece(sample)) add_extras(mode, sample, times, sums);
+    for (size_t term = 0; term < 2 * stride_; term += kLanes)
+        for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] += values[term + lane];
+    if (problem_.is_piece(sample)) add_extras(mode, sample, 1, sums);
     return true;
+}
+
+// Takes back the terms of a sample that was added.
+void PackedCosts::subtract(size_t mode, int32_t sample, size_t cell, RowSums& sums) {
+    const int64_t* values = shares(mode, sample).terms.data() + cell * 2 * stride_;
+    int64_t* terms = sums.terms.data();
+    for (size_t term = 0; term < 2 * stride_; term += kLanes)
+        for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] -= values[term + lane];
+    if (problem_.is_piece(sample)) add_extras(mode, sample, -1, sums);
 }
 
 // What a piece of a sample costs besides.
@@ -164,7 +176,8 @@ void PackedCosts::sum(int64_t positions, const std::vector<int64_t>& terms) {
     const int64_t by = std::max<int64_t>(positions, 1);
     for (size_t row = 0; row < width_; ++row) {
         const int64_t term = terms[row];
-        const int64_t scaled = term >= 0 ? (term + by / 2) / by : -((by / 2 - term) / by);
+        int64_t scaled = 0;  // without a division where rows were measured
+        if (term != 0) scaled = term > 0 ? (term + by / 2) / by : -((by / 2 - term) / by);
         sums_[row] = std::max<int64_t>(0, scaled + terms[stride_ + row]);
     }
 }

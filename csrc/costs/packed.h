@@ -31,8 +31,11 @@ struct RowSums {
 
 // How a row's samples follow from those of another one.
 struct RowChange {
-    std::vector<int32_t> from;     // [samples] the place of each in the other row, -1 where it comes from elsewhere
-    std::vector<int32_t> removed;  // places in the other row of those that it lacks
+    std::vector<int32_t> from;  // [samples] the place of each in the other row, -1 where it comes from elsewhere
+    struct Removed {
+        int32_t place, sample;  // in the other row, and in the problem
+    };
+    std::vector<Removed> removed;  // what it lacks
 };
 
 class PackedCosts {
@@ -42,9 +45,9 @@ public:
     // Modules' costs under a mode: [rows]. False where the cost model does not cover the row. Fills `sums`.
     bool module_costs(size_t mode, const PackedRow& row, RowSums& sums, std::vector<int64_t>& out);
 
-    // The same of a row that follows from another one, by that one's samples and sums.
-    bool changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const std::vector<int32_t>& before,
-                       const RowSums& sums_before, RowSums& sums, std::vector<int64_t>& out);
+    // The same of a row that follows from another one, by that one's sums.
+    bool changed_costs(size_t mode, const PackedRow& row, const RowChange& change, const RowSums& before, RowSums& sums,
+                       std::vector<int64_t>& out);
 
     // Likewise, of the modules that run positions with labels alone; false where rows were not measured, or none as
     // long.
@@ -62,7 +65,8 @@ private:
 
     const Shares& shares(size_t mode, size_t sample);
     size_t cell_of(size_t mode, int32_t sample, int64_t positions, size_t from = 0) const;
-    bool add(size_t mode, int32_t sample, size_t cell, int64_t times, RowSums& sums);
+    bool add(size_t mode, int32_t sample, size_t cell, RowSums& sums);
+    void subtract(size_t mode, int32_t sample, size_t cell, RowSums& sums);
     void add_extras(size_t mode, int32_t sample, int64_t times, RowSums& sums) const;
     bool finish(size_t mode, const PackedRow& row, const RowSums& sums, std::vector<int64_t>& out);
     void sum(int64_t positions, const std::vector<int64_t>& terms);

@@ -35,14 +35,34 @@ std::vector<int64_t> Grid::at(const Rows& rows, const View& from, int64_t input,
 
 namespace {
 
-// Values at a point of a plane [first][second]; absent where a corner with weight is, and above the plane.
-int64_t at_point(const Axis& first, const Axis& second, const int64_t* plane, int64_t x, int64_t y) {
-    if (!first.covers(x) || !second.covers(y)) return kAbsent;
-    const Axis::Cell i = first.cell(x), j = second.cell(y);
-    const int64_t* low = plane + i.low * second.points.size();
-    const int64_t* high = plane + i.high * second.points.size();
-    return interpolate(interpolate(low[j.low], high[j.low], i.part, i.width),
-                       interpolate(low[j.high], high[j.high], i.part, i.width), j.part, j.width);
+// A point of planes [first][second]: where they are interpolated.
+struct Place {
+    Axis::Cell first, second;
+    size_t width;  // of a plane
+
+    int64_t of(const int64_t* plane) const {
+        const int64_t* low = plane + first.low * width;
+        const int64_t* high = plane + first.high * width;
+        return interpolate(interpolate(low[second.low], high[second.low], first.part, first.width),
+                           interpolate(low[second.high], high[second.high], first.part, first.width), second.part,
+                           second.width);
+    }
+};
+
+// Values of the rows that are read at a point of their planes; false above the planes, and where a corner with weight
+// is absent.
+template <typename Take>
+bool at_point(const Rows& rows, const Axis& first, const Axis& second, const View& planes, int64_t x, int64_t y,
+              Take take) {
+    if (!first.covers(x) || !second.covers(y)) return false;
+    const size_t points = first.points.size() * second.points.size();
+    const Place place{first.cell(x), second.cell(y), second.points.size()};
+    for (size_t i = 0; i < rows.read.size(); ++i) {
+        const int64_t value = place.of(&planes.values[rows.read[i] * points]);
+        if (value == kAbsent) return false;
+        take(i, value);
+    }
+    return true;
 }
 
 void check_axes(std::initializer_list<const Axis*> axes) {
@@ -63,23 +83,12 @@ void check_costs(const View& view) {
 }  // namespace
 
 bool PackedGrid::add_linear(const Rows& rows, int64_t row_input, int64_t row_target, std::vector<int64_t>& out) const {
-    const size_t points = row_inputs.points.size() * row_targets.points.size();
-    for (size_t i = 0; i < rows.read.size(); ++i) {
-        const int64_t value =
-            at_point(row_inputs, row_targets, &linear.values[rows.read[i] * points], row_input, row_target);
-        if (value == kAbsent) return false;
-        out[i] += value;
-    }
-    return true;
+    return at_point(rows, row_inputs, row_targets, linear, row_input, row_target,
+                    [&](size_t i, int64_t value) { out[i] += value; });
 }
 
 bool PackedGrid::attention_of(const Rows& rows, int64_t input, int64_t target, int64_t* out) const {
-    const size_t points = inputs.points.size() * targets.points.size();
-    for (size_t i = 0; i < rows.read.size(); ++i) {
-        out[i] = at_point(inputs, targets, &attention.values[rows.read[i] * points], input, target);
-        if (out[i] == kAbsent) return false;
-    }
-    return true;
+    return at_point(rows, inputs, targets, attention, input, target, [&](size_t i, int64_t value) { out[i] = value; });
 }
 
 void PackedGrid::check(size_t rows) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "schedule/list_loop.h"
 
 namespace dynapipe {
 namespace {
@@ -82,21 +83,33 @@ bool ListScheduler::begin(const Costs& costs, int64_t bound, bool divided) {
 bool ListScheduler::begin_memory(const Costs& costs) {
     const int64_t count = costs.size(), stages = shape_.stages, virtual_stages = shape_.virtual_stages();
     left_ = count * virtual_stages * (shape_.forward_only ? 1 : 2);
+    largest_.assign(kCosts * virtual_stages, 0);
+    largest_above_.assign(virtual_stages, 0);
+    for (const PassCosts& cost : costs) {
+        for (const Cost kind : {kPeakBytes, kForwardMessageBytes, kBackwardMessageBytes}) {
+            const int64_t* const bytes = cost.of(kind);
+            int64_t* const largest = largest_.data() + kind * virtual_stages;
+            for (int64_t v = 0; v < virtual_stages; ++v) largest[v] = std::max(largest[v], bytes[v]);
+        }
+        if (shape_.peak_covers_backward)
+            for (int64_t v = 0; v < virtual_stages; ++v)
+                largest_above_[v] = std::max(largest_above_[v], cost(kPeakBytes, v) - cost(kStoredBytes, v));
+        if (divided_)
+            for (int64_t v = 0; v < virtual_stages; ++v) left_ += cost(kWeightNs, v) > 0;
+    }
+    const PassCosts largest(largest_.data(), virtual_stages);
     peaks_.assign(stages, 0);
     above_.assign(stages, 0);
     messages_.assign(stages, Messages());
-    for (const PassCosts& cost : costs)
-        for (int64_t first = 0; first < virtual_stages; first += stages)
-            for (int64_t s = 0; s < stages; ++s) {
-                const int64_t v = first + s;
-                left_ += divided_ && cost(kWeightNs, v) > 0;
-                peaks_[s] = std::max(peaks_[s], cost(kPeakBytes, v));
-                above_[s] = std::max(above_[s], above_stored(cost, v));
-                Messages& messages = messages_[s];
-                messages.input = std::max(messages.input, input_message(cost, v));
-                messages.gradient = std::max(messages.gradient, gradient_message(shape_, cost, v));
-                messages.sent = std::max(messages.sent, sent_message(shape_, cost, v));
-            }
+    for (int64_t v = 0; v < virtual_stages; ++v) {
+        const int64_t s = v % stages;
+        peaks_[s] = std::max(peaks_[s], largest(kPeakBytes, v));
+        above_[s] = std::max(above_[s], largest_above_[v]);
+        Messages& messages = messages_[s];
+        messages.input = std::max(messages.input, input_message(largest, v));
+        messages.gradient = std::max(messages.gradient, gradient_message(shape_, largest, v));
+        messages.sent = std::max(messages.sent, sent_message(shape_, largest, v));
+    }
     for (int64_t s = 0; s < stages; ++s) {
         Messages& messages = messages_[s];
         messages.inputs = count * (shape_.chunks - (s == 0));
@@ -139,7 +152,7 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
         for (int64_t s = 0; s <= last; ++s)
             for (const bool forward : {true, false})
                 for (int64_t i = 0; i < (forward ? stages_[s].forwards : stages_[s].backwards); ++i) {
-                    const Fed fed = feeds<kChunked>(s, forward, i);
+                    const Fed fed = feeds(s, forward, i, item<kChunked>(forward, i));
                     if (fed.stage < 0) continue;
                     const int64_t place = fed.stage * items_ + fed.place;
                     (fed.forward ? inputs_ : gradients_)[place] =
@@ -160,15 +173,42 @@ size_t ListScheduler::begin_from(const Trace& before, int64_t common) {
     return at;
 }
 
-// The stage whose next pass starts first.
-int64_t ListScheduler::earliest() const {
-    int64_t s = 0, start = starts_[0];
-    for (int64_t other = 1; other < shape_.stages; ++other) {
-        const bool earlier = starts_[other] < start;
-        s = earlier ? other : s;
-        start = earlier ? starts_[other] : start;
+template <bool kChunked, bool kDivided>
+int64_t ListScheduler::run_steps(const Costs& costs, const Policy& policy, std::vector<uint8_t>* kinds,
+                                 const Trace* before, Trace* trace) {
+    const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : kDivided ? 3 : 2);
+    inputs_.assign(stages * items_, Arrival());
+    gradients_.assign(stages * items_, Arrival());
+    for (int64_t i = 0; i < items_; ++i)
+        if (!kChunked || forward_[i].chunk == 0) inputs_[i].ready = 0;
+    if (kinds) kinds->assign(stages * passes, kPassKinds);
+    makespan_ = 0;
+    const size_t shared = before ? begin_from<kChunked>(*before, shared_places(*before, costs, policy)) : 0;
+    Loop<kChunked, kDivided> loop(*this, costs, policy);
+    if (shared == 0) loop.choose(0);
+    if (trace) trace->begin(shared);
+    const int64_t apart = items_ / kPoints + 1;
+    int64_t next_point = trace ? stages_[0].forwards + apart : kUnreachable;
+    for (; left_ > 0; --left_) {
+        const int64_t s = loop.earliest();
+        Stage& stage = stages_[s];
+        if (s == 0 && stage.forwards >= next_point && stage.next == kForwardPass) {
+            mark(*trace);
+            next_point += apart;
+        }
+        if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
+        const int64_t at = s * passes + stage.passes++;
+        const Fed fed = loop.step(s);
+        if (fed.stage < 0) return kUnreachable;
+        if (kinds) (*kinds)[at] = stage.next;
+        const int64_t drain = stage.backwards < items_ ? std::max<int64_t>(drain_[s] + stage.halves, 0) : 0;
+        if (stage.idle + drain >= most_idle_[s]) return kUnreachable;
+        makespan_ = std::max(makespan_, stage.free);
+        if (fed.stage != s) loop.choose_fed(fed);
+        loop.choose(s);
     }
-    return s;
+    if (trace) keep(*trace, costs, policy);
+    return makespan_;
 }
 
 template <bool kChunked>
@@ -177,181 +217,8 @@ int64_t ListScheduler::run_chunked(const Costs& costs, const Policy& policy, int
     if (costs.empty()) return 0;
     const bool divided = policy.least_gap != kUndivided && !shape_.forward_only;
     if (!begin(costs, bound, divided)) return kUnreachable;
-    const int64_t stages = shape_.stages, passes = items_ * (shape_.forward_only ? 1 : divided ? 3 : 2);
-    inputs_.assign(stages * items_, Arrival());
-    gradients_.assign(stages * items_, Arrival());
-    for (int64_t i = 0; i < items_; ++i)
-        if (item<kChunked>(true, i).chunk == 0) inputs_[i].ready = 0;
-    if (kinds) kinds->assign(stages * passes, kPassKinds);
-    makespan_ = 0;
-    const size_t shared = before ? begin_from<kChunked>(*before, shared_places(*before, costs, policy)) : 0;
-    if (shared == 0) choose<kChunked>(0, costs, policy);
-    if (trace) trace->begin(shared);
-    const int64_t apart = items_ / kPoints + 1;
-    int64_t next_point = trace ? stages_[0].forwards + apart : kUnreachable;
-    for (; left_ > 0; --left_) {
-        const int64_t s = earliest();
-        Stage& stage = stages_[s];
-        if (s == 0 && stage.forwards >= next_point && stage.next == kForwardPass) {
-            mark(*trace);
-            next_point += apart;
-        }
-        if (starts_[s] >= kUnreachable) return kUnreachable;  // the stages wait for one another, or for memory
-        const int64_t at = s * passes + stage.passes++;
-        Fed fed{s, 0, false};
-        if (stage.next == kWeightPass) {
-            const Item item = this->item<kChunked>(false, stage.released);
-            const int64_t above = above_stored(costs[item.row], item.chunk * stages + s);
-            if (stage.held + above + message_bytes(s, stage.input_pool) > shape_.memory_limit) return kUnreachable;
-            step_weight<kChunked>(s, costs);
-        } else {
-            fed = step<kChunked>(s, costs);
-            if (fed.stage < 0) return kUnreachable;  // messages overfill the stage
-        }
-        if (kinds) (*kinds)[at] = stage.next;
-        const int64_t drain = stage.backwards < items_ ? std::max<int64_t>(drain_[s] + stage.halves, 0) : 0;
-        if (stage.idle + drain >= most_idle_[s]) return kUnreachable;
-        makespan_ = std::max(makespan_, stage.free);
-        if (fed.stage != s) {
-            const Stage& other = stages_[fed.stage];  // unless it waits for something else
-            if (fed.place == (fed.forward ? other.forwards : other.backwards))
-                choose<kChunked>(fed.stage, costs, policy);
-        }
-        choose<kChunked>(s, costs, policy);
-    }
-    if (trace) keep(*trace, costs, policy);
-    return makespan_;
-}
-
-// Runs the oldest second half of a backward pass.
-template <bool kChunked>
-void ListScheduler::step_weight(int64_t s, const Costs& costs) {
-    Stage& stage = stages_[s];
-    const Item item = this->item<kChunked>(false, stage.released++);
-    const int64_t v = item.chunk * shape_.stages + s, time = costs[item.row](kWeightNs, v);
-    stage.free += time;
-    stage.halves += time;
-    stage.held -= costs[item.row](kStoredBytes, v);
-    release<kChunked>(s, costs);
-}
-
-// Goes past backward passes that leave nothing for later.
-template <bool kChunked>
-void ListScheduler::release(int64_t s, const Costs& costs) {
-    Stage& stage = stages_[s];
-    for (; stage.released < stage.backwards; ++stage.released) {
-        const Item item = this->item<kChunked>(false, stage.released);
-        if (divided_ && costs[item.row](kWeightNs, item.chunk * shape_.stages + s) > 0) break;
-    }
-}
-
-// What a pass makes ready: after the last forward its own backward; nothing, on stage -1, after the last backward.
-template <bool kChunked>
-ListScheduler::Fed ListScheduler::feeds(int64_t s, bool forward, int64_t i) const {
-    const Item item = this->item<kChunked>(forward, i);
-    const int64_t last = shape_.stages - 1;
-    if (s == (forward ? last : 0)) {
-        if (item.chunk == (forward ? shape_.chunks - 1 : 0)) return {forward ? s : -1, item.after, false};
-        return {last - s, item.after, forward};
-    }
-    return {forward ? s + 1 : s - 1, i, forward};
-}
-
-// Runs a stage's next pass; what it makes ready, on the stage itself where that is nothing, on none where messages
-// overfill the stage.
-template <bool kChunked>
-ListScheduler::Fed ListScheduler::step(int64_t s, const Costs& costs) {
-    Stage& stage = stages_[s];
-    const bool forward = stage.next == kForwardPass;
-    const int64_t i = forward ? stage.forwards++ : stage.backwards++;
-    const Item item = this->item<kChunked>(forward, i);
-    const PassCosts& cost = costs[item.row];
-    const int64_t v = item.chunk * shape_.stages + s;
-    const Arrival& arrival = (forward ? inputs_ : gradients_)[s * items_ + i];
-    if (!forward && divided_ && cost(kWeightNs, v) > 0) stage.next = kInputPass;
-    if (forward) {
-        if (v > 0) {
-            stage.done[0] = arrival.answered;
-            stage.input_pool = input_pool(s, ++stage.inputs);
-            if (shape_.forward_only)
-                ++stage.freed;
-            else
-                stage.kept += input_message(cost, v);
-        }
-    } else {
-        if (v + 1 < shape_.virtual_stages()) {
-            stage.done[1] = arrival.answered;
-            ++stage.gradients;
-        }
-        stage.kept -= input_message(cost, v);
-        if (stage.held + above_stored(cost, v) + message_bytes(s, stage.input_pool) > shape_.memory_limit)
-            return {-1, 0, false};
-        stage.freed += v > 0;
-    }
-    const int64_t time = cost.time(stage.next, v);
-    stage.idle += starts_[s] - stage.free;
-    stage.free = starts_[s] + time;
-    if (forward && !shape_.forward_only) stage.held += cost(kStoredBytes, v);
-    if (stage.next == kBackwardPass) stage.held -= cost(kStoredBytes, v);
-    if (!forward) release<kChunked>(s, costs);
-    const Fed fed = feeds<kChunked>(s, forward, i);
-    if (fed.stage < 0) return {s, 0, false};
-    if (forward && !fed.forward) {
-        gradients_[s * items_ + fed.place].ready = stage.free;
-        return {s, 0, false};
-    }
-    const int64_t arrives = stage.free + cost(forward ? kForwardTransferNs : kBackwardTransferNs, v);
-    (forward ? inputs_ : gradients_)[fed.stage * items_ + fed.place] = {arrives,
-                                                                        forward ? stage.gradients : stage.inputs};
-    send(stage, forward);
-    return fed;
-}
-
-// The pass that stage s runs next, as far as it can know: of those that could start first, by the policy.
-template <bool kChunked>
-void ListScheduler::choose(int64_t s, const Costs& costs, const Policy& policy) {
-    Stage& stage = stages_[s];
-    const int64_t i = stage.forwards, j = stage.backwards;
-    const int64_t depth = policy.depth[s] + (kChunked ? (shape_.chunks - 1) * largest_group_ : 0);
-    // A chain's backward passes begin with its last forward, however deep that is.
-    const auto awaited = [&] {
-        return kChunked && !turned_.empty() && j < items_ && item<kChunked>(false, j).forward >= i;
-    };
-    bool admitted = i < items_ && (shape_.forward_only || i - j < depth || awaited());
-    bool urgent = false;  // a second half that makes room for the forward
-    if (admitted && !shape_.forward_only &&
-        (inputs_[s * items_ + i].ready < kUnreachable || policy.rule == Rule::kStrict)) {
-        const Item item = this->item<kChunked>(true, i);
-        const PassCosts& cost = costs[item.row];
-        const int64_t v = item.chunk * shape_.stages + s;
-        const Arrival& input = inputs_[s * items_ + i];
-        // Beside others in flight it must leave room for every backward, and for what it sends.
-        const int64_t done = input.ready < kUnreachable && v > 0 ? input.answered : stage.done[0];
-        const int64_t sent = stage.sent[0] + stage.sent[1] + 1 - done - stage.done[1];
-        const int64_t after = cost(kStoredBytes, v) + above_[s] - input_message(cost, v) +
-                              std::max<int64_t>(sent - stage.sent_pool, 0) * messages_[s].sent;
-        const int64_t needed = message_bytes(s, input_pool(s, stage.inputs + (v > 0))) +
-                               (i == stage.released ? cost(kPeakBytes, v) : std::max(cost(kPeakBytes, v), after));
-        admitted = stage.held + needed <= shape_.memory_limit;
-        urgent = !admitted && input.ready <= stage.free;
-    }
-    int64_t forward = kUnreachable, backward = kUnreachable;
-    if (admitted && inputs_[s * items_ + i].ready < kUnreachable)
-        forward = std::max(stage.free, inputs_[s * items_ + i].ready);
-    if (!shape_.forward_only && j < items_ && !(admitted && policy.rule == Rule::kStrict) &&
-        gradients_[s * items_ + j].ready < kUnreachable)
-        backward = std::max(stage.free, gradients_[s * items_ + j].ready);
-    const bool is_forward = forward < backward || (forward == backward && policy.rule == Rule::kForwardFirst);
-    stage.next = is_forward ? kForwardPass : kBackwardPass;
-    starts_[s] = std::min(forward, backward);
-    if (stage.released == j || starts_[s] < stage.free || (starts_[s] == stage.free && !urgent)) return;
-    const Item oldest = this->item<kChunked>(false, stage.released);
-    const int64_t time = costs[oldest.row](kWeightNs, oldest.chunk * shape_.stages + s);
-    const int64_t gap = std::min(starts_[s] - stage.free, time);
-    if (urgent ? starts_[s] == stage.free && policy.rule == Rule::kBackwardFirst : 4 * gap < policy.least_gap * time)
-        return;
-    stage.next = kWeightPass;
-    starts_[s] = stage.free;
+    return divided ? run_steps<kChunked, true>(costs, policy, kinds, before, trace)
+                   : run_steps<kChunked, false>(costs, policy, kinds, before, trace);
 }
 
 int64_t ListScheduler::run(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,

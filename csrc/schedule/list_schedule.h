@@ -130,53 +130,39 @@ private:
     };
     // What a pass makes ready: a forward's input, or a backward's gradient, at a place of a stage's sequence.
     struct Fed {
-        int64_t stage, place;
+        int32_t stage, place;  // 12 bytes in all, which are returned in registers
         bool forward;
+
+        Fed(int64_t stage, int64_t place, bool forward)
+            : stage(static_cast<int32_t>(stage)), place(static_cast<int32_t>(place)), forward(forward) {}
     };
 
-    // With one chunk and whole samples, which a search runs most, a sequence is the micro-batches and needs no items.
+    template <bool kChunked, bool kDivided>
+    class Loop;
     template <bool kChunked>
     int64_t run_chunked(const Costs& costs, const Policy& policy, int64_t bound, std::vector<uint8_t>* kinds,
                         const Trace* before, Trace* trace);
+    template <bool kChunked, bool kDivided>
+    int64_t run_steps(const Costs& costs, const Policy& policy, std::vector<uint8_t>* kinds, const Trace* before,
+                      Trace* trace);
     int64_t shared_places(const Trace& before, const Costs& costs, const Policy& policy) const;
     template <bool kChunked>
     size_t begin_from(const Trace& before, int64_t common);
-    template <bool kChunked>
-    void choose(int64_t s, const Costs& costs, const Policy& policy);
-    template <bool kChunked>
-    Fed feeds(int64_t s, bool forward, int64_t i) const;
-    template <bool kChunked>
-    Fed step(int64_t s, const Costs& costs);
-    template <bool kChunked>
-    void step_weight(int64_t s, const Costs& costs);
-    template <bool kChunked>
-    void release(int64_t s, const Costs& costs);
+    // After the last forward its own backward; nothing, on stage -1, after the last backward.
+    Fed feeds(int64_t s, bool forward, int64_t i, const Item& item) const {
+        const int64_t last = shape_.stages - 1;
+        if (s == (forward ? last : 0)) {
+            if (item.chunk == (forward ? shape_.chunks - 1 : 0)) return Fed(forward ? s : -1, item.after, false);
+            return Fed(last - s, item.after, forward);
+        }
+        return Fed(forward ? s + 1 : s - 1, i, forward);
+    }
     template <bool kChunked>
     Item item(bool forward, int64_t place) const {
         if constexpr (kChunked) return (forward ? forward_ : backward_)[place];
         return {place, 0, place, place};
     }
 
-    // What a backward pass, or either of its halves, holds above what its forward stored.
-    int64_t above_stored(const PassCosts& cost, int64_t v) const {
-        return shape_.peak_covers_backward ? cost(kPeakBytes, v) - cost(kStoredBytes, v) : 0;
-    }
-    // Bytes of messages that a stage holds beside what passes keep, with so many buffers for inputs.
-    int64_t message_bytes(int64_t s, int64_t inputs) const {
-        const Stage& stage = stages_[s];
-        const Messages& messages = messages_[s];
-        return inputs * messages.input + std::min(1 + ahead_, messages.gradients) * messages.gradient +
-               stage.sent_pool * messages.sent - stage.kept;
-    }
-    // Buffers for inputs once so many were waited for.
-    int64_t input_pool(int64_t s, int64_t inputs) const {
-        return std::max<int64_t>(stages_[s].input_pool,
-                                 std::min(inputs + ahead_, messages_[s].inputs) - stages_[s].freed);
-    }
-    void send(Stage& stage, bool forward) {
-        ++stage.sent[forward];
-        stage.sent_pool = std::max(stage.sent_pool, stage.sent[0] + stage.sent[1] - stage.done[0] - stage.done[1]);
-    }
     // Messages that a stage of a forward-only plan holds at most of what it sends.
     int64_t most_sent(int64_t s, int64_t count) const {
         return s + 1 < shape_.stages ? std::min(kSentAhead, count * shape_.chunks) : count * (shape_.chunks - 1);
@@ -187,7 +173,6 @@ private:
     void mark(Trace& trace) const;
     void keep(Trace& trace, const Costs& costs, const Policy& policy);
     bool has_items() const { return shape_.chunks > 1 || !turned_.empty(); }
-    int64_t earliest() const;
 
     const PipelineShape& shape_;
     int64_t numbered_ = -1, items_ = 0, largest_group_ = 0, left_ = 0;
@@ -196,6 +181,7 @@ private:
     std::vector<Item> forward_, backward_;
     std::vector<Stage> stages_;
     const int64_t ahead_ = shape_.transfers.receive_ahead != 0;  // receives that are posted before they are waited for
+    std::vector<int64_t> largest_, largest_above_;               // [kCosts][virtual stages], [virtual stages]
     std::vector<int64_t> above_;                                 // [stages] room that every backward finds
     std::vector<int64_t> work_, weights_, peaks_;                // [stages] of all micro-batches
     std::vector<Messages> messages_;                             // [stages]

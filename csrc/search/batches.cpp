@@ -24,13 +24,26 @@ std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
 
 // An empty micro-batch, with the memory of one that was forgotten where there is such.
 MicroBatch& BatchMaker::next() {
-    if (used_ == made_.size()) made_.emplace_back();
-    MicroBatch& batch = made_[used_];
+    if (forgotten_.empty()) forgotten_.push_back(&made_.emplace_back());
+    MicroBatch& batch = *forgotten_.back();
     batch.work = 0;
     batch.cached = nullptr;
     batch.pieces.clear();
     for (RowSums& sums : batch.sums) sums.terms.clear();
     return batch;
+}
+
+void BatchMaker::forget_since(size_t kept, const std::vector<const MicroBatches*>& but) {
+    const auto mark = [&](bool marked) {
+        for (const MicroBatches* batches : but)
+            for (const MicroBatch* batch : *batches) batch->marked = marked;
+    };
+    mark(true);
+    const auto is_held = [](const MicroBatch* batch) { return batch->marked; };
+    const auto gone = std::partition(kept_.begin() + kept, kept_.end(), is_held);
+    forgotten_.insert(forgotten_.end(), gone, kept_.end());
+    kept_.erase(gone, kept_.end());
+    mark(false);
 }
 
 const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
@@ -42,10 +55,10 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     sort_nearly_sorted(batch.samples);
     if (problem_.is_cut() && !take_pieces(batch)) return nullptr;
     Shape shape{static_cast<int64_t>(samples.size()), 0, 0};
-    places_.clear();
-    for (int32_t place : batch.samples) {
-        const int32_t sample = order_[place];
-        places_.push_back(sample);
+    places_.resize(samples.size());
+    for (size_t i = 0; i < places_.size(); ++i) places_[i] = order_[batch.samples[i]];
+    for (size_t i = 0; i < places_.size() && !packed; ++i) {
+        const int32_t sample = places_[i];
         shape.input = std::max(shape.input, problem_.inputs[sample]);
         shape.target = std::max(shape.target, problem_.targets[sample]);
         if (problem_.counts_labels()) shape.labels += problem_.labels[sample];
@@ -64,7 +77,8 @@ const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Mo
     batch.modes.assign(modes.begin(), modes.end());
     const PassCosts costs = batch.costs();
     for (size_t v = 0; v < problem_.modules.size(); ++v) batch.work += costs(kForwardNs, v) + costs(kBackwardNs, v);
-    ++used_;
+    kept_.push_back(&batch);
+    forgotten_.pop_back();
     return &batch;
 }
 
@@ -79,27 +93,33 @@ const CostRow& BatchMaker::under(size_t mode, MicroBatch& batch, const Shape& sh
     batch.sums.resize(problem_.modes.size());
     like->sums.resize(problem_.modes.size());
     RowSums& before = like->sums[mode];
-    if (before.terms.empty()) costs_.packed_row(mode, like_places_, before, packed);
+    if (before.terms.empty()) {
+        like_places_.clear();
+        for (int32_t place : like->samples) like_places_.push_back(order_[place]);
+        costs_.packed_row(mode, like_places_, before, packed);
+    }
     if (before.terms.empty())
         costs_.packed_row(mode, places_, batch.sums[mode], packed);
     else
-        costs_.changed_row(mode, places_, change_, like_places_, before, batch.sums[mode], packed);
+        costs_.changed_row(mode, places_, change_, before, batch.sums[mode], packed);
     return packed;
 }
 
 // How samples follow from those of another micro-batch, both ascending.
 void BatchMaker::compare(const std::vector<int32_t>& samples, const MicroBatch& like) {
-    change_.from.clear();
+    const size_t count = like.samples.size();
+    change_.from.resize(samples.size());
     change_.removed.clear();
-    like_places_.clear();
-    for (int32_t place : like.samples) like_places_.push_back(order_[place]);
+    const auto remove = [&](size_t at) {
+        change_.removed.push_back({static_cast<int32_t>(at), order_[like.samples[at]]});
+    };
     size_t at = 0;
-    for (int32_t sample : samples) {
-        while (at < like.samples.size() && like.samples[at] < sample) change_.removed.push_back(at++);
-        const bool both = at < like.samples.size() && like.samples[at] == sample;
-        change_.from.push_back(both ? static_cast<int32_t>(at++) : -1);
+    for (size_t i = 0; i < samples.size(); ++i) {
+        while (at < count && like.samples[at] < samples[i]) remove(at++);
+        const bool both = at < count && like.samples[at] == samples[i];
+        change_.from[i] = both ? static_cast<int32_t>(at++) : -1;
     }
-    while (at < like.samples.size()) change_.removed.push_back(at++);
+    while (at < count) remove(at++);
 }
 
 // False where pieces would be padded, or two of a sample run together.

@@ -22,6 +22,7 @@ struct MicroBatch {
     CostRow own;                        // else its costs
     std::vector<int32_t> pieces;        // those of its samples that are pieces, as places in the problem, ascending
     mutable std::vector<RowSums> sums;  // [modes] where it is packed, those that others like it asked for
+    mutable bool marked = false;        // while micro-batches are forgotten that no solution holds
 
     PassCosts costs() const { return cached ? cached->costs() : own.costs(); }
 };
@@ -45,9 +46,11 @@ public:
         return make(samples, uniform_, packed);
     }
 
-    // So many were made and are kept; the memory of those that were made since is used again.
-    size_t kept() const { return used_; }
-    void forget_since(size_t kept) { used_ = kept; }
+    // So many were made and are kept; the memory of those that are forgotten is used again.
+    size_t kept() const { return kept_.size(); }
+    void forget_since(size_t kept) { forget_since(kept, {}); }
+    // Of those that were made since, all but these.
+    void forget_since(size_t kept, const std::vector<const MicroBatches*>& but);
 
     // The samples [first, first + size).
     static std::vector<int32_t> run(int64_t first, int64_t size);
@@ -65,7 +68,7 @@ private:
     CostCache& costs_;
     std::vector<int32_t> order_;
     std::deque<MicroBatch> made_;
-    size_t used_ = 0;                            // of those
+    std::vector<MicroBatch*> kept_, forgotten_;  // of those; the last forgotten one is the next to be made
     std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem
     RowChange change_;
     RowSums sums_;

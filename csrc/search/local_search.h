@@ -51,6 +51,7 @@ private:
     void compete(std::vector<Solution>& solutions);
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
+    void forget_all_but(const Solution& current);
     void copy_touched(const Solution& from, Solution& to) const;
     int64_t jittered_total(ReplicaState& replica);
     int64_t undivided(const Solution& solution);
@@ -69,6 +70,8 @@ private:
     Mutations mutations_;
     int64_t left_, most_depth_ = kUnreachable;
     bool by_default_;
+    const std::vector<Solution>* competing_ = nullptr;  // of which one climbs
+    size_t made_for_starts_ = 0;                        // micro-batches, which others may start with, too
     std::vector<uint8_t> kinds_;
     std::vector<size_t> touched_;
 };

@@ -18,6 +18,7 @@ constexpr int64_t kFilledRows = 8;     // per stage: starts of at most so many r
 constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
+constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds any more
 // A climb of cut samples ends after a part of its evaluations, and at least so many, that gained less than such a part.
 constexpr int64_t kWindows = 4;
 constexpr int64_t kLeastWindow = 200;
@@ -37,6 +38,8 @@ void Search::compete(std::vector<Solution>& solutions) {
     };
     static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}},
                            kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
+    competing_ = &solutions;
+    made_for_starts_ = maker_.kept();
     const int64_t evaluations = left_;
     if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
     const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
@@ -148,6 +151,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t next_look = left_ - window;
     int64_t objective_then = best_objective;
     evaluator_.keep(current);
+    size_t most_kept = maker_.kept() + kMostLeftOver;
     for (int64_t idle = 0; left_ > until && idle < kMostIdle && !is_enough(best); ++idle) {
         if (left_ <= next_look) {
             if (objective_then - best_objective < best_objective / kLeastOfWindow) break;
@@ -171,7 +175,22 @@ void Search::improve(Solution& best, int64_t evaluations) {
             best = current;
             best_objective = current_objective;
         }
+        if (maker_.kept() > most_kept) {
+            forget_all_but(current);
+            most_kept = maker_.kept() + kMostLeftOver;
+        }
     }
+}
+
+// Micro-batches that a climb has made and that it and the other solutions have left behind.
+void Search::forget_all_but(const Solution& current) {
+    std::vector<const MicroBatches*> held;
+    const auto hold = [&](const Solution& solution) {
+        for (const ReplicaState& replica : solution.replicas) held.push_back(&replica.micro_batches);
+    };
+    for (const Solution& solution : *competing_) hold(solution);
+    hold(current);
+    maker_.forget_since(made_for_starts_, held);
 }
 
 // The sum of the makespans of the replica's order over all draws of jitter. A replay costs about half an evaluation.

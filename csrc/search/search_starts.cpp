@@ -51,12 +51,12 @@ void Search::start_padded(ReplicaState& replica) {
 void Search::start_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
-    if (replica.makespan < kUnreachable) {  // A deep and a shallow try tell which are far from the best, or do not fit.
-        const int64_t limit = replica.makespan + replica.makespan / kStartMargin;
-        ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), limit};
-        try_policies(first.micro_batches, {0}, {Rule::kBackwardFirst}, first);
-        if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) return;
-    }
+    // A deep and a shallow try tell which are far from the best, or do not fit.
+    const int64_t limit =
+        replica.makespan < kUnreachable ? replica.makespan + replica.makespan / kStartMargin : kUnreachable;
+    ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), limit};
+    try_policies(first.micro_batches, {0}, {Rule::kBackwardFirst}, first);
+    if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) return;
     try_policies(joined(hill(large_first)), kFewExtras, kFewRules, replica);
     if (static_cast<int64_t>(large_first.size()) * problem_.pipeline.chunks > kManyRows) return;
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight

@@ -87,6 +87,9 @@ class BatchProblem:
     def packed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """`costs` of packed rows: samples of all rows one after another, and how many each has."""
 
+    def changed_costs(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
+        """`packed_costs` as a search makes them, each from the row before; and whether each row fits alone."""
+
     def packed_modules(self, *, samples: _Ints, sizes: _Ints, modes: _Ints) -> tuple[_Ints, list[bool]]:
         """What their modules cost, `[rows, kinds * quantities]`, and whether the cost model covers each packed row."""
 

@@ -66,9 +66,13 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
         micro_batches: of the replica.
         passes: forward and backward passes of the stage, in order, each once.
     """
+    cut = chains(micro_batches)
+    if not cut:
+        return
     at = {step: place for place, step in enumerate(passes)}
-    for sample, chain in chains(micro_batches).items():
-        for chunk in sorted({step.chunk for step in passes if isinstance(step, Pass)}):
+    chunks = sorted({step.chunk for step in passes if isinstance(step, Pass)})
+    for sample, chain in cut.items():
+        for chunk in chunks:
             for work, numbers in ((Work.FORWARD, chain), (Work.BACKWARD, [*reversed(chain)])):
                 kinds = [kind for kind in PASS_TYPES if EFFECTS[kind].work is work]
                 runs = [kind(number, chunk) for number in numbers for kind in kinds]

@@ -169,6 +169,7 @@ CALLS = {
     "search": search_arguments(),
     "costs": {"sizes": ints(1), "inputs": ints(8), "targets": ints(0), "modes": ints(0), "labels": ints(0)},
     "packed_costs": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
+    "changed_costs": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
     "packed_modules": {"samples": ints(0, 1), "sizes": ints(2), "modes": ints(0)},
     "start": {"order": ints(0, 1, 2), "partitions": []},
 }
@@ -196,6 +197,8 @@ CALLS = {
         ("packed_costs", {"samples": ints(0, 3)}, "samples that there are"),
         ("packed_costs", {"modes": ints(1)}, "modes that there are"),
         ("packed_costs", {"modes": ints()}, "a mode for every row"),
+        ("changed_costs", {"sizes": ints(0)}, "samples of every row"),
+        ("changed_costs", {"modes": ints(1)}, "modes that there are"),
         ("packed_modules", {"sizes": ints(0)}, "samples of every row"),
         ("packed_modules", {"modes": ints(1)}, "modes that there are"),
         ("start", {"order": ints(0, 1)}, "name every sample once"),

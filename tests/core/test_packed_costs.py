@@ -73,6 +73,25 @@ def test_the_core_follows_the_rule(problem: BatchProblem, data: st.DataObject) -
 
 @settings(max_examples=examples(150))
 @given(packed_problems(), st.data())
+def test_a_row_that_follows_from_another_costs_what_it_costs_alone(problem: BatchProblem, data: st.DataObject) -> None:
+    """A search prices rows by what changes: too dear a row would only be refused, so no plan would show it."""
+    problem = replace(problem, memory_limit_bytes=2**60)
+    sample = st.integers(0, len(problem.inputs) - 1)
+    rows = data.draw(st.lists(st.lists(sample, min_size=1, unique=True), min_size=2, max_size=8))
+    modes = data.draw(st.lists(st.integers(0, len(problem.modes) - 1), min_size=len(rows), max_size=len(rows)))
+    asked = {
+        "samples": np.concatenate([np.array(row, np.int64) for row in rows]),
+        "sizes": np.array([len(row) for row in rows], np.int64),
+        "modes": np.array(modes, np.int64),
+    }
+    alone, covered = problem.native.packed_costs(**asked)
+    followed, fits = problem.native.changed_costs(**asked)
+    assert fits == covered
+    assert followed.tolist() == alone.tolist()
+
+
+@settings(max_examples=examples(150))
+@given(packed_problems(), st.data())
 def test_the_rule_is_that_of_padded_shares(problem: BatchProblem, data: st.DataObject) -> None:
     tables = replace(problem.modes[0], packed=None)
     rows = data.draw(st.lists(st.integers(0, len(problem.inputs) - 1), min_size=1, unique=True))
