@@ -16,7 +16,9 @@ from benchmarks.planning.cases import recorded_batches
 
 HUB_NAME = "meta-llama/Llama-3.2-1B"
 BATCH = "sft-s2048-t65536-b0"
-ITERATIONS, PAIRS, WARM_UP = 4, 5, 2
+ITERATIONS = 4
+PAIRS = 5
+WARM_UP = 2
 MEMORY_MB = 40_000.0
 """Of the device, of which four runs hold their states at a time."""
 

@@ -99,7 +99,8 @@ class LeastCosts:
     def _points(self, quantity: int) -> tuple[Floats, Floats]:
         """Positions of every measured micro-batch, and its costs apart from attention in rows: `[kinds, points]`."""
         lengths = self.tables.inputs[:, None] + self.tables.targets
-        sizes, costs = [self.tables.sizes[:, None, None] * lengths], [self.values[:, quantity]]
+        sizes = [self.tables.sizes[:, None, None] * lengths]
+        costs = [self.values[:, quantity]]
         if (packed := self.packed) is not None:
             sizes.append(packed.row_inputs[:, None] + packed.row_targets)
             costs.append(self._linear(quantity))

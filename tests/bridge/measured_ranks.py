@@ -13,7 +13,8 @@ from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.setup import prepared
 
-SIZE, LENGTH = 2, 64
+SIZE = 2
+LENGTH = 64
 FLAGS = [
     *("--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "128", "--num-layers", "2"),
     *(
@@ -57,8 +58,10 @@ def counted(*, rank: int, world_size: int, kind: Kind, dim: int) -> dict[str, An
         biases=False, tied=False, adapters=adapters,
     )  # fmt: skip
     work = LayerWork(shape=shape)
-    size, length = np.array(float(SIZE)), np.array(float(LENGTH))
-    layer, head = work.encoder(size, length), work.head(size, length)
+    size = np.array(float(SIZE))
+    length = np.array(float(LENGTH))
+    layer = work.encoder(size, length)
+    head = work.head(size, length)
     forward_flops = float(layer.linear_flops + layer.core_flops)
     norms = 0  # of rows of W + B·A, whose time costs count by the bytes that are read
     if kind == "dora":
