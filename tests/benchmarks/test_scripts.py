@@ -28,7 +28,7 @@ def test_accuracy_of_costs(tmp_path):
 
 
 def test_megatrons_own_start_has_the_flags_of_the_run_file_and_none_of_ours():
-    flags = stock_flags(["--train-iters", "1"])
+    flags = stock_flags("configs/demo_gpt.yaml", ["--train-iters", "1"])
     assert not [flag for flag in flags if "dynapipe" in flag]
     assert {"--num-layers=8", "--transformer-impl=local"} < set(flags)
     assert flags[flags.index("--global-batch-size") + 1] == "4" and "--global-batch-size=80" not in flags
