@@ -20,6 +20,7 @@ from typing import Any
 from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
+from megatron_dynapipe.integration.hooks.extra_states import with_empty_states
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 from megatron_dynapipe.processes import set_parent_death_signal
 
@@ -246,6 +247,14 @@ TABLE: tuple[Replacement, ...] = (
         make=_compiling,
         parameters=(),
         why="initialize_megatron runs make in the package's folder and ends the process where that fails",
+    ),
+    Replacement(
+        owner="megatron.core.dist_checkpointing.serialization",
+        name="load",
+        make=with_empty_states,
+        parameters=("sharded_state_dict", "checkpoint_dir"),
+        everywhere=True,
+        why="stops where a checkpoint of local layers lacks the empty states of Transformer Engine's",
     ),
     Replacement(
         owner="megatron.core.dist_checkpointing.strategies.filesystem_async",
