@@ -140,15 +140,22 @@ def arguments(command: str, model: str, layout: str, batches: Path, device: str 
 
 
 def answer(
-    command: str, setting: str, batches: list[dict], longest: int, every: list[dict], device: str = "a100"
+    command: str,
+    setting: str,
+    batches: list[dict],
+    longest: int,
+    every: list[dict],
+    device: str = "a100",
+    split: str = "auto",
 ) -> dict:
-    """What `plan` or `compare` prints; the layer split is chosen by `split_from`, or from the first batches planned."""
+    """What `plan` or `compare` prints; an auto split is chosen by `split_from`, or from the first batches planned."""
     model, _, layout = setting.partition(":")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder / "batches.json", batches)
         words = arguments(command, model, layout, folder / "batches.json", device)
-        words += split_from(folder / "split.json", model, longest, every)
+        is_chosen = split == "auto"
+        words += split_from(folder / "split.json", model, longest, every) if is_chosen else ["--layer-split", split]
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
     if done.returncode == 2:
         sys.exit(done.stderr)
