@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
 from benchmarks.common import ROOT
 from benchmarks.gpu.worker import Order, output_of

@@ -3,7 +3,7 @@
 import time
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]  # it is there
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in torch's __all__
 
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.trainer import Trainer

@@ -108,8 +108,6 @@ RECORDED_CASES = [case for case in islice(cases(), CASES) if case.settings.pipel
 @pytest.mark.parametrize("case", RECORDED_CASES[::12], ids=lambda case: case.name)
 def test_no_recorded_plan_is_below_its_bound(case) -> None:
     _, predicted_ns = json.loads(RECORDED.read_text())[case.name]
-    if not predicted_ns:
-        pytest.skip("nothing fits")
     lengths = flan_like_batches()[case.batch]
     samples = GlobalBatch.of_lengths(lengths["input"], lengths.get("target") or 0)
     made = planner_of(case.settings, costs_of(case.model.costs))

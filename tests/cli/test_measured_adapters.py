@@ -14,7 +14,7 @@ from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import decode_file
 from tests.cli.test_model_config import GPT, LLAMA, RECIPE, T5, written
 
-MODEL: dict[str, Any] = dict(RECIPE["model"])  # type: ignore[call-overload]
+MODEL: dict[str, Any] = dict(RECIPE["model"])
 
 
 def test_costs_with_adapters_are_those_of_the_same_alone(cost_file: Path) -> None:
