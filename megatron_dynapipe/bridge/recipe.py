@@ -31,8 +31,6 @@ from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.models.hybrid import STACKS
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
-from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -191,19 +189,14 @@ def _planner(
         modules_per_stage=stacks.modules_of(layer_split),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        micro_batch_layouts=batch_layouts(models),
+        micro_batch_layouts=tuple(BatchLayout),
+        slices="auto",
+        split_backward="auto",
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),
         **of_machine,
     )
-
-
-def batch_layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
-    """The layouts that a model's attention takes: packed rows in Transformer Engine's alone, in half precision."""
-    is_half = next(models[0].parameters()).element_size() == 2
-    packs = is_half and RowFormat.of(models) is RowFormat.TRANSFORMER_ENGINE and not packing_obstacle(models)
-    return (BatchLayout.PADDED, BatchLayout.PACKED) if packs else (BatchLayout.PADDED,)
 
 
 def state_dtype(config: Any) -> torch.dtype:
