@@ -27,6 +27,7 @@ from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.models.config import StateBytes
@@ -227,6 +228,7 @@ def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int
             max_input_length=config.model.seq_length + 1,  # n tokens train n - 1 positions
             long_samples=long_samples,
             sides=meta.task_sides,
+            labels=LossOn(meta.loss) is LossOn.TARGETS,
         )
 
     train = SplitSettings(
