@@ -30,7 +30,7 @@ FAULTS = {
     "last_stage_never_steps": ("updates", ": 0.00 times what it should be"),
 }
 OF_ADAPTERS = {
-    "loss_counts_too_much": ("gradient norms", "iteration 1"),
+    "loss_counts_too_much": ("gradient norms", "iteration "),
     "frozen_weights_decay": ("frozen weights", "rank 1: "),
     "last_stage_never_steps": ("updates", "adapter."),
     "ten_times_the_decay": ("updates", "adapter."),
@@ -79,8 +79,9 @@ def with_faults(folder: Path, name: str, faults: list[str], settings: dict[str, 
     made = []
     for fault in faults:
         (place := folder / f"{name}-{fault}").mkdir()
-        for run in ("begun", f"{BEGIN}-{FP32}", f"{REFERENCE}-{FP32}"):
-            (place / run).symlink_to(folder / name / run)
+        for run in (folder / name).iterdir():
+            if run.name not in ("report", f"{PLANNED}-{FP32}"):
+                (place / run.name).symlink_to(run)
         made.append(runs_of(place, folder / "data", settings | {"fault": fault}, (FP32,))[-1])
     run_all(made, folder)
 

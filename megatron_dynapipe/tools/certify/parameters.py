@@ -129,7 +129,8 @@ def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> tor
             if parameter in optimizer.model_param_group_index_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
-                whole[owned.start : owned.end] = state[key].flatten()
+                if key in state:  # of a rank that has made a step
+                    whole[owned.start : owned.end] = state[key].flatten()
             dist.all_reduce(whole, group=optimizer.data_parallel_group)
             return whole.view_as(parameter)
         if optimizer.optimizer and (state := optimizer.optimizer.state.get(parameter)):
