@@ -167,7 +167,10 @@ MODELS = [
         for layers in (32_000_000, 2**31 - 1, 2**31)
     ),
     (RECIPE | {"model": RECIPE["model"] | {"hidden_size": 2**31 - 1}}, "expected a whole number from 1 to 16777216"),
-    *((QWEN | {"mlp_only_layers": layers}, "mlp_only_layers: expected a list of layers") for layers in (-1, "x", ["a"])),
+    *(
+        (QWEN | {"mlp_only_layers": layers}, "mlp_only_layers: expected a list of layers")
+        for layers in (-1, "x", ["a"])
+    ),
 ]
 
 
