@@ -120,7 +120,7 @@ def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[st
         "qkv_bias": bool(args.get("add_qkv_bias")) and not biases,
         "qk_norm": bool(args.get("qk_layernorm")),
         "tied": not args.get("untie_embeddings_and_output_weights"),
-        "rotary": kind == "rope",
+        "rotary": kind in ("rope", "yarn"),
         "positions": positions if kind == "learned_absolute" else 0,
         "relative_buckets": buckets if kind == "relative" else 0,
         "keeps_scores": is_local and args.get("dynapipe_attention") == "megatron",
