@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import round_up
-from megatron_dynapipe.costing.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flags, megatron_flags, obstacle_in
+from megatron_dynapipe.costing.hugging_face import CONVERTED, OF_EXPERTS, T5_LIKE, Flags, megatron_flags
 
 UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128
@@ -41,8 +41,8 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
     if config.model_type.startswith("gemma"):
         raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron scales embeddings only for muP")
-    if config.model_type not in KINDS:
-        raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
+    if config.model_type not in CONVERTED:
+        raise ConfigError(f"{file}: expected a model of type {', '.join(CONVERTED)}, got {config.model_type}")
     return config
 
 
@@ -58,8 +58,9 @@ def flags(config: Any, rows: int | None = None) -> Flags:
     """
     kind = config.model_type
     described = megatron_flags(config.to_dict())
-    if obstacle := obstacle_in(config.to_dict()):
-        raise ConfigError(f"{kind}: expected a model without sliding windows, got {obstacle}")
+    if "window-size" in described:
+        window = f"sliding_window {config.sliding_window} of {config.max_position_embeddings} positions"
+        raise ConfigError(f"{kind}: expected a model without sliding windows, got {window}")
     numbers = _gpt2(config) if kind == "gpt2" else _t5(config) if kind in T5_LIKE else _llama(config)
     vocabulary = described.pop("vocab-size")
     described |= numbers | {"padded-vocab-size": round_up(rows or vocabulary, _ROWS_MULTIPLE)}
