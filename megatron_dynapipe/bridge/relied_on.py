@@ -24,7 +24,6 @@ NAMES: tuple[Name, ...] = (
     (f"{_TRAINING}.pretrain", "pretrain", ("config", "forward_step_func", "callbacks")),
     (f"{_TRAINING}.pretrain", "_maybe_destroy_process_group", ("should_destroy",)),
     (f"{_TRAINING}.gpt_step", "get_batch_from_iterator", ("data_iterator", "include_full_batch_fields")),
-    (f"{_TRAINING}.utils.packed_seq_utils", "get_packed_seq_params", ("batch",)),
     ("megatron.bridge.data.base", "DatasetProvider.build_datasets", ("context",)),
     ("megatron.bridge.data.utils", "get_dataset_provider", ("dataset_config",)),
     ("megatron.bridge.data.datasets.gpt_sft", "GPTSFTDataset.collate_fn", ("batch",)),

@@ -19,9 +19,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
-from megatron_dynapipe.bridge.recipe import batch_layouts, device_of_rank, evaluated_splits, plan_inputs, state_dtype
+from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout, Shape
+from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
@@ -211,8 +211,6 @@ class PlannedRecipe:
         inputs = self._inputs_of(models, control, data=self.data, iteration=iteration)
         inputs = msgspec.structs.replace(inputs, files=drawn_by(check_same_run(control, self, inputs)))
         device = device_of_rank()
-        # Stages in the middle read where packed samples lie, and Bridge asks them for it where its dataset says so.
-        config.dataset.enable_in_batch_packing = BatchLayout.PACKED in batch_layouts(models)
         config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         required = required_fields(models)
         steps = open_runner(

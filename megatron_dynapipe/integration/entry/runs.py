@@ -29,8 +29,8 @@ from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, s
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.entry.start_clock import StartClock
+from megatron_dynapipe.integration.equip.labels import for_all_positions
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags import command_line, from_megatron
@@ -239,7 +239,7 @@ def patched_session(args: argparse.Namespace) -> Session:
 
     That script takes a batch on the first tensor-parallel rank and broadcasts it, with the attention mask if
     `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it besides: that of the branch
-    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`RowInjection`).
+    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`equip.labels`).
     """
     run = from_megatron.run_config(args, ModelFamily.GPT)
     start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
@@ -252,10 +252,10 @@ def patched_session(args: argparse.Namespace) -> Session:
         )
 
     masked = args.create_attention_mask_in_dataloader
-    make_batch = partial(gpt_batch, explicit_mask=masked, row_format=run.model.row_format)
+    make_batch = partial(gpt_batch, explicit_mask=masked)
 
     def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
-        batch = make_batch(host, device)
+        batch = for_all_positions(make_batch(host, device))
         mask = batch["attention_mask"]
         if mask is not None:
             mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
@@ -263,15 +263,10 @@ def patched_session(args: argparse.Namespace) -> Session:
             mask = torch.zeros(1, 1, *(host.shape.input_length,) * 2, dtype=torch.bool, device=device)
         return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
 
-    rows = RowInjection()
-
-    def wrap(forward_step: ForwardStep) -> ForwardStep:
-        return with_task_sums(rows.wrap(forward_step))
-
     return Session(
         run,
         resumed=partial(resumed_inputs, run, args),
         required=required,
         make_batch=broadcastable,
-        wrap_step=wrap,
+        wrap_step=with_task_sums,
     )

@@ -25,6 +25,8 @@ from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
+from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
@@ -32,7 +34,6 @@ from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
     attention_row,
-    rotate_by_sample,
     self_row,
 )
 from megatron_dynapipe.integration.models.providers import gpt_provider
@@ -216,12 +217,12 @@ def _t5_parts(
 
     def encode_row(inputs: Lengths, _targets: Lengths) -> Forward:
         row = make.row(inputs)
-        return encode(T5StageInputs(encoder_row=self_row(row, make.row_format)), row.positions.size(1), 1)
+        return encode(T5StageInputs(encoder_row=self_row(row)), row.positions.size(1), 1)
 
     def decode_row(inputs: Lengths, targets: Lengths) -> Forward:
         keys = make.row(inputs)
         queries = make.row(targets)
-        row = self_row(queries, make.row_format, attention_row(queries, keys, make.row_format))
+        row = self_row(queries, attention_row(queries, keys))
         return decode(T5StageInputs(decoder_row=row), keys.positions.size(1), queries.positions.size(1), 1)
 
     def encode_padded(point: Point) -> Forward:
@@ -265,7 +266,7 @@ def _gpt_parts(
 
 
 def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, make: "_Inputs") -> MeasuredModule:
-    rotate_by_sample([layer])
+    tell = equip([layer]).tell
 
     def run_layer(point: Point) -> Forward:
         b, s = point
@@ -274,6 +275,7 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         mask = causal_mask(s, state.device) if model.takes_mask else None
 
         def forward() -> Tensor:
+            tell()
             layer.set_input_tensor(state)
             return torch.as_tensor(layer(None, positions, mask))
 
@@ -281,11 +283,12 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
 
     def run_segments(segments: DeviceSegments) -> Forward:
         state = make.state(segments.positions.size(1), 1)
-        row = self_row(segments, make.row_format)
+        told = Told(row=self_row(segments))
 
         def forward() -> Tensor:
+            tell(told)
             layer.set_input_tensor(state)
-            return torch.as_tensor(layer(None, segments.positions, None, packed_seq_params=row))
+            return torch.as_tensor(layer(None, segments.positions, None))
 
         return forward
 
@@ -343,7 +346,7 @@ class _Inputs:
         self._model = model
         self._device = device
         self._ways = tensor_parallel if model.sequence_parallel else 1
-        self.row_format = model.row_format
+        self._engine = model.engine_attention
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
@@ -369,4 +372,4 @@ class _Inputs:
     def padded(self, shape: Shape) -> T5StageInputs:
         """The inputs of a stage's layers in training; rows are as long as can be, which costs the same as padding."""
         inputs, targets = (torch.full((shape.size,), length, device=self._device) for length in shape[1:])
-        return T5StageInputs(**padded_attention(shape, inputs, targets, self.row_format))
+        return T5StageInputs(**padded_attention(shape, inputs, targets, engine=self._engine))
