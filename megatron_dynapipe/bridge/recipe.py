@@ -14,10 +14,11 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.bridge.capabilities import capabilities
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.devices import rates_of
@@ -190,9 +191,7 @@ def _planner(
         modules_per_stage=stacks.modules_of(layer_split),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        micro_batch_layouts=tuple(BatchLayout),
-        slices="auto",
-        split_backward="auto",
+        **capabilities(models, control),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),

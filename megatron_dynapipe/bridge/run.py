@@ -259,12 +259,16 @@ class PlannedRecipe:
         )
 
     def _described(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> str:
-        """What is planned, and what is left out as the recipe's model lacks it, in one line."""
-        allowed = ", ".join(inputs.planner.micro_batch_layouts)
+        """What is planned, in one line."""
+        planner = inputs.planner
+        also = [
+            *(["pieces of samples"] if planner.may_cut else []),
+            *(["divided backward passes"] if planner.effective_split_backward != "off" else []),
+            *(["heads on labels alone"] if inputs.splits[0].sampler.labels else []),
+        ]
         return (
-            f"planned iterations of {_kinds(models)}: {allowed} micro-batches, recomputation"
-            f" {', '.join(inputs.planner.recompute)}; not in a recipe's model: pieces of samples, half layers, divided"
-            " backward passes, the head on labels alone"
+            f"planned iterations of {_kinds(models)}: {', '.join(planner.micro_batch_layouts)} micro-batches,"
+            f" recomputation {', '.join(planner.recompute)}{''.join(f', {what}' for what in also)}"
         )
 
     def _log(self, item: PlannedIteration, trace: Trace) -> None:

@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "add_arguments",
     "check_arguments",
-    "count_samples",
     "dataset_provider",
     "finish",
-    "log_line",
-    "micro_batch_shape",
-    "schedule",
 ]
 
 _session: "Session | None" = None
@@ -161,14 +157,6 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
     return datasets
-
-
-def _as_given(*values: Any) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
-schedule = count_samples = log_line = micro_batch_shape = _as_given
-"""Earlier patches call these; in place of each, `replacements.TABLE` has a row."""
 
 
 def finish() -> None:

@@ -1,7 +1,6 @@
 """Equipping a rank's model chunks, once: before the first planned pass, wrapped for data parallelism or not."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.core.utils import unwrap_model
 from torch import nn
@@ -10,34 +9,38 @@ from megatron_dynapipe.integration.equip.attention import equip_attention
 from megatron_dynapipe.integration.equip.labels import equip_labels
 from megatron_dynapipe.integration.equip.rotations import equip_rotations
 from megatron_dynapipe.integration.equip.told import NOTHING, Channel, Told
-from megatron_dynapipe.integration.models.divided_linears import WeightHalves, weight_halves
-from megatron_dynapipe.integration.models.experts import PlannedRouter, routers_of
-from megatron_dynapipe.integration.models.labelled_rows import RowGather, row_gather
+from megatron_dynapipe.integration.models.divided_linears import weight_halves
+from megatron_dynapipe.integration.models.experts import routers_of
+from megatron_dynapipe.integration.models.labelled_rows import row_gather
 
 _MARK = "_dynapipe_equipped"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Equipped:
-    """What model chunks were given.
+    """What a rank's model chunks were given.
+
+    Args:
+        chunks: not wrapped.
 
     Attributes:
         channel: tells core attention, rotations and heads of the micro-batch whose pass runs.
         halves: of divided backward passes.
-        gather: takes rows with labels.
-        routers: those that add terms.
     """
 
-    channel: Channel
-    halves: WeightHalves
-    gather: RowGather
-    routers: Sequence[PlannedRouter]
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.channel = Channel()
+        equip_attention(chunks, self.channel)
+        equip_rotations(chunks, self.channel)
+        equip_labels(chunks, self.channel)
+        self.halves = weight_halves(chunks)
+        self._gather = row_gather(chunks)
+        self._routers = routers_of(chunks)
 
     def tell(self, told: Told = NOTHING) -> None:
         """Before each pass, a backward one too: layers may be computed again in it."""
         self.channel.told = told
-        self.gather.rows = told.rows
-        for router in self.routers:
+        self._gather.rows = told.rows
+        for router in self._routers:
             router.begin(told.samples, told.sample_count)
 
 
@@ -47,10 +50,5 @@ def equip(chunks: Sequence[nn.Module]) -> Equipped:
     known = vars(inner[0]).get(_MARK)
     if isinstance(known, Equipped):
         return known
-    channel = Channel()
-    equip_attention(inner, channel)
-    equip_rotations(inner, channel)
-    equip_labels(inner, channel)
-    made = Equipped(channel, weight_halves(inner), row_gather(inner), routers_of(inner))
-    vars(inner[0])[_MARK] = made
+    made = vars(inner[0])[_MARK] = Equipped(inner)
     return made

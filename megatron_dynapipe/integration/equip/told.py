@@ -6,7 +6,7 @@ row goes past them, to the few modules that look at more than one position: core
 They are told before every pass, backward passes included, in which layers may be computed again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -40,7 +40,6 @@ NOTHING = Told()
 """Padded rows with labels everywhere, as any model takes them."""
 
 
-@dataclass(slots=True, eq=False)
 class Channel:
     """Holds what a rank's modules are told.
 
@@ -48,4 +47,5 @@ class Channel:
         told: of the micro-batch whose pass runs.
     """
 
-    told: Told = field(default=NOTHING)
+    def __init__(self) -> None:
+        self.told = NOTHING

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.integration.models.padded_rows import PADDED_FORMAT, AttentionRows
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
@@ -93,6 +94,20 @@ class DeviceSegments:
     offsets: Tensor
     positions: Tensor
     key_offsets: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, cuts: Mapping[int, CutSegment] | None = None
+    ) -> "DeviceSegments":
+        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
+        starts = tuple(accumulate(lengths, initial=0))
+        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
+        return cls(
+            host=host,
+            offsets=host.offsets.to(device),
+            positions=host.positions.to(device),
+            key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
+        )
 
 
 def self_row(segments: DeviceSegments, cross: PackedRow | None = None) -> PackedRow:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -20,11 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
+from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
-from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
+from megatron_dynapipe.data.segments import CutSegment, causal_mask
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -358,16 +357,8 @@ class _Inputs:
         return torch.randint(self._model.vocabulary, (size, length), device=self._device)
 
     def row(self, lengths: Lengths, cuts: Mapping[int, CutSegment] | None = None) -> DeviceSegments:
-        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
-        starts = tuple(accumulate(lengths, initial=0))
-        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
-        device = self._device
-        return DeviceSegments(
-            host=host,
-            offsets=host.offsets.to(device),
-            positions=host.positions.to(device),
-            key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
-        )
+        """`DeviceSegments.of` these lengths."""
+        return DeviceSegments.of(lengths, self._device, cuts)
 
     def padded(self, shape: Shape) -> T5StageInputs:
         """The inputs of a stage's layers in training; rows are as long as can be, which costs the same as padding."""
