@@ -29,6 +29,7 @@ from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, s
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.entry.session import Session
 from megatron_dynapipe.integration.entry.start_clock import StartClock
+from megatron_dynapipe.integration.equip.experts import equip_experts
 from megatron_dynapipe.integration.equip.labels import for_all_positions
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
@@ -76,7 +77,13 @@ def gpt_run(
         set_stages(args, run.planner.layout.layers_per_stage)
     session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
     layout = run.planner.layout
-    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
+    build = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
+
+    def provider(**stage: Any) -> Any:
+        chunk = build(**stage)
+        equip_experts([chunk])
+        return chunk
+
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
 
 
