@@ -31,7 +31,7 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.flags import machine
-from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.integration.models.hybrid import STACKS
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
@@ -135,10 +135,13 @@ def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Laye
 def state_bytes(config: Any) -> StateBytes:
     """Bytes of a trained parameter's copies."""
     parameter = of_model(config).params_dtype.itemsize
+    shards = config.data_parallel_size if config.ddp.use_distributed_optimizer else 1
+    tensor = of_model(config).tensor_model_parallel_size
     return StateBytes(
         gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
         optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
-        optimizer_shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+        optimizer_shards=shards,
+        expert_shards=max(shards * tensor // expert_ranks(of_model(config)), 1),
     )
 
 
@@ -173,6 +176,7 @@ def _planner(
 ) -> PlannerSettings:
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
+    in_step = expert_ranks(model) // model.tensor_model_parallel_size
     is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
     layer_split = layers_per_stage(models, control)
     stacks = model_of_layers(
@@ -185,6 +189,8 @@ def _planner(
         model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
+        expert_parallel=in_step,
+        replicas_in_step=in_step,
         tensor_parallel=model.tensor_model_parallel_size,
         pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(models),

@@ -81,7 +81,7 @@ def gpt_run(
 
     def provider(**stage: Any) -> Any:
         chunk = build(**stage)
-        equip_experts([chunk])
+        equip_experts([chunk], saved=True)
         return chunk
 
     return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)

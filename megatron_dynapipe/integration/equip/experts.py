@@ -37,18 +37,19 @@ class RouterTerms(TopKRouter):
     """Megatron's router (`become`); `begin` says which of a micro-batch's positions are of which sample.
 
     Attributes:
-        expert_shares: with `aux_loss`, float32[experts]: f_i; saved in checkpoints.
+        expert_shares: with `aux_loss`, float32[experts]: f_i.
     """
 
     _samples: Tensor | None = None
     _number: int = 0
     _sums: Tensor | None = None
 
-    def share_evenly(self) -> None:
-        """Begin with even shares, where a term asks for those of the iteration before."""
+    def share_evenly(self, *, saved: bool) -> None:
+        """Begin with even shares, where a term asks for those of the iteration before; `saved`: in checkpoints."""
         if self._has("aux_loss") and not hasattr(self, "expert_shares"):
             experts = self.config.num_moe_experts
-            self.register_buffer("expert_shares", torch.full((experts,), 1 / experts, device=self.weight.device))
+            shares = torch.full((experts,), 1 / experts, device=self.weight.device)
+            self.register_buffer("expert_shares", shares, persistent=saved)
 
     @property
     def adds_terms(self) -> bool:
@@ -162,20 +163,29 @@ class RouterTerms(TopKRouter):
         return bool(self.config.moe_z_loss_coeff if name == "z_loss" else self.get_aux_loss_coeff(name))
 
 
-def equip_experts(chunks: Sequence[nn.Module]) -> None:
+def equip_experts(chunks: Sequence[nn.Module], *, saved: bool = False) -> None:
     """Have routers add these terms, ranks exchange uneven numbers of positions, and local experts run in groups.
 
-    A router's shares are a part of checkpoints: call it before one is loaded.
+    Args:
+        chunks: a rank's; those that are equipped already stay as they are.
+        saved: whether routers' shares are a part of checkpoints. Then one that is loaded later has to have them, which
+            one that was converted from elsewhere has not; else a run that goes on begins with even shares.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter):
             become(module, RouterTerms)
-            module.share_evenly()
+            module.share_evenly(saved=saved)
         elif type(module) is SequentialMLP:
             become(module, GroupedExperts)
         dispatcher = getattr(module, "token_dispatcher", None)
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and dispatcher.tp_size * dispatcher.ep_size > 1:
             become(dispatcher, UnevenAllGather)
+
+
+def uncut_because(chunks: Sequence[nn.Module]) -> str:
+    """Why experts take no pieces of samples; empty where they do."""
+    counts = any(router.get_aux_loss_coeff("seq_aux_loss") for router in routers_of(chunks))
+    return "seq_aux_loss counts whole samples" if counts else ""
 
 
 def routers_of(models: Sequence[nn.Module]) -> list[RouterTerms]:
