@@ -14,6 +14,12 @@ from megatron_dynapipe.integration.equip.probe import lacking
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
+FREE: dict[str, Any] = {
+    "micro_batch_layouts": tuple(BatchLayout),
+    "slices": "auto",
+    "split_backward": "auto",
+}
+"""Settings of plans for a model that lacks nothing."""
 _WHATS = ("packed rows", "pieces of samples", "divided backward passes")
 
 
@@ -28,9 +34,9 @@ def capabilities(models: Sequence[nn.Module], control: ControlGroup) -> dict[str
         for what, reason in zip(_WHATS, (packed, pieces, divided), strict=True):
             if reason:
                 say(f"{what}: off, since {reason}")
-    return {
-        "micro_batch_layouts": (BatchLayout.PADDED,) if packed else tuple(BatchLayout),
-        "slices": "off" if pieces else "auto",
-        "split_backward": "off" if divided else "auto",
-        "label_experts": not terms,
+    off = {
+        "micro_batch_layouts": (BatchLayout.PADDED,) if packed else None,
+        "slices": "off" if pieces else None,
+        "split_backward": "off" if divided else None,
     }
+    return FREE | {name: value for name, value in off.items() if value} | {"label_experts": not terms}

@@ -19,9 +19,12 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
+from megatron_dynapipe.bridge.layers import choose, compared, kept_config, laid_out, layers_of_checkpoint
 from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
+from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
+from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
@@ -72,6 +75,7 @@ class PlannedRecipe:
         config: the recipe, which still describes its own samples; Bridge settles it when training starts.
         dataset: a dataset folder; None for the recipe's own samples.
         costs: a cost model file; None computes costs.
+        chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
@@ -89,6 +93,7 @@ class PlannedRecipe:
         *,
         dataset: Path | None,
         costs: Path | None,
+        chooses_layers: bool,
         long_samples: LongSamples,
         memory_limit_bytes: int | None,
         cluster: str,
@@ -110,6 +115,7 @@ class PlannedRecipe:
             cluster=cluster,
         )
         self._data = dataset
+        self._chooses_layers = chooses_layers
         self.long_samples = long_samples
         self.store = store
         self.store_bind = store_bind
@@ -149,6 +155,32 @@ class PlannedRecipe:
         if recorder is not None and (summary := recorder.report()) is not None:
             say(summary)
         self._resources.close()
+
+    def before_model(self, pg_collection: Any) -> None:
+        """Choose layers and virtual stages, now that Bridge has settled the recipe and is about to build its model."""
+        config = self._config
+        if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
+            return
+        if self._data is None:
+            self._data = self._exported(samples.context_of(config, pg_collection))
+        control = ControlGroup(timeout_s=self.timeout_s)
+        inputs = self._inputs_of([], control, data=self._data, iteration=0)
+        own = inputs.planner.layout.layers_per_stage
+        if file := control.broadcast_text(kept_config(config)):
+            split = layers_of_checkpoint(config, file) or own
+        else:
+            text = control.broadcast_text(control.run_on_all(partial(self._chosen, inputs, control)))
+            split = parse_layer_split(text, expected="numbers of layers")
+        if split != own:
+            self._resources.enter_context(laid_out(config, inputs.planner, split))
+
+    def _chosen(self, inputs: PlanInputs, control: ControlGroup) -> str:
+        """On rank 0, the layers of every virtual stage."""
+        if control.rank:
+            return ""
+        split, said = choose(self._config, inputs)
+        say(said)
+        return ",".join(map(str, split))
 
     def datasets(self, context: Any) -> tuple[Items | None, Items | None, Items | None]:
         """The iterators of the three splits, for Bridge, which asks for them once its process groups exist.
@@ -228,6 +260,8 @@ class PlannedRecipe:
         self._resources.callback(recorder.flush)
         if control.rank == 0:
             say(self._described(inputs, models))
+            if text := compared(inputs, config.model.seq_length):
+                say(text)
         make_batch = partial(bridge_batch, explicit_mask=takes_mask(models))
         return IterationRunner(steps, inputs.planner, required=required, make_batch=make_batch, seed=config.rng.seed)
 

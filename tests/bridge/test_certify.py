@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_right_run_is_exact(folder: Path, name: str) -> None:
     checks = compared(folder / name)
     assert [check.name for check in checks if not check.holds] == []
-    assert checks[1].error > 0, "orders of sums differ"
+    assert max(check.error for check in checks) > 0, "orders of sums differ"
     assert len(checks) == (4 if name == "half" else 2)
 
 

@@ -235,9 +235,7 @@ def test_models_with_adapters_are_planned_with_half_layers(tmp_path, capsys):
     batches.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": lengths}]}))
     sizes = "--model gpt --layers 3 --hidden-size 2048 --num-attention-heads 16 --vocab-size 32000 --peft lora"
     words = f"--batches {batches} --cost-model analytic {sizes} --device-memory-mb 40000 --pipeline-parallel 2"
-    assert (
-        main(["plan", *words.split(), *["--layers-per-stage", "auto", "--virtual-stages", "1", "--slices", "256"]]) == 0
-    )
+    assert main(["plan", *words.split(), *["--layers-per-stage", "auto", "--virtual-stages", "1"]]) == 0
     assert "layers per stage: 2.5,0.5" in capsys.readouterr().out
 
 

@@ -32,10 +32,13 @@ from megatron.core.utils import unwrap_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.bridge import certified as certify_worker
+from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import planned
+from megatron_dynapipe.bridge import run as bridge_run
 from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import BatchLayout
+from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
@@ -315,6 +318,7 @@ def train(
     calibrate_s: float = 0.0,
     forced: dict[str, Any] | None = None,
     multiple: int = 0,
+    layers: str = layer_choice.RECIPE,
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
@@ -329,6 +333,7 @@ def train(
         export: as `Kept`.
         forced: settings of plans in place of what is free to choose.
         multiple: of the lengths of rows, without plans; 0 for one length.
+        layers: as `planned`, or layers per stage in place of what would be chosen.
         layout: as `recipe`.
     """
     torch.cuda.set_device(rank)
@@ -343,7 +348,12 @@ def train(
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
-    with planned(config, None if own is not None else dataset, **given) as run, _counting() as seen:
+    given["layers"] = layers if layers in layer_choice.LAYERS else layer_choice.AUTO
+    with (
+        _chosen(layers),
+        _counting() as seen,
+        planned(config, None if own is not None else dataset, **given) as run,
+    ):
         run._inputs_of = partial(_forcing, run._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
@@ -367,6 +377,14 @@ def _forcing(inputs_of: Any, forced: dict[str, Any], *arguments: Any, **keywords
     layouts = forced.get("micro_batch_layouts")
     changed = forced | ({"micro_batch_layouts": tuple(map(BatchLayout, layouts))} if layouts else {})
     return msgspec.structs.replace(inputs, planner=msgspec.structs.replace(inputs.planner, **changed))
+
+
+def _chosen(layers: str) -> contextlib.AbstractContextManager[object]:
+    """Have a run's layers be these, where they are numbers."""
+    if layers in layer_choice.LAYERS:
+        return contextlib.nullcontext()
+    split = parse_layer_split(layers, expected="numbers of layers")
+    return mock.patch.object(bridge_run, "choose", return_value=(split, f"layers per stage: {layers}"))
 
 
 @contextlib.contextmanager

@@ -103,11 +103,6 @@ class ModelConfig:
         return not self.transformer_engine and self.attention is CoreAttention.MEGATRON
 
     @property
-    def cuts_samples(self) -> bool:
-        """Whether a GPT's attention takes pieces of samples."""
-        return self.attention is not CoreAttention.MEGATRON
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype
