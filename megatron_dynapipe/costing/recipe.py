@@ -10,12 +10,13 @@ _SAME = (
     *("make_vocab_size_divisible_by", "normalization", "qk_layernorm", "position_embedding_type", "add_qkv_bias"),
     *("attention_dropout", "hidden_dropout", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
     *("moe_shared_expert_intermediate_size", "num_query_groups", "hybrid_layer_pattern", "mtp_num_layers"),
-    *("context_parallel_size", "window_size"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("softmax_type", "window_size", "window_attn_skip_freq", "moe_shared_expert_gate", "context_parallel_size"),
 )
 NAMES = (
     *_SAME,
     *("num_moe_experts", "hybrid_override_pattern", "gated_linear_unit", "add_bias_linear", "bias_activation_fusion"),
-    "share_embeddings_and_output_weights",
+    *("share_embeddings_and_output_weights", "interleaved_attn_pattern", "attn_logit_softcapping"),
 )
 """Attributes of a recipe's model that are read."""
 
@@ -39,6 +40,10 @@ def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     flags = {name.replace("_", "-"): model[name] for name in _SAME if model.get(name) is not None}
     groups = model.get("num_query_groups")
+    if local := model.get("interleaved_attn_pattern"):  # Gemma 3's: as many layers with a window, then one without
+        flags["window-attn-skip-freq"] = local[0] + 1
+    elif model.get("attn_logit_softcapping"):  # Gemma 2's: every second
+        flags["window-attn-skip-freq"] = 2
     flags |= {
         "num-experts": model.get("num_moe_experts"),
         "group-query-attention": groups is not None and groups != model.get("num_attention_heads"),

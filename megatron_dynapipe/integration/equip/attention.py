@@ -59,13 +59,14 @@ class RowsCore:
         """[t, 1, heads × channels] of a row."""
         if row.cuts:
             key, value = self.kept_keys.keep(key, value, row.starts(), row.cuts)
-        starts = row.starts()
+        queries = query.split(row.lengths_q)
+        keys = key.split(row.lengths_kv)
+        values = value.split(row.lengths_kv)
         parts = []
-        for segment, length in enumerate(row.lengths_q):
-            if length:
-                place = slice(starts[segment], starts[segment] + length)
-                keys, values = self._with_earlier(segment, key[place], value[place], row)
-                parts.append(self.attend_segment(attend, query[place], keys, values, **keywords))
+        for segment, its in enumerate(queries):
+            if len(its):
+                joined = self._with_earlier(segment, keys[segment], values[segment], row)
+                parts.append(self.attend_segment(attend, its, *joined, **keywords))
         return torch.cat(parts)
 
     def _with_earlier(self, segment: int, key: Tensor, value: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
@@ -77,9 +78,10 @@ class RowsCore:
         return torch.cat([*keys, key]), torch.cat([*values, value])
 
     def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
-        """Causal attention whose last query sees all keys: an explicit mask, with which a window's mask joins."""
-        later = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-        return attend(query, key, value, later.triu(1 + len(key) - len(query))[None, None], **keywords)
+        """Attention with an explicit mask, which a window's own joins; causal, the last query sees all keys."""
+        hidden = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+        later = 1 + len(key) - len(query) if _is_causal(keywords) else len(key)
+        return attend(query, key, value, hidden.triu(later)[None, None], **keywords)
 
 
 class EngineRowsCore(RowsCore):
@@ -104,9 +106,13 @@ class EngineRowsCore(RowsCore):
 
     def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
         """By the mask's name, which hides from the bottom right where there are earlier keys."""
-        if len(query) != len(key):
+        if len(query) != len(key) and _is_causal(keywords):
             keywords |= {"attn_mask_type": AttnMaskType.causal_bottom_right}
         return attend(query, key, value, None, **keywords)
+
+
+def _is_causal(keywords: dict[str, Any]) -> bool:
+    return keywords.get("attn_mask_type") not in (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
 def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:

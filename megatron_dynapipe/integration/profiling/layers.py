@@ -304,7 +304,7 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         prepare=run_layer,
         prepare_row=lambda inputs, _targets: run_segments(make.row(inputs)),
         layers=chained,
-        prepare_piece=run_piece if model.cuts_samples else None,
+        prepare_piece=run_piece,
     )
 
 

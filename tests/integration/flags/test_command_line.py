@@ -121,7 +121,6 @@ REFUSED = {
     "--seq-length 60": "--seq-length to be a multiple of 8, got 60",
     "--seq-length 1048584 --max-position-embeddings 1048584": "--seq-length to be at most 1048576 (2^20 positions)",
     "--context-parallel-size 2": "--context-parallel-size cannot be used with DynaPipe: ",
-    "--dynapipe-attention megatron --dynapipe-layout packed": "Megatron's local attention takes no packed rows",
     "--apply-layernorm-1p": "and --transformer-impl local: PyTorch's norms have no weights around zero",
     "--optimizer sgd --use-distributed-optimizer": "Megatron divides the states of adam alone over replicas",
     "--load . --ckpt-step 5": "expected a checkpoint of --ckpt-step 5 in ., found none",
@@ -245,7 +244,7 @@ VALUES = [
     (
         "--train-iters 2 --dynapipe-attention megatron",
         "planner.micro_batch_layouts",
-        "(<BatchLayout.PADDED: 'padded'>,)",
+        "(<BatchLayout.PADDED: 'padded'>, <BatchLayout.PACKED: 'packed'>)",
     ),
 ]
 
