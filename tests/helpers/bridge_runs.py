@@ -351,7 +351,7 @@ def train(
         _counting() as seen,
         planned(config, None if own is not None else dataset, **given) as run,
     ):
-        run._inputs_of = partial(_forcing, run._inputs_of, forced or {})
+        run.host._inputs_of = partial(_forcing, run.host._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     assert run.inputs is not None
