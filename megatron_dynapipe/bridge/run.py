@@ -160,8 +160,7 @@ class Recipe(Host):
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
         """As Bridge's step functions take it."""
-        dataset = self._config.dataset
-        dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
+        self._config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         return partial(bridge_batch, explicit_mask=takes_mask(models))
 
     def about(self, inputs: PlanInputs, models: Sequence[nn.Module]) -> Mapping[str, str]:
