@@ -48,13 +48,17 @@ class Recipe(Host):
         config: the recipe, which still describes its own samples; Bridge settles it when training starts.
         dataset: a dataset folder; None for the recipe's own samples.
         costs: a cost model file; None computes costs.
-        chooses_layers: whether layers per stage and virtual stages are chosen by plans; else the recipe's stay.
+        chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+
+    Attributes:
+        gain: how plans are predicted beside packed rows, on the first rank; empty before the start.
     """
 
     loss_on: LossOn | None = None
+    gain = ""
 
     def __init__(
         self,
@@ -84,8 +88,8 @@ class Recipe(Host):
             cluster=cluster,
         )
         self._data = dataset
-        self.sources = self
         self._chooses_layers = chooses_layers
+        self.sources = self
         self.long_samples = long_samples
         self.store = store
         self.store_bind = store_bind
@@ -115,11 +119,10 @@ class Recipe(Host):
         if self._data is None:
             self._data = self._exported(context)
 
-    def laid_out(self, pg_collection: Any) -> AbstractContextManager[None]:
-        """Choose layers and virtual stages, now that Bridge has settled the recipe and is about to build its model.
+    def layout(self, pg_collection: Any) -> AbstractContextManager[None]:
+        """A block in which Bridge builds the model in the layers and virtual stages that are predicted fastest.
 
-        Returns:
-            The block for whose length the recipe has them.
+        Called when Bridge has settled the recipe and is about to build its model.
         """
         config = self._config
         if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
@@ -169,8 +172,9 @@ class Recipe(Host):
         planner = inputs.planner
         if self._is_first:
             say(self._described(inputs, models))
-            if text := compared(inputs, self._config.model.seq_length):
-                say(text)
+            self.gain = compared(inputs, self._config.model.seq_length)
+            if self.gain:
+                say(self.gain)
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         return {
             "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",
@@ -228,6 +232,10 @@ class PlannedRecipe(Run):
     host: Recipe
     _is_closed = False
 
+    def before_model(self, pg_collection: Any) -> None:
+        """Lay the model out that Bridge builds next, until the run is closed."""
+        self._resources.enter_context(self.host.layout(pg_collection))
+
     def datasets(self, context: Any) -> tuple[Items, Items | None, Items | None]:
         """The iterators of the three splits, for Bridge, which asks for them once its process groups exist.
 
@@ -237,13 +245,11 @@ class PlannedRecipe(Run):
         self.host.read_samples(context)
         return self.items(evaluated_splits(self.host.data))
 
-    def before_model(self, pg_collection: Any) -> None:
-        """Bridge is about to build its model."""
-        self.resources.enter_context(self.host.laid_out(pg_collection))
-
     def close(self) -> None:
         """Report, and end planners and threads, while the process groups still exist; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.print_report()
+            if self.host.gain:
+                say(self.host.gain)
             self.__exit__(None, None, None)

@@ -62,7 +62,6 @@ class Run:
         inputs: what plans are made from; None before the start.
         iterators: of the splits, by name; empty before the start.
         log: what the run says; None before the start.
-        resources: closed at the run's end, the last one first.
     """
 
     inputs: PlanInputs | None = None
@@ -73,7 +72,7 @@ class Run:
         self.timeout_s = host.sources.timeout_s
         self.clock = clock or StartClock()
         self.iterators: dict[str, AgreedIterator] = {}
-        self.resources = ExitStack()
+        self._resources = ExitStack()
         self._runner: IterationRunner | None = None
         self._supply: PlanSupply | None = None
         self._evaluated = Counter[str]()
@@ -87,7 +86,7 @@ class Run:
         if self.log is not None and (kind is None or issubclass(kind, SystemExit)):
             self.log.add_start(self.clock.finish("first iteration"))
             self.log.flush()  # the loop may have ended without a report: on notice, or early
-        self.resources.__exit__(kind, error, trace)
+        self._resources.__exit__(kind, error, trace)
 
     @property
     def latest(self) -> PlannedIteration | None:
@@ -116,9 +115,9 @@ class Run:
         steps = open_runner(
             control, inputs.planner, device=host.device, dtype=host.dtype, timeout_s=self.timeout_s, adds_up=False
         )
-        self.resources.callback(steps.close)
+        self._resources.callback(steps.close)
         replica = parallel_state.get_data_parallel_rank()
-        supply = self._supply = self.resources.enter_context(
+        supply = self._supply = self._resources.enter_context(
             PlanSupply(host.sources, control, inputs, device=host.device, replica=replica, stage=steps.stage)
         )
         self.iterators = {split.name: supply.iterator(split, required=required) for split in inputs.splits}
