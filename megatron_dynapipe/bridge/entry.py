@@ -9,9 +9,9 @@ from typing import Any
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import recipe, relied_on
-from megatron_dynapipe.bridge.layers import AUTO, LAYERS, changed
+from megatron_dynapipe.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
-from megatron_dynapipe.bridge.run import PlannedRecipe
+from megatron_dynapipe.bridge.run import PlannedRecipe, Recipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.integration.hooks import optimizer_patches
@@ -67,8 +67,7 @@ def planned(
             are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
-        layers: "auto" chooses layers per stage and virtual stages by plans, before the model is built; "recipe" keeps
-            the recipe's.
+        layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
         calibrate_s: seconds for which costs are measured instead, before the recipe's first run on such a machine.
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
         memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
@@ -81,22 +80,17 @@ def planned(
         report_folder: where logs, and samples of recipes, go.
 
     Raises:
-        ConfigError: the recipe asks for something that planned runs do not support, or a planned run is active.
+        ConfigError: planned runs do not support something in the recipe, or one is active.
         DataError: the dataset is missing, damaged, or of another tokenizer.
         UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
     """
     relied_on.check()
     check_recipe(config)
-    if layers not in LAYERS:
-        raise ConfigError(f"expected layers to be one of {', '.join(LAYERS)}, got {layers!r}")
-    folder = checked_dataset(config, dataset)
-    how = {"seconds": calibrate_s, "timeout_s": timeout_s, "report_folder": Path(report_folder)}
-    file = recipe.measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
-    run = PlannedRecipe(
+    host = Recipe(
         config,
-        dataset=folder,
-        costs=file,
-        chooses_layers=layers == AUTO,
+        dataset=checked_dataset(config, dataset),
+        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
+        chooses_layers=chooses(layers),
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
         cluster=cluster,
@@ -107,7 +101,7 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    with run, planning(config, run):
+    with PlannedRecipe(host) as run, planning(config, run):
         yield run
 
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel, LayerSplit, even_layer_split
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_layout, with_stages, without_stages
@@ -27,6 +27,13 @@ from megatron_dynapipe.tools.rivals.methods import Longest, predict
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+def chooses(layers: str) -> bool:
+    """Whether layers are chosen; raises ConfigError for a word that says neither."""
+    if layers not in LAYERS:
+        raise ConfigError(f"expected layers to be one of {', '.join(LAYERS)}, got {layers!r}")
+    return layers == AUTO
 
 
 def pattern_of(config: Any) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.bridge.capabilities import FREE, capabilities
-from megatron_dynapipe.bridge.layers import layers_of_recipe, pattern_of
+from megatron_dynapipe.bridge.layers import AUTO, layers_of_recipe, pattern_of
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
@@ -92,6 +92,13 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
     shape = ModelShape.of_megatron(megatron_arguments(recipe_flags(said)), ModelFamily.GPT, on_cpu=on_cpu)
     return msgspec.structs.replace(shape, adapters=adapters_of(config))
+
+
+def costs_file(config: Any, costs: str | Path, calibrate_s: float, **how: Any) -> Path | None:
+    """The cost model file that is named, or for "auto" that of measured costs; None where costs are computed."""
+    if costs != AUTO:
+        return Path(costs)
+    return measured_costs(config, option="calibrate_s=", seconds=calibrate_s, **how)
 
 
 def measured_costs(config: Any, **how: Any) -> Path | None:

@@ -3,7 +3,6 @@
 Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an environment that has Megatron-Bridge.
 """
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -12,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import msgspec
 import numpy as np
 import torch
 from megatron.bridge import AutoBridge
@@ -34,20 +31,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import planned
-from megatron_dynapipe.bridge import run as bridge_run
 from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import BatchLayout
-from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
-from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.kept_keys import KeptPiece
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 from tests.helpers.bridge_families import configuration
+from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
@@ -90,6 +83,7 @@ def recipe(
     pipeline: int = 1,
     tensor: int = 1,
     virtual: int | None = None,
+    still: bool = False,
     lora: str | None = None,
     dora: bool = False,
     save: str | None = None,
@@ -105,7 +99,8 @@ def recipe(
     Args:
         model: a HuggingFace folder.
         iterations: of training, in all.
-        pipeline, tensor, virtual: the layout.
+        pipeline, tensor, virtual: the layout; tensor-parallel ranks are sequence-parallel, too.
+        still: steps move nothing.
         lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
         dora: the adapters are DoRA's in place of LoRA's.
         save: where checkpoints are saved, and loaded from if there is one.
@@ -136,6 +131,8 @@ def recipe(
     config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
     _keep_short(config)
+    if still:
+        config.optimizer.lr = config.optimizer.min_lr = 0.0
     config.checkpoint.save = config.checkpoint.load = save
     config.checkpoint.save_interval = 2
     if lora is not None:
@@ -158,6 +155,7 @@ def _lay_out(provider: Any, pipeline: int, virtual: int | None, tensor: int) -> 
     provider.pipeline_model_parallel_size = pipeline
     provider.virtual_pipeline_model_parallel_size = virtual
     provider.tensor_model_parallel_size = tensor
+    provider.sequence_parallel = tensor > 1
 
 
 def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
@@ -244,10 +242,12 @@ class Kept(Callback):
             self._compare_exported(context.model)
 
     def _compare_exported(self, models: Any) -> None:
-        """Export the weights, and compute the logits of a few tokens there and here."""
+        """Export the weights, and on one rank compute the logits of a few tokens there and here."""
         import transformers
 
         AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
+        if torch.distributed.get_world_size() > 1:
+            return
         tokens = torch.arange(3, 3 + LENGTH)[None]
         there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
         with torch.no_grad():
@@ -320,6 +320,7 @@ def train(
     forced: dict[str, Any] | None = None,
     multiple: int = 0,
     layers: str = layer_choice.RECIPE,
+    broken: str = "",
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
@@ -334,6 +335,7 @@ def train(
         export: as `Kept`.
         forced: settings of plans in place of what is free to choose.
         multiple: of the lengths of rows, without plans; 0 for one length.
+        broken: as `fault`.
         layers: as `planned`, or layers per stage in place of what would be chosen.
         layout: as `recipe`.
     """
@@ -351,11 +353,12 @@ def train(
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
     given["layers"] = layers if layers in layer_choice.LAYERS else layer_choice.AUTO
     with (
-        _chosen(layers),
-        _counting() as seen,
+        chosen(layers),
+        fault(broken),
+        counting() as seen,
         planned(config, None if own is not None else dataset, **given) as run,
     ):
-        run._inputs_of = partial(_forcing, run._inputs_of, forced or {})
+        run.host._inputs_of = partial(forcing, run.host._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     assert run.inputs is not None
@@ -370,40 +373,6 @@ def train(
     }
     of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
     return kept.kept() | of_rows | counted | {"seen": dict(seen)}
-
-
-def _forcing(inputs_of: Any, forced: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
-    """What plans are made from, with settings that leave them no choice."""
-    inputs = inputs_of(*arguments, **keywords)
-    layouts = forced.get("micro_batch_layouts")
-    changed = forced | ({"micro_batch_layouts": tuple(map(BatchLayout, layouts))} if layouts else {})
-    return msgspec.structs.replace(inputs, planner=msgspec.structs.replace(inputs.planner, **changed))
-
-
-def _chosen(layers: str) -> contextlib.AbstractContextManager[object]:
-    """Have a run's layers be these, where they are numbers."""
-    if layers in layer_choice.LAYERS:
-        return contextlib.nullcontext()
-    split = parse_layer_split(layers, expected="numbers of layers")
-    return mock.patch.object(bridge_run, "choose", return_value=(split, f"layers per stage: {layers}"))
-
-
-@contextlib.contextmanager
-def _counting() -> Iterator[collections.Counter[str]]:
-    """Counts what planned passes do that others do not."""
-    seen: collections.Counter[str] = collections.Counter()
-
-    def counting(name: str, method: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            seen[name] += 1
-            return method(*arguments, **keywords)
-
-        return call
-
-    with contextlib.ExitStack() as patched:
-        for owner, name in ((WeightHalves, "leave"), (KeptPiece, "read"), (KeptPiece, "add")):
-            patched.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
-        yield seen
 
 
 def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:

@@ -16,12 +16,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.equip.subclass import become
 from megatron_dynapipe.integration.equip.told import Channel
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.engine_attention import has_fused_kernel
 from megatron_dynapipe.integration.models.kept_keys import KeptKeys
 from megatron_dynapipe.integration.models.packed_attention import attend_pieces_in_kernel
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
@@ -85,13 +87,36 @@ class RowsCore:
 
 
 class EngineRowsCore(RowsCore):
-    """Transformer Engine's: one call in its format "thd", or, in fp32, for which that has no kernel, one a sample."""
+    """Transformer Engine's: one call in its format "thd" where that has a fused kernel, else one a sample.
+
+    Without a kernel it would compute all scores of the row, in fp32 nothing.
+
+    Attributes:
+        config: the layer's.
+        window_size: of this layer's own, which some models have in every other layer.
+    """
+
+    config: TransformerConfig
+
+    def has_kernel(self, query: Tensor, key: Tensor, value: Tensor, mask: str) -> bool:
+        """Whether there is one for rows of heads like these [t, 1, heads, channels]; says once where there is none."""
+        if query.element_size() != HALF:
+            return False
+        special: dict[str, Any] = {}
+        if value.size(-1) != query.size(-1):
+            special["head_dim_v"] = value.size(-1)
+        if (window := getattr(self, "window_size", None)) not in (None, (-1, 0), (-1, -1)):
+            special["window_size"] = tuple(window)
+        if self.config.softmax_type != "vanilla":
+            special["softmax_type"] = self.config.softmax_type
+        sizes = query.size(-2), key.size(-2), query.size(-1)
+        return has_fused_kernel(*sizes, query.dtype, mask, instead="samples are attended to one by one", **special)
 
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
     ) -> Tensor:
         """As `RowsCore`."""
-        if query.element_size() != HALF:
+        if not self.has_kernel(query, key, value, _mask_name(row, keywords)):
             return super().attend_row(attend, query, key, value, row, **keywords)
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if row.cuts:
@@ -127,8 +152,12 @@ def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:
         max_seqlen_q=row.max_seqlen_q,
         max_seqlen_kv=row.max_seqlen_kv,
     )
-    mask = types.SimpleNamespace(name="padding_causal_bottom_right") if row.has_prefix else keywords["attn_mask_type"]
+    mask = types.SimpleNamespace(name=_mask_name(row, keywords))
     return {"packed_seq_params": row_in_thd, "attn_mask_type": mask}
+
+
+def _mask_name(row: PackedRow, keywords: dict[str, Any]) -> str:
+    return "padding" + "_causal" * _is_causal(keywords) + "_bottom_right" * row.has_prefix
 
 
 class SdpaRowsCore(RowsCore):

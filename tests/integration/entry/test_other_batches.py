@@ -19,21 +19,20 @@ SAMPLES = 60
 
 def samples_trained(*, rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
     """What a start says, and the samples of each of its iterations."""
-    from megatron_dynapipe.integration.entry.session import Session
+    from megatron_dynapipe.integration.run.run import Run
     from megatron_dynapipe.report import timeline
 
     iterations: list[list[int]] = []
-    forward_backward = Session.forward_backward
+    forward_backward = Run.forward_backward
 
-    def noting(session: Session, **keywords: Any) -> Any:
-        reports = forward_backward(session, **keywords)
-        assert session._log is not None
-        trained = session._log.latest
+    def noting(run: Run, **keywords: Any) -> Any:
+        reports = forward_backward(run, **keywords)
+        trained = run.latest
         assert trained is not None
         iterations.append([sample for batch in trained.entry.micro_batches for sample in batch.sample_ids])
         return reports
 
-    Session.forward_backward = noting  # type: ignore[method-assign,assignment]
+    Run.forward_backward = noting  # type: ignore[method-assign,assignment]
     timeline.draw = lambda panels, path: path
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
