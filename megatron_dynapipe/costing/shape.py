@@ -9,27 +9,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-<<<<<<< HEAD
 from megatron_dynapipe.core.costs import Floats
-from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import ModelFamily, round_up
-from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
-from megatron_dynapipe.costing.attention import Latent, Window
-from megatron_dynapipe.costing.hugging_face import megatron_flags
-from megatron_dynapipe.costing.pattern import EXPERTS, evaluated, expert_modules
-
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-_AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
-=======
 from megatron_dynapipe.core.errors import ConfigError, check_fields
 from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
-from megatron_dynapipe.costing.hugging_face import MOST_LAYERS, MOST_SIZE, megatron_flags
-from megatron_dynapipe.costing.pattern import EXPERTS, expert_modules
+from megatron_dynapipe.costing.attention import Latent, Window
+from megatron_dynapipe.costing.hugging_face import MOST_SIZE, megatron_flags
+from megatron_dynapipe.costing.pattern import EXPERTS, evaluated, expert_modules
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_SIZE)]
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
->>>>>>> equip
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,30 +79,6 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[in
     return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
 
 
-<<<<<<< HEAD
-=======
-def _evaluated(text: str) -> Any:
-    """The value of lists of numbers, added and multiplied; None where it is something else."""
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
-                return number
-            case ast.List(elts=elements):
-                return [value(element) for element in elements]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
-                return (value(left) * value(right))[:MOST_LAYERS]
-        raise TypeError
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError):
-        return None
-
-
->>>>>>> equip
 def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
     """Fields of `ModelShape` besides the family, as Megatron's arguments say them.
 

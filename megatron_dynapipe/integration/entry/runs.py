@@ -23,20 +23,10 @@ from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
-<<<<<<< HEAD
-from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
-from megatron_dynapipe.integration.entry.session import Session
-from megatron_dynapipe.integration.entry.start_clock import StartClock
-from megatron_dynapipe.integration.equip.experts import equip_experts
-from megatron_dynapipe.integration.equip.labels import for_all_positions
-from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
-from megatron_dynapipe.integration.execution.task_losses import with_task_sums
-=======
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
+from megatron_dynapipe.integration.equip.experts import equip_experts
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import gpt_step, t5_step
->>>>>>> equip
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -79,25 +69,17 @@ def gpt_run(
     layout = config.planner.layout
     if config.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
-<<<<<<< HEAD
-        set_stages(args, run.planner.layout.layers_per_stage)
-    session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
-    layout = run.planner.layout
-    build = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
+        set_stages(args, layout.layers_per_stage)
+    run = run_type(Script(config, args), clock=clock)
+    model = config.model
+    build = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
 
     def provider(**stage: Any) -> Any:
         chunk = build(**stage)
         equip_experts([chunk], saved=True)
         return chunk
 
-    return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
-=======
-        set_stages(args, layout.layers_per_stage)
-    run = run_type(Script(config, args), clock=clock)
-    model = config.model
-    provider = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
     return run, _pretrain_arguments(args, run, _agreeing(provider, flags, config), gpt_step)
->>>>>>> equip
 
 
 RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
