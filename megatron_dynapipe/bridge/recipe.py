@@ -26,7 +26,7 @@ from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
-from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
+from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -109,8 +109,9 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
     if not how["seconds"]:
         return None
     device = machine.processor_and_cores() if cpu.is_enabled() else torch.cuda.get_device_name()
-    flags = str(measured_flags(config.to_dict()))
-    causes = {"flags": flags, "adapters": described(adapters_of(config)), "device": device}
+    saved = config.to_dict()
+    causes = {name: str(saved.get(name)) for name in ("model", "mixed_precision")}
+    causes |= {"adapters": described(adapters_of(config)), "device": device}
     modes = recompute_modes(config)
     shared = of_model(config).tensor_model_parallel_size
     with tempfile.TemporaryDirectory() as folder:

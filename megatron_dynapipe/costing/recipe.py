@@ -21,15 +21,13 @@ NAMES = (
 """Attributes of a recipe's model that are read."""
 
 
-_WITHOUT = {
-    "apply_rope_fusion": "no-rope-fusion",
-    "masked_softmax_fusion": "no-masked-softmax-fusion",
-    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
-    "bias_dropout_fusion": "no-bias-dropout-fusion",
-}
-"""Flags by attributes of a recipe's model that are false."""
-_KERNELS = ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "sequence_parallel", "moe_grouped_gemm")
-"""Attributes that decide how layers are computed, and have flags of their names."""
+_SIZES = (
+    *("hidden-size", "num-layers", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size", "seq-length"),
+    *("group-query-attention", "num-query-groups", "attention-dropout", "hidden-dropout", "num-experts"),
+    *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-shared-expert-intermediate-size"),
+    *("max-position-embeddings", "hybrid-layer-pattern", "untie-embeddings-and-output-weights"),
+)
+"""Flags that say how large layers are; what else they have, the recipe's provider knows."""
 
 
 def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's flags under which Megatron builds the layers of a recipe, to be measured.
+    """A run's flags of the sizes and the precision of a recipe's layers, which its provider builds to be measured.
 
     Args:
         recipe: its saved YAML.
@@ -76,13 +74,13 @@ def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "expected a recipe with model.vocab_size, got one without", hint="set config.model.vocab_size"
         )
-    flags = recipe_flags(model)
-    flags |= {flag: True for name, flag in _WITHOUT.items() if not model.get(name, True)}
-    flags |= {name.replace("_", "-"): model[name] for name in _KERNELS if model.get(name)}
+    of_model = recipe_flags(model)
+    flags: dict[str, Any] = {name: of_model[name] for name in _SIZES if name in of_model}
+    flags |= {"disable-bias-linear": True, "sequence-parallel": bool(model.get("sequence_parallel"))}
     mixed = recipe.get("mixed_precision") or model
     halves = [name for name in ("bf16", "fp16") if (name in mixed if isinstance(mixed, str) else mixed.get(name))]
     return {
-        **flags,
+        **{name: value for name, value in flags.items() if value is not False},
         **dict.fromkeys(halves, True),
         "global-batch-size": recipe["train"]["global_batch_size"],
         "calculate-per-token-loss": True,

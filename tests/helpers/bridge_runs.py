@@ -71,6 +71,7 @@ _OF_EXPERTS = {
     "moe_router_load_balancing_type": "none",
     "moe_router_enable_expert_bias": False,
     "mtp_num_layers": None,
+    "make_vocab_size_divisible_by": 128,
 }
 """Of a model's experts: kernels that are rehearsed, and no terms."""
 
