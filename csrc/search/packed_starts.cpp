@@ -268,7 +268,8 @@ bool Starts::build(int64_t size, size_t fastest) {
         }
         if (std::pair{done, members} == before && (level != kLevels[0] || fastest > 0)) continue;
         for (int64_t width : kWidths) {
-            if (width > 1 && (fastest > 0 || std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end()))
+            if (width > 1 && (fastest > 0 ||
+                              std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end()))
                 break;
             rows(size, width, fastest > 0 ? found_.without_fastest : found_.rows);
         }

@@ -95,8 +95,8 @@ Solution Search::assigned(const MicroBatches& batches) {
 
 // Of those that are not much longer than `most`. Those of at most `filled` rows that are not are tried with fuller
 // stages.
-std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
-                                     const PackedStarts& packed, int64_t most, int64_t filled) {
+std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed,
+                                     int64_t most, int64_t filled) {
     std::vector<Solution> solutions;
     int64_t least = most;
     bool ahead = false;  // a start has to be faster than the best so far
