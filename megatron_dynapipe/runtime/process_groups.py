@@ -144,10 +144,11 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
 def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
     """Have operations of all groups of this rank fail after `timeout_s` in the block, after `otherwise_s` behind it."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # until PyTorch 2.14
 
     def bound(seconds: float) -> None:
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            set_timeout(datetime.timedelta(seconds=seconds), group)
 
     bound(min(timeout_s, otherwise_s))
     try:
