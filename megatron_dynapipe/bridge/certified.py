@@ -69,7 +69,7 @@ class Certified:
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
         """In place of `entry.planning`: the block of the recipe's script, at whose end the process ends."""
         self._settle(config)
-        run.report_folder = self.folder / "report"
+        run.host.report_folder = self.folder / "report"
         originals = Originals()
         originals.install([relied_on.step_recorder(self._record)])
         try:
@@ -101,8 +101,8 @@ class Certified:
 
         def datasets(context: DatasetBuildContext) -> tuple[Any, Any, Any]:
             run.datasets(context)  # where they are the recipe's own, their folder is written
-            split = splits_of(config, run.long_samples, run.data, int(self.role != BEGIN))[0]
-            return single_rows(run.data, split), None, None
+            split = splits_of(config, run.host.long_samples, run.host.data, int(self.role != BEGIN))[0]
+            return single_rows(run.host.data, split), None, None
 
         try:
             with entry.per_token(config), entry.changed(config, dataset=entry.PlannedDataset(datasets)):
