@@ -29,11 +29,9 @@ class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no ty
     """A run's samples, as the recipe names them to Bridge while the run lasts.
 
     Attributes:
-        enable_in_batch_packing: whether rows may be packed; set when the model is known.
-        skip_getting_attention_mask_from_dataset: whether attention is causal by itself; likewise.
+        skip_getting_attention_mask_from_dataset: whether attention is causal by itself; set when the model is known.
     """
 
-    enable_in_batch_packing = False
     skip_getting_attention_mask_from_dataset = True
 
     def __init__(self, datasets: Callable[[DatasetBuildContext], Iterators]) -> None:

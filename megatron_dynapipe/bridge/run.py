@@ -16,10 +16,9 @@ from torch import nn
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
-from megatron_dynapipe.bridge.recipe import batch_layouts, device_of_rank, evaluated_splits, plan_inputs, state_dtype
+from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -128,10 +127,7 @@ class Recipe(Host):
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
         """As Bridge's step functions take it."""
-        dataset = self._config.dataset
-        # Stages in the middle read where packed samples lie, and Bridge asks them for it where its dataset says so.
-        dataset.enable_in_batch_packing = BatchLayout.PACKED in batch_layouts(models)
-        dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
+        self._config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         return partial(bridge_batch, explicit_mask=takes_mask(models))
 
     def about(self, inputs: PlanInputs, models: Sequence[nn.Module]) -> Mapping[str, str]:
@@ -152,12 +148,16 @@ class Recipe(Host):
             say(f"iteration {number} planned:{plan()}")
 
     def _described(self, inputs: PlanInputs, models: Sequence[torch.nn.Module]) -> str:
-        """What is planned, and what is left out as the recipe's model lacks it, in one line."""
-        allowed = ", ".join(inputs.planner.micro_batch_layouts)
+        """What is planned, in one line."""
+        planner = inputs.planner
+        also = [
+            *(["pieces of samples"] if planner.may_cut else []),
+            *(["divided backward passes"] if planner.effective_split_backward != "off" else []),
+            *(["heads on labels alone"] if inputs.splits[0].sampler.labels else []),
+        ]
         return (
-            f"planned iterations of {_kinds(models)}: {allowed} micro-batches, recomputation"
-            f" {', '.join(inputs.planner.recompute)}; not in a recipe's model: pieces of samples, half layers, divided"
-            " backward passes, the head on labels alone"
+            f"planned iterations of {_kinds(models)}: {', '.join(planner.micro_batch_layouts)} micro-batches,"
+            f" recomputation {', '.join(planner.recompute)}{''.join(f', {what}' for what in also)}"
         )
 
     def _exported(self, context: Any) -> Path:

@@ -18,8 +18,8 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
+from megatron_dynapipe.integration.equip.labels import for_all_positions
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.row_injection import RowInjection
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, check_losses, gpt_batch
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
 from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
@@ -120,13 +120,12 @@ class Checkout(Script):
 
     That script takes a batch on the first tensor-parallel rank and broadcasts it, with the attention mask if
     `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it besides: that of the branch
-    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`RowInjection`).
+    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`equip.labels`).
     """
 
     def __init__(self, config: RunConfig, args: argparse.Namespace) -> None:
         super().__init__(config, args)
         self._masked: bool = args.create_attention_mask_in_dataloader
-        self._rows = RowInjection()
 
     def required(self, models: Sequence[nn.Module]) -> RequiredFields:
         """Of the whole rank: its script reads a batch once for all chunks."""
@@ -137,10 +136,10 @@ class Checkout(Script):
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
         """With what is broadcast in one piece."""
-        made = partial(gpt_batch, explicit_mask=self._masked, row_format=self.config.model.row_format)
+        made = partial(gpt_batch, explicit_mask=self._masked)
 
         def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
-            batch = made(host, device)
+            batch = for_all_positions(made(host, device))
             mask = batch["attention_mask"]
             if mask is not None:
                 mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
@@ -151,8 +150,8 @@ class Checkout(Script):
         return broadcastable
 
     def wrapped(self, step: ForwardStep) -> ForwardStep:
-        """The script's own step function, for labelled rows, with losses by task."""
-        return with_task_sums(self._rows.wrap(step))
+        """The script's own step function, with losses by task."""
+        return with_task_sums(step)
 
     def check(self, losses: Sequence[dict[str, Tensor]]) -> None:
         """The script's own step function does."""

@@ -21,9 +21,9 @@ from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
 from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.entry.script import ScriptRun
+from megatron_dynapipe.integration.equip.attention import has_engine_attention
 from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
 from megatron_dynapipe.integration.models.experts import finish_iteration, forget_iteration, routers_of
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
@@ -54,7 +54,7 @@ def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Te
     shape = Shape(1, inputs.size(1), length)
     s = torch.tensor([inputs.size(1)], dtype=torch.int32, device=device)
     t = torch.tensor([length], dtype=torch.int32, device=device)
-    attention = padded_attention(shape, s, t, RowFormat.of([model]))
+    attention = padded_attention(shape, s, t, engine=has_engine_attention([model]))
     losses = model(T5StageInputs(tokens=inputs, decoder_tokens=tokens, labels=labels, **attention))
     return losses
 
