@@ -26,12 +26,12 @@ def attend(device: torch.device) -> None:
     On a device without the kernel, PyTorch works out the results' shapes alone ("meta"), by the same checks.
     """
     from megatron_dynapipe.integration.models.packed_attention import attend_in_kernel, has_kernel
-    from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
+    from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, self_row
 
     place = device if has_kernel(device) else torch.device("meta")
     segments = RowSegments.of([0, 2, 6], 6)
     offsets, positions = segments.offsets.to(place), segments.positions.to(place)
-    row = self_row(DeviceSegments(host=segments, offsets=offsets, positions=positions), RowFormat.LOCAL)
+    row = self_row(DeviceSegments(host=segments, offsets=offsets, positions=positions))
     query, key = (
         torch.ones(6, heads, CHANNELS, dtype=torch.bfloat16, device=place, requires_grad=True)
         for heads in (HEADS, GROUPS)

@@ -28,7 +28,7 @@ KERNEL_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes that FlashAttention has."""
 LEAST_CAPABILITY, HOPPER = (8, 0), 9
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """What allows fewer groups of keys than heads of queries; before PyTorch 2.12 the kernel takes them unasked."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -134,7 +134,7 @@ def attend_by_sample(
             piece = query[places], key[places], value[places]
             if scale is not None and not query.is_cuda:
                 before = kept.before(row.cuts[group.apart])
-                attended.append(_OverParts.apply(scale, *piece, before))  # type: ignore[no-untyped-call]
+                attended.append(_OverParts.apply(scale, *piece, before))
             else:
                 attended.append(_attend_piece(*piece, row, group.apart, kept, attend))
             continue

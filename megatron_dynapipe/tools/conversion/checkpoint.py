@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dynapipe.core.errors import ConfigError
