@@ -39,7 +39,7 @@ from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer,
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
-_RECIPE = 2
+_RECIPE = 3
 """Raised when the same sources and settings give another dataset."""
 _AHEAD = 2
 """Blocks on their way to or from each worker."""
@@ -284,6 +284,7 @@ def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tok
     for reason, count in meta.skipped.items():
         yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
         yield from (f"  {error}" for error in staging.errors.get(Skipped(reason), ()))
+    yield from (f"{name}, which the template does not write: {count}" for name, count in meta.not_written.items())
     yield from (f"{remark}: {count}" for remark, count in sorted(staging.remarks.items()))
     if tokenizer.pad_token_id is None:
         yield (
