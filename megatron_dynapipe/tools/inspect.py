@@ -155,7 +155,7 @@ def statistics_table(statistics: Mapping[str, Any], *, sort: str = "task") -> st
         lines.append(f"{_name(row['task'], width):<{width}}{counts}{f'{row["longer"]:>8}' if longer else ''}{cells}")
     if longer:
         lines.append(f"longer: samples of more than {most} tokens, input and target together")
-    lines += [f"not written: {name}: {count}" for name, count in statistics["not_written"].items()]
+    lines += [f"not written: {name}: {count}" for name, count in statistics.get("not_written", {}).items()]
     return "\n".join(lines)
 
 

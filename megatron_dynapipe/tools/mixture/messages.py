@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 ROLE_OF_MODEL = "assistant"
+CONTENT = "content"
 MASKED = "masked"
 SWITCHES = ("weight", "loss", "train", "trainable", "training", "train_on_turn", "loss_scale", MASKED)
 """Keys of a message that say whether it is learned: 1 or true, 0 or false; the last one says the opposite."""
@@ -56,7 +57,7 @@ class Conversation:
     """One conversation.
 
     Attributes:
-        messages: with role, as a rule content (a text, or a list of parts that hold one), and all else that the row has.
+        messages: with role, as a rule content (a text, or a list of parts that hold one), and all else of the row.
         tools: what the model may call, as the template reads them; None without.
         answers: places of the messages that are to be learned.
         others: messages of other roles that are marked to be learned, which none is.
@@ -89,7 +90,9 @@ class Conversation:
         return roles.index(False) if False in roles else len(roles)
 
 
-def conversation_of(parts: Sequence[Any], *, system: Any = None, roles: Mapping[str, str] | None = None) -> Conversation:
+def conversation_of(
+    parts: Sequence[Any], *, system: Any = None, roles: Mapping[str, str] | None = None
+) -> Conversation:
     """A row's conversation; raises RowError where it is none.
 
     Args:
@@ -160,7 +163,7 @@ def _with_system(conversation: Conversation, system: Any) -> Conversation:
 def _message(at: int, row: dict[str, Any], roles: Mapping[str, str]) -> Message:
     message = {key: value for key, value in row.items() if value is not None}
     if is_sharegpt := "role" not in message and "from" in message:
-        message = {"role": message.pop("from"), **{"content" if key == "value" else key: message[key] for key in message}}
+        message = {{"from": "role", "value": CONTENT}.get(key, key): value for key, value in message.items()}
     name = message.get("role")
     if not isinstance(name, str):
         raise RowError(f"message {at}: expected a role, got {', '.join(sorted(message)) or 'nothing'}")

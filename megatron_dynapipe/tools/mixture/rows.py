@@ -304,7 +304,7 @@ def table_blocks(
     name: str,
     tables: Iterator[Any],
     needed: Collection[str] = (),
-    drops_nulls: bool = False,  # noqa: FBT001, FBT002
+    drops_nulls: bool = False,
     *,
     bytes_per_row: float = 0.0,
 ) -> Iterator[Block]:
@@ -334,10 +334,13 @@ def _rows_of_table(name: str, table: Any, needed: Collection[str], *, drops_null
         plain = _plain(field.type, drops_nulls=drops_nulls)
         values = table[field.name].to_pylist()
         try:
-            columns[field.name] = values if plain is None else [value if value is None else plain(value) for value in values]
+            if plain is not None:
+                values = [value if value is None else plain(value) for value in values]
         except ValueError as error:
             if field.name in needed:
                 raise DataError(f"{name}: expected text in the column {field.name}: {error}") from error
+        else:
+            columns[field.name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -9,7 +9,7 @@ tasks:
     weight: 2
   - name: conversations
     source: chats.parquet
-    messages: messages                         or [prompt, completion]; the tokenizer's chat template; loss on the assistant's turns
+    messages: messages                         or [prompt, completion]; the tokenizer's chat template writes them
   - name: prose
     source: books.jsonl.zst
     text: text                                 next token, or objective: span_corruption

@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import jinja2
 import jinja2.sandbox
@@ -19,7 +20,7 @@ MOST_SECONDS = 10.0
 """Of a core's time, for a row."""
 MOST_BYTES = 1_000_000_000
 """Of memory, for a row."""
-_AGAIN_SECONDS = 0.1
+_AGAIN_SECONDS = 1.0
 """The alarm rings again, since a filter may take the first one for an error of its own."""
 _RANDOM = "random"
 
@@ -51,14 +52,17 @@ def bounded() -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGPROF, _ring)
-    _rings = True
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_most_memory(soft, hard), hard))
-        begin_row()
-        yield
+        _rings = True
+        try:
+            begin_row()
+            yield
+        finally:  # an alarm that rings just here does not keep what follows from being done
+            _rings = False
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
         _rings = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -73,12 +77,12 @@ _rings = False
 
 
 def _ring(*_: object) -> None:
-    raise OverflowError(f"it takes more than {MOST_SECONDS:g} s")
+    if _rings:
+        raise OverflowError(f"it takes more than {MOST_SECONDS:g} s")
 
 
 def _most_memory(*limits: int) -> int:
     """What the process may have of addresses: what it has, and a row's; no more than it was allowed."""
-    with open("/proc/self/statm", "rb") as status:
-        pages = int(status.read().split()[0])
+    pages = int(Path("/proc/self/statm").read_bytes().split()[0])
     allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return min([pages * os.sysconf("SC_PAGE_SIZE") + MOST_BYTES, *allowed])

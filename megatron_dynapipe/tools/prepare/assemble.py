@@ -236,13 +236,12 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
 
 def _mostly_empty(staging: Staging, mixture: Mixture) -> Counter[str]:
     """The columns that a template names and that are empty in most rows of their entry."""
-    return Counter(
-        {
-            f"rows of {mixture.tasks[entry].name or mixture.tasks[entry].task_column} in which {column!r} is empty": count
-            for (entry, column), count in staging.empty.items()
-            if count > staging.entries[entry] / 2
-        }
-    )
+    mostly = Counter[str]()
+    for (entry, column), count in staging.empty.items():
+        if count > staging.entries[entry] / 2:
+            spec = mixture.tasks[entry]
+            mostly[f"rows of {spec.name or spec.task_column} in which {column!r} is empty"] = count
+    return mostly
 
 
 def _pieces(count: int) -> Iterator[slice]:

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from megatron_dynapipe.tools.mixture.messages import (
+    CONTENT,
     KNOWN,
     ROLES,
     THOUGHTS,
@@ -27,7 +28,7 @@ from megatron_dynapipe.tools.mixture.spec import TaskSpec, Turns
 from megatron_dynapipe.tools.prepare.forms import forms
 from megatron_dynapipe.tools.prepare.rendering import Rendered, Rendering
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer
-from megatron_dynapipe.tools.prepare.written import CALLS, CONTENT, Reading, with_marks
+from megatron_dynapipe.tools.prepare.written import CALLS, Reading, with_marks
 
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<(?P<tag>[\w:|]*think\w*)>\s*</(?P=tag)>|</think>)\s*")
 _CLOSES = "</think>"
@@ -164,7 +165,11 @@ class ChatTemplate:
         """What is marked of an answer, whose conversation is written up to it."""
         messages = conversation.messages
         before = _common(self._render(conversation, messages[:at])[0], whole) if at else 0
-        marked = [(first, end) for first, end in marks if before <= first < end <= len(whole)]
+        marked: Spans = []
+        for first, end in marks:
+            if max(first, before) < end <= len(whole):
+                touches = bool(marked) and marked[-1][1] == first
+                marked.append((marked.pop()[0] if touches else first, end))
         self._check(at, messages[at], "".join(whole[first:end] for first, end in marked))
         return marked
 
@@ -182,10 +187,12 @@ class ChatTemplate:
 
     def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered]:
         """The conversation in the form of which its template writes most, and what it writes."""
-        reads_thoughts = self._render.reads(THOUGHTS[0], conversation.tools is not None)
+        has_tools = conversation.tools is not None
+        reads_thoughts = self._render.reads(THOUGHTS[0], has_tools)
+        has_tags = _CLOSES in self._render.source(has_tools)
         best: tuple[int, Conversation, Rendered] | None = None
         refused: TemplateError | None = None
-        for messages in forms(conversation.messages, reads_thoughts=reads_thoughts):
+        for messages in forms(conversation.messages, reads_thoughts=reads_thoughts, has_tags=has_tags):
             formed = replace(conversation, messages=messages)
             try:
                 whole = self._render(formed, messages, marked=True)
@@ -293,7 +300,8 @@ class ChatTemplate:
             self.remarks[OTHERS] += conversation.others
         has_tools = conversation.tools is not None
         if self._render.asks_date(has_tools):
-            self.remarks[f"conversations with {self._render.date} as today's date, for which the chat template asks"] += 1
+            date = self._render.date
+            self.remarks[f"conversations with {date} as today's date, for which the chat template asks"] += 1
         if unset := self._render.unset(conversation):
             names = ", ".join(unset)
             self.remarks[f"conversations in which the chat template's own default stands for {names}"] += 1

@@ -183,7 +183,7 @@ class Encoder:
             for place, piece in enumerate(pieces(tokens, spec.length, least) if len(tokens) else [tokens]):
                 digest = _digest(name, text, str(place))
                 if len(piece) < least:
-                    taught = Taught(Part(()), Part(()))
+                    taught = Taught(Part(piece[:1]), Part(()))
                 elif is_next:
                     taught = Taught(Part(piece[:1]), ends.target(piece[1:], ends=False))
                 else:

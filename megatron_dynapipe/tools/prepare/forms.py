@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_dynapipe.tools.mixture.messages import ROLE_OF_MODEL, Message, text_of, thought_of
-from megatron_dynapipe.tools.prepare.written import CALLS, CONTENT
+from megatron_dynapipe.tools.mixture.messages import CONTENT, ROLE_OF_MODEL, Message, text_of, thought_of
+from megatron_dynapipe.tools.prepare.written import CALLS
 
 _THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>\n*", re.DOTALL)
 """A thought at the beginning of a content; the tag that opens it may be the prompt's."""
@@ -22,12 +22,17 @@ Change = Callable[[Message], Message | None]
 """Another form of a message; None where it has no other."""
 
 
-def forms(messages: list[Message], *, reads_thoughts: bool) -> Iterator[list[Message]]:
-    """The messages in each form that they may have; where a template reads thoughts, content's own are moved first."""
-    moves = any(found[1].strip() for message in messages if (found := _thought_in(message)))
+def forms(messages: list[Message], *, reads_thoughts: bool, has_tags: bool) -> Iterator[list[Message]]:
+    """The messages in each form that they may have.
+
+    Args:
+        messages: as the row has them.
+        reads_thoughts: whether the template reads thoughts under a key of their own.
+        has_tags: whether it writes them between <think> and </think>; if not, those in a content are moved first.
+    """
     changes = [*([_thought] if reads_thoughts else []), _role, _joined, _in_parts, _null, _blank, _arguments]
     changes = [change for change in changes if any(map(change, messages))]
-    options = ((change, None) if change is _thought and moves else (None, change) for change in changes)
+    options = ((change, None) if change is _thought and not has_tags else (None, change) for change in changes)
     for chosen in itertools.product(*options):
         yield [_formed(message, chosen) for message in messages]
 

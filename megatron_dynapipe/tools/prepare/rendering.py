@@ -133,13 +133,26 @@ class Rendering:
             parsed = environment.parse(_TAGS_OF_MARKS.sub("", self.source(has_tools)))
         except jinja2.TemplateError:  # said by the one that renders it
             return frozenset()
-        stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx != "load"}
-        tests = parsed.find_all((nodes.Test, nodes.Filter))
-        asked = {test.node.name for test in tests if test.name in _ASKS and isinstance(test.node, nodes.Name)}
-        names = jinja2.meta.find_undeclared_variables(parsed) - (stored - asked)
+        own = _stored(parsed)
+        for node in parsed.find_all((nodes.If, nodes.Assign)):
+            asks = node.test if isinstance(node, nodes.If) else node
+            own -= _asked(asks) & _stored(node)
+        names = jinja2.meta.find_undeclared_variables(parsed) - own
         return frozenset(names - _ALWAYS_THERE - self._special.keys() - environment.globals.keys())
 
     def _reads(self, key: str, has_tools: bool) -> bool:
         """Whether the template names a key of messages."""
         names = THOUGHTS if key in THOUGHTS else (key,)
         return re.search(rf"\b({'|'.join(map(re.escape, names))})\b", self.source(has_tools)) is not None
+
+
+def _stored(node: nodes.Node) -> set[str]:
+    """The names that a part of a template sets."""
+    return {name.name for name in node.find_all(nodes.Name) if name.ctx != "load"}
+
+
+def _asked(node: nodes.Node) -> set[str]:
+    """The names that a condition or a value takes only if somebody else has set them."""
+    around = nodes.List([node])  # a node is none of its own children
+    tests = around.find_all((nodes.Test, nodes.Filter))
+    return {test.node.name for test in tests if test.name in _ASKS and isinstance(test.node, nodes.Name)}

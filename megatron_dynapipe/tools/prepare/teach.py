@@ -126,14 +126,14 @@ class Speech:
             return Taught(Part(()), Part(()), lost=written.lost)
         first, end = spans.pop()
         given = encoded.ids[:first]
-        input = Part([*given, *ends.after], after=len(ends.after)) if given else Part(())
+        before = Part([*given, *ends.after], after=len(ends.after)) if given else Part(())
         if written.has_empty_answer:
-            return Taught(input, Part(()), lost=written.lost)
+            return Taught(before, Part(()), lost=written.lost)
         target = ends.target(encoded.ids[first:end], ends=always_ends)
         for span in [*spans, (first, end)]:
             is_ended = self._has_stop(encoded.ids[slice(*span)]) or (span == (first, end) and target.after)
             self.unended += not is_ended
-        return Taught(input, target, spans, written.lost)
+        return Taught(before, target, spans, written.lost)
 
     def _has_stop(self, ids: Sequence[int]) -> bool:
         """Whether these end in a special token, or in one and white space after it."""

@@ -13,9 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dynapipe.tools.mixture.messages import THOUGHTS, Message, text_of, texts_of, thought_of
+from megatron_dynapipe.tools.mixture.messages import CONTENT, THOUGHTS, Message, text_of, texts_of, thought_of
 
-CONTENT = "content"
 CALLS = "tool_calls"
 _SHORT = 12
 """Characters of a text that may stand by chance anywhere in a template's own."""
@@ -112,9 +111,7 @@ class Reading:
         if any(self.plain(json.dumps(arguments, ensure_ascii=ascii_)) in plain for ascii_ in (False, True)):
             return True
         is_python = bool(arguments) and self.plain(repr(arguments)) in plain
-        return not is_python and all(
-            any(self.plain(form) in plain for form in forms) for forms in _leaves(arguments)
-        )
+        return not is_python and all(any(self.plain(form) in plain for form in forms) for forms in _leaves(arguments))
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:

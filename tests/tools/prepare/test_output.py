@@ -106,6 +106,7 @@ def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
         "read",
         "skipped",
         "truncated",
+        "not_written",
         "rates",
         "sides",
         "loss",
