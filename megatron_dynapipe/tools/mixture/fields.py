@@ -85,7 +85,8 @@ def columns_of(spec: TaskSpec) -> frozenset[str]:
         environment = Environment()
         try:
             parsed = [environment.parse(template) for template in spec.templates]
-        except Exception:  # reported where the rows are read
+        except (jinja2.TemplateError, ValueError, SyntaxError, RecursionError, MemoryError):
+            # Reported where the rows are read.
             return frozenset()
         columns = set[str]().union(*map(jinja2.meta.find_undeclared_variables, parsed)) - environment.globals.keys()
     elif spec.messages is not None:

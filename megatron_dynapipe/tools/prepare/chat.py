@@ -122,11 +122,11 @@ class ChatTemplate:
             conversation = replace(conversation, answers=conversation.answers[-1:])
         if self._spec.strip_newlines:
             conversation = replace(conversation, messages=list(map(_without_newlines, conversation.messages)))
-        conversation, whole = self._formed(conversation)
+        conversation, whole, unwritten = self._formed(conversation)
         before = self.remarks.copy()
         try:
             samples = self._samples(conversation, whole)
-            lost = self._lost(conversation, whole[0])
+            lost = self._lost(conversation, whole[0], unwritten)
         except TemplateError:
             self.remarks = before
             raise
@@ -185,12 +185,12 @@ class ChatTemplate:
                 self.remarks = before + Counter({REWRITES: 1})
         return [self.written(conversation.until(answer)) for answer in conversation.answers]
 
-    def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered]:
-        """The conversation in the form of which its template writes most, and what it writes."""
+    def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered, list[int]]:
+        """The conversation in the form of which its template writes most, that text, and contents that it lacks."""
         has_tools = conversation.tools is not None
         reads_thoughts = self._render.reads(THOUGHTS[0], has_tools)
         has_tags = _CLOSES in self._render.source(has_tools)
-        best: tuple[int, Conversation, Rendered] | None = None
+        best: tuple[int, Conversation, Rendered, list[int]] | None = None
         refused: TemplateError | None = None
         for messages in forms(conversation.messages, reads_thoughts=reads_thoughts, has_tags=has_tags):
             formed = replace(conversation, messages=messages)
@@ -199,9 +199,10 @@ class ChatTemplate:
             except TemplateError as error:
                 refused = refused or error
                 continue
-            misses = self._misses(formed, whole[0])
+            unwritten = self._unwritten(formed, whole[0])
+            misses = len(unwritten) + self._misses(formed, whole[0])
             if best is None or misses < best[0]:
-                best = misses, formed, whole
+                best = misses, formed, whole, unwritten
             if not misses:
                 break
         if best is None:
@@ -210,13 +211,12 @@ class ChatTemplate:
         return best[1:]
 
     def _misses(self, conversation: Conversation, text: str) -> int:
-        """How much of a conversation is not written, or is written twice; earlier thoughts may be dropped."""
+        """How much of it but contents is not written, or is written twice; earlier thoughts may be dropped."""
         messages = conversation.messages
         plain = self._reading.plain(text)
         closed = sum(max(int(message["role"] == "assistant"), text_of(message).count(_CLOSES)) for message in messages)
         lost = [key for message in messages for key in self._reading.lost(message, plain, kept=message is messages[-1])]
-        others = len(lost) - lost.count(CONTENT)
-        return len(self._unwritten(conversation, text)) + others + max(text.count(_CLOSES) - closed, 0)
+        return len(lost) - lost.count(CONTENT) + max(text.count(_CLOSES) - closed, 0)
 
     def _unwritten(self, conversation: Conversation, text: str) -> list[int]:
         def marked() -> str | None:
@@ -267,13 +267,13 @@ class ChatTemplate:
         self.remarks[EMPTY_THOUGHTS] += 1
         return thought.end()
 
-    def _lost(self, conversation: Conversation, text: str) -> list[Lost]:
+    def _lost(self, conversation: Conversation, text: str, unwritten: list[int]) -> list[Lost]:
         """What of a conversation's given messages its text does not have; raises as `write`."""
         messages = conversation.messages
         plain = self._reading.plain(text)
         has_tools = conversation.tools is not None
         found: set[Lost] = set()
-        for at in set(self._unwritten(conversation, text)) - set(conversation.answers):
+        for at in set(unwritten) - set(conversation.answers):
             if (role := messages[at]["role"]) not in ROLES:
                 raise TemplateError(
                     f"message {at}: expected a role that the chat template writes, got {role!r}",

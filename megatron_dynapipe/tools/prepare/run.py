@@ -8,6 +8,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -112,7 +113,10 @@ def _prepare(
     clear(folder)
     if before is not None and before.content_hash != meta.content_hash:
         replaced = sum(before.split_samples.values())
-        notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
+        notes += (
+            f"replaced another dataset in {output}: {replaced} samples of {before.source}, made of other sources or"
+            " settings, or by an earlier version",
+        )
     return meta, notes
 
 
@@ -292,6 +296,8 @@ def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tok
             " not count (--pad-token names another)"
         )
     for spec in mixture.tasks:
+        if isinstance(spec.template, str) and re.search(r"\n\s*\|\|\||\|\|\|\s*\n", spec.template):
+            yield f"task {spec.name}: newlines at ||| are left out; `template: {{input: …, target: …}}` keeps them"
         there = meta.read.get(spec.name or "", 0)
         if spec.name is not None and there < (spec.limit or 0):
             yield f"task {spec.name}: {spec.limit} samples were asked for, it has {there}"

@@ -8,6 +8,7 @@ order; where they do not, or are so short that they may stand anywhere, marks te
 place of each content, which a template that writes the content writes.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 from megatron_dynapipe.tools.mixture.messages import CONTENT, THOUGHTS, Message, text_of, texts_of, thought_of
 
 CALLS = "tool_calls"
+_TEXTS = 64
+"""Texts that are remembered: those of a conversation are looked at several times."""
 _SHORT = 12
 """Characters of a text that may stand by chance anywhere in a template's own."""
 _TAGS = re.compile(r"</?think>")
@@ -33,8 +36,9 @@ class Reading:
 
     def __init__(self, control: re.Pattern[str] | None) -> None:
         self._control = control
+        self.plain = functools.lru_cache(_TEXTS)(self._plain)
 
-    def plain(self, text: str) -> str:
+    def _plain(self, text: str) -> str:
         """A text without white space and control tokens."""
         return "".join((self._control.sub("\0", text) if self._control else text).split())
 

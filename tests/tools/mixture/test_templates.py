@@ -85,6 +85,7 @@ def test_other_threads_read_rows_without_an_alarm() -> None:
 
 def test_a_templates_last_newline_is_kept() -> None:
     """For a decoder-only model nothing else stands between input and target; white space around ||| goes."""
+
     def texts(template):
         spec = TaskSpec(name="n", source="x", template=template)
         return row_reader(spec)(b'{"q": "2 + 3", "a": "5"}')[1:]
